@@ -18,6 +18,7 @@ from tiercache.assembly import WEKAFS, hf3fs_settings
 from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.config.plan import PlannedTier
+from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import own
 from tiercache.testing.simulation.cufile import make_kvikio
@@ -33,7 +34,6 @@ from tiercache.testing.simulation.weather import Weather
 from tiercache.tiers.files.access import Mount
 from tiercache.tiers.files.directory import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings
-from tiercache.tiers.hf3fs.ring import transfer_bytes
 
 if TYPE_CHECKING:
     from tiercache.testing.simulation.files import Disk, FileCalls
@@ -191,7 +191,7 @@ class Machine:
         """Fewer than the configuration allows: there would always be a place and an entry."""
         settings, fittings = hf3fs_settings(config, layout, planned), self.fittings
         rings = replace(settings.rings, entries=fittings.ring_entries)
-        iov_bytes = fittings.ring_places * transfer_bytes(layout.chunk_bytes)
+        iov_bytes = fittings.ring_places * file_bytes(layout.chunk_bytes)
         return replace(settings, iov_bytes=iov_bytes, rings=rings)
 
 

@@ -39,8 +39,8 @@ class RegisteredFiles:
     def __init__(self, library: Any) -> None:
         self._library = library
         self._kept: OrderedDict[str, RegisteredFile] = OrderedDict()
-        self._opening: dict[str, object] = {}
-        """A mark for each path that is being opened to be kept. `forget` removes it."""
+        self._forgotten = 0
+        """Grows when files are forgotten: one that is being opened meanwhile may be such a file, and is not kept."""
         self._orphans: list[int] = []
         """Descriptors of dead mounts, which are to be deregistered."""
         self._keeps = True
@@ -57,22 +57,16 @@ class RegisteredFiles:
             return file
 
     def open_to_read(self, path: str) -> RegisteredFile:
-        """Open a file and keep it open, unless the path is forgotten in the meantime: then it may soon name another file.
+        """Open a file and keep it open, unless files are forgotten in the meantime: then it may soon be another file's path.
 
         Raises OSError.
         """
-        mark = object()
         with self._lock:
-            self._opening[path] = mark
-        try:
-            file = self._open(path, os.O_RDONLY)
-        except BaseException:
-            with self._lock:
-                self._is_still_wanted(path, mark)
-            raise
+            forgotten = self._forgotten
+        file = self._open(path, os.O_RDONLY)
         surplus = []
         with self._lock:
-            if self._is_still_wanted(path, mark) and path not in self._kept and self._keeps:
+            if self._forgotten == forgotten and path not in self._kept and self._keeps:
                 file.users += 1
                 self._kept[path] = file
                 while len(self._kept) > _OPEN_FILES:
@@ -81,13 +75,6 @@ class RegisteredFiles:
             self.release(each)
         return file
 
-    def _is_still_wanted(self, path: str, mark: object) -> bool:
-        """Remove the mark of an opening and return True if it was there. Called with the lock held."""
-        if self._opening.get(path) is not mark:
-            return False
-        del self._opening[path]
-        return True
-
     def create(self, path: str) -> RegisteredFile:
         """Raises FileExistsError, OSError."""
         return self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -95,7 +82,7 @@ class RegisteredFiles:
     def release(self, file: RegisteredFile) -> None:
         """Remove one user. The last one closes the file."""
         if self.drop(file):
-            self.close_file(file)
+            self.close_file(file.descriptor)
 
     def drop(self, file: RegisteredFile) -> bool:
         """Remove one user, and return True if it was the last: then the file is to be closed. Non-blocking."""
@@ -103,22 +90,18 @@ class RegisteredFiles:
             file.users -= 1
             return not file.users
 
-    def close_file(self, file: RegisteredFile) -> None:
-        """Deregister and close a file without users."""
-        self._close(file.descriptor)
-
     def forget(self, path: str) -> None:
         """Stop keeping the file, which is deleted or was replaced. The next read opens it anew."""
         with self._lock:
             file = self._kept.pop(path, None)
-            self._opening.pop(path, None)
+            self._forgotten += 1
         if file is not None:
             self.release(file)
 
     def forget_all(self) -> None:
         with self._lock:
             files, self._kept = list(self._kept.values()), OrderedDict()
-            self._opening.clear()
+            self._forgotten += 1
         for file in files:
             self.release(file)
 
@@ -202,7 +185,8 @@ class RegisteredFiles:
             _close(spare)
         self._library.register_fd(descriptor)
 
-    def _close(self, descriptor: int) -> None:
+    def close_file(self, descriptor: int) -> None:
+        """Deregister and close a file without users."""
         self._library.deregister_fd(descriptor)
         if _mount_lives(descriptor) or self._closed:  # a mount that lives now did so above, where it deregistered the file
             _close(descriptor)
@@ -218,7 +202,7 @@ class RegisteredFiles:
         for descriptor in orphans:
             if _mount_lives(living):
                 os.dup2(living, descriptor, inheritable=False)
-            self._close(descriptor)
+            self.close_file(descriptor)
 
 
 def _is_deleted(descriptor: int) -> bool:

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tiercache.core.header import HEADER_BYTES, aligned
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.memory.arena import SHM_DIRECTORY, Arena, ArenaSettings
 
@@ -102,8 +101,6 @@ class Ring:
         self._settled = settled
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._closed = False
-        self._done: deque[Transfer] = deque()
-        self._wake_pending = False
         # The thread alone uses the following.
         self._waiting: deque[Operation] = deque()
         self._in_flight: dict[int, Operation] = {}
@@ -180,7 +177,7 @@ class Ring:
 
     def _completed(self, ended: Iterable[tuple[Operation, int]]) -> None:
         """Take the results of operations, and tell the loop of transfers whose parts have all ended."""
-        whole = False
+        whole = []
         for (transfer, _, _), result in ended:
             if result < 0:
                 transfer.error = transfer.error or OSError(-result, os.strerror(-result))
@@ -188,22 +185,15 @@ class Ring:
                 transfer.moved_bytes += result
             transfer.missing -= 1
             if not transfer.missing:
-                self._done.append(transfer)
-                whole = True
-        # The flag is set after the append and cleared before the loop drains, so every transfer has a wake-up behind it.
-        if whole and not self._wake_pending:
-            self._wake_pending = True
+                whole.append(transfer)
+        if whole:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._settle)
+                self._loop.call_soon_threadsafe(self._settle, whole)
 
-    def _settle(self) -> None:
-        self._wake_pending = False
-        settled = []
-        while self._done:
-            transfer = self._done.popleft()
-            if transfer in self.unfinished:
-                del self.unfinished[transfer]
-                settled.append(transfer)
+    def _settle(self, transfers: list[Transfer]) -> None:
+        settled = [transfer for transfer in transfers if transfer in self.unfinished]
+        for transfer in settled:
+            del self.unfinished[transfer]
         if settled:
             self._settled(settled)
 
@@ -310,11 +300,6 @@ def copy_with_checksum(source: np.ndarray, target: np.ndarray) -> int:
         digest.update(block.data)
         np.copyto(target[start : start + block.nbytes], block)
     return digest.intdigest()
-
-
-def transfer_bytes(chunk_bytes: int) -> int:
-    """Return the bytes of a chunk file with a payload of `chunk_bytes`."""
-    return HEADER_BYTES + aligned(chunk_bytes)
 
 
 def registered_arena(arena: Arena) -> RegisteredMemory | None:

@@ -43,7 +43,6 @@ from tiercache.tiers.hf3fs.ring import (
     Transfer,
     copy_with_checksum,
     registered_arena,
-    transfer_bytes,
 )
 
 logger = logging.getLogger("tiercache.hf3fs")
@@ -102,7 +101,7 @@ class RingMover(Mover):
             raise ConfigError(f"{shelves.option}: {error}") from error
         arena = registered_arena(self.arena) if self.arena is not None else None
         self.files = RegisteredFiles(library)
-        place_bytes = HEADER_BYTES if arena is not None else transfer_bytes(shelves.settings.chunk_bytes)
+        place_bytes = HEADER_BYTES if arena is not None else file_bytes(shelves.settings.chunk_bytes)
         size_bytes = _HEADERS_BYTES if arena is not None else self._iov_bytes
 
         def make_buffers() -> Buffers:
@@ -288,7 +287,7 @@ class RingMover(Mover):
             if buffers is not None and place >= 0:
                 buffers.give_back(place)
             if self.files.drop(file):
-                self._shelves.metadata.later(self.files.close_file, file)
+                self._shelves.metadata.later(self.files.close_file, file.descriptor)
 
         if transfer is None or transfer.over.done():
             release()

@@ -257,16 +257,6 @@ async def test_reading_keeps_a_chunk_from_eviction(tmp_path: Path) -> None:
             assert await is_hit(tier, 1)
 
 
-async def test_directories_of_chunks_are_made_within_the_cap(tmp_path: Path) -> None:
-    """A small cap, of which they take a large part."""
-    async with opened(tmp_path, cap_chunks=16) as tier:
-        cap_bytes = tier.settings.cap_bytes
-        for number in range(200):
-            await tier.write(bytes([number]) * 24, chunk(1)[1], CHUNK_BYTES)
-            assert allocated_bytes(tmp_path) <= cap_bytes
-        assert tier.statistics().occupied_bytes <= cap_bytes
-
-
 async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=0.5) as tier:
         key, payload = chunk(1)

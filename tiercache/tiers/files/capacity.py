@@ -207,6 +207,15 @@ class Capacity:
                 self._unused_bytes += taken_bytes
             raise
 
+    def add(self, amount_bytes: int) -> None:
+        """Count something that is not a file, cap or no cap. Call it only between `reserve` and the end of that write."""
+        self.resize(amount_bytes)
+        with self._state:
+            self._number_bytes -= amount_bytes
+            self._committed_bytes += amount_bytes
+            self._settled_bytes += amount_bytes
+        self._lower_number()
+
     def commit(self, amount_bytes: int) -> None:
         """A file in flight is about to get its name: it leaves the number in the lock file first. When it raises, the
         file is in flight as before."""

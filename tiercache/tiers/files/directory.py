@@ -32,7 +32,7 @@ import numpy as np
 
 from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.errors import TierFull, TierUnavailable
+from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
     ACCESS,
@@ -172,8 +172,6 @@ class Identity:
 
 
 _ATTEMPTS = 8
-_DIRECTORY_BYTES = 4096
-"""Bytes that a new directory occupies on most file systems."""
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 """Errors for unsupported calls: NFS lacks RENAME_NOREPLACE, FAT lacks links."""
 _AT_FDCWD = -100
@@ -259,25 +257,12 @@ class Publisher:
             os.rename(temporary, path)
 
     def make_directory(self, path: str) -> None:
-        """Create and count a missing directory of chunks. Raises TierFull above the cap."""
-        capacity = self._capacity()
-        reserved_bytes = _DIRECTORY_BYTES
-        if not capacity.reserve(reserved_bytes):
-            raise TierFull(f"{path}: a directory does not fit under the cap")
+        """Make a directory of chunks that is missing, and add it to the capacity counter, cap or no cap."""
         try:
-            if not self._access.make_directory(path):
-                capacity.cancel(reserved_bytes)
-                return
-            made_bytes = occupied_bytes(os.stat(path))
-            capacity.resize(made_bytes - reserved_bytes)
-            reserved_bytes = made_bytes
-            capacity.commit(made_bytes)
-        except BaseException as error:
-            capacity.cancel(reserved_bytes)
-            if isinstance(error, NotADirectoryError):
-                raise NameTaken(error.errno, error.strerror, path) from error
-            raise
-        capacity.settle(made_bytes)
+            if self._access.make_directory(path):
+                self._capacity().add(occupied_bytes(os.stat(path)))
+        except NotADirectoryError as error:
+            raise NameTaken(error.errno, error.strerror, path) from error
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")

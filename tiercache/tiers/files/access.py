@@ -1,6 +1,7 @@
-"""Files and directories as a file tier opens them: modes, owners, mounts, and locks that are waited for with a deadline.
+"""Safe access to files and directories: modes, owners, mounts, and locks with deadlines.
 
-No link is followed, and no pipe is waited for. Synchronous; for worker threads.
+`Access` sets modes and checks owners, the `open*` functions follow no link and wait for no pipe, `lock_within` bounds the
+wait for a lock, and `mount_of` finds the mount of a path. Synchronous; runs in worker threads.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _LONGEST_PAUSE_S = 0.02
 
 
 def lock_within(descriptor: int, wait_s: float, path: Path | str) -> None:
-    """flock(2), exclusive. Raises TierUnavailable when somebody else has had the lock for `wait_s` seconds.
+    """Call flock(2), exclusive. Raises TierUnavailable if the lock is not free within `wait_s` seconds.
 
-    It is asked for again and again, because a call that waits for a lock cannot be ended from outside.
+    Polls, since a blocking flock cannot be ended from outside.
     """
     until_s = time.monotonic() + wait_s
     pause_s = _FIRST_PAUSE_S
@@ -55,10 +56,10 @@ class Mount:
     kind: str
     source: str = ""
     options: tuple[str, ...] = ()
-    """Of the mount and of its file system, as the kernel names them; each once."""
+    """Options of the mount and its file system, without duplicates."""
 
     def option(self, name: str) -> str | None:
-        """The value of `name=value`, an empty text for a mere `name`, None where it is not set."""
+        """Return the value of `name=value`, "" for a bare `name`, None if it is not set."""
         for option in self.options:
             key, _, value = option.partition("=")
             if key == name:
@@ -67,7 +68,7 @@ class Mount:
 
 
 def mounts(table: Path = Path("/proc/self/mountinfo")) -> list[Mount]:
-    """All mounts that this process sees; none where the system does not say."""
+    """Return all mounts that this process sees; none if the table is unreadable."""
     try:
         return parse_mountinfo(table.read_text())
     except OSError:
@@ -75,7 +76,7 @@ def mounts(table: Path = Path("/proc/self/mountinfo")) -> list[Mount]:
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
-    """The mounts in a table as proc(5) describes it: `36 35 98:0 /root /point options tags... - kind source options`."""
+    """Parse a mount table, see proc(5): `36 35 98:0 /root /point options tags... - kind source options`."""
     found = []
     for line in text.splitlines():
         left, separator, right = line.partition(" - ")
@@ -88,7 +89,7 @@ def parse_mountinfo(text: str) -> list[Mount]:
 
 
 def mount_of(path: Path, mounted: list[Mount] | None = None) -> Mount:
-    """The mount that holds `path`: the longest mount point above it, the last one where two share a point."""
+    """Return the mount of `path`: the longest mount point above it, the last one of several."""
     place = Path(os.path.realpath(path))
     best = Mount("", "unknown file system")
     for mount in mounts() if mounted is None else mounted:
@@ -98,13 +99,13 @@ def mount_of(path: Path, mounted: list[Mount] | None = None) -> Mount:
 
 
 def file_system_of(path: Path, mounted: list[Mount] | None = None) -> str:
-    """The type of the file system that holds `path`."""
+    """Return the type of the file system that holds `path`."""
     return mount_of(path, mounted).kind
 
 
 def local_locks(mount: Mount) -> tuple[str, str]:
-    """The mount option that keeps file locks on this host, and what to do about it. Both empty where locks reach the other
-    hosts, as far as the mount table says: the cap of a directory holds among those that see one another's locks."""
+    """Return the mount option that keeps file locks on this host, and the remedy. Both are empty if the mount table shows
+    none. A directory's cap holds among processes that see one another's locks."""
     if mount.kind in NFS:
         if mount.option("nolock") is not None:
             return "nolock", "Mount it without nolock"
@@ -118,14 +119,14 @@ def local_locks(mount: Mount) -> tuple[str, str]:
 
 
 def _plain(escaped: str) -> str:
-    """The kernel writes a space as backslash 040."""
+    """Decode octal escapes, such as backslash 040 for a space."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), escaped)
 
 
 ABSENT = (FileNotFoundError, NotADirectoryError)
-"""There is no such path: the file is missing, or a directory above it."""
+"""The path or a directory above it does not exist."""
 FILE_MODE = 0o600
-"""Of every file when it is made. A chunk is a prompt in another form."""
+"""Mode of new files. Chunks are derived from prompts, so they are private."""
 _ABOVE_MOUNTS = ("/", "/mnt", "/media", "/srv")
 
 
@@ -137,14 +138,14 @@ class Access:
     directory_mode: int
 
     def grant(self, path: Path | str | int) -> None:
-        """Give a file (a path, or its descriptor) that was made with FILE_MODE the mode that it is to have."""
+        """Give a new file (path or descriptor) its mode."""
         if self.file_mode != FILE_MODE:
             os.chmod(path, self.file_mode)
 
     def make_directory(self, path: Path | str) -> bool:
-        """Return True if the directory had to be made. One that is there keeps its mode.
+        """Create a directory; return False if it existed, which leaves its mode.
 
-        Raises NotADirectoryError where something else has the name, a link included.
+        Raises NotADirectoryError if something else has the name, including a link.
         """
         try:
             os.mkdir(path, 0o700)
@@ -156,7 +157,7 @@ class Access:
         return True
 
     def make_root(self, path: Path) -> None:
-        """As `make_directory`, with the directories above it. One that is there is somebody's choice and stays as it is."""
+        """Create a directory and its parents. An existing one stays unchanged."""
         if not path.is_dir():
             with contextlib.suppress(FileExistsError):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +171,7 @@ class Access:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
     def enforce(self, path: Path | str) -> None:
-        """Give `path` (a directory or a file) its mode if it is this user's. Links and others' files stay as they are."""
+        """Set the mode of a directory or file of this user. Links and others' files stay."""
         with contextlib.suppress(OSError):
             status = os.lstat(path)
             mode = self.directory_mode if stat.S_ISDIR(status.st_mode) else self.file_mode
@@ -184,23 +185,23 @@ class Access:
                 os.close(descriptor)
 
     def owns(self, status: os.stat_result) -> bool:
-        """Return True if a file or directory is this user's, root's or, where the group has access, one of our groups'."""
+        """Return True if the owner is this user or root or, with group access, the group is one of ours."""
         if status.st_uid in (0, os.geteuid()):
             return True
         return self.file_mode != FILE_MODE and status.st_gid in (os.getegid(), *os.getgroups())
 
     def enforce_found(self, path: str, status: os.stat_result, dir_fd: int | None = None) -> bool:
-        """As `enforce` for a regular file whose `status` is known already; False where the file system has no such modes.
+        """Set the mode of a regular file with a known `status`. Return False if the file system lacks such modes.
 
-        In a directory that others may write to, the name may be a link by now, or a second name of a file that is private:
-        those are left alone.
+        If others can write to the directory, the name may have become a link, or a second name of a private file: those stay
+        unchanged.
         """
         if stat.S_IMODE(status.st_mode) == self.file_mode or status.st_uid != os.geteuid():
             return True
         try:
             descriptor = open_regular(path, os.O_RDONLY, dir_fd)
         except OSError:
-            return True  # gone, or not ours to open
+            return True  # missing or inaccessible
         try:
             now = os.fstat(descriptor)
             if not os.path.samestat(now, status) or now.st_nlink != 1:
@@ -214,12 +215,12 @@ class Access:
 
 
 ACCESS = {"owner": Access(FILE_MODE, 0o700), "group": Access(0o660, 0o2770)}
-"""By the value of `file_access`. The group's directories hand their group on to what is made in them."""
+"""Keyed by `file_access`. Group directories pass their group on (setgid)."""
 OWNER = ACCESS["owner"]
 
 
 def access_as_found(private: Path) -> Access:
-    """What was chosen for a directory, told from the mode of its `.tiercache`: for tools, which change nothing about it."""
+    """Return a directory's access, as the mode of its `.tiercache` shows. For tools that change nothing."""
     try:
         shared = stat.S_IMODE(private.stat().st_mode) & 0o077 == 0o070
     except FileNotFoundError:
@@ -228,7 +229,7 @@ def access_as_found(private: Path) -> Access:
 
 
 class NotAFile(OSError):
-    """Something else than a regular file has the name: a pipe, a link, a directory."""
+    """The path names a pipe, a link, a directory or a device instead of a regular file."""
 
     def __init__(self, path: Path | str, mode: int) -> None:
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
@@ -246,17 +247,17 @@ _KINDS = {
 
 
 def open_regular(path: Path | str, flags: int, dir_fd: int | None = None) -> int:
-    """open(2) of a regular file, by its own name. A file that is made gets FILE_MODE.
+    """Open a regular file, following no link. A new file gets FILE_MODE.
 
-    Raises NotAFile for everything else, at once: opening a pipe waits for its other end.
+    Raises NotAFile for everything else without blocking.
     """
     if flags & os.O_EXCL:
-        return _open(path, flags, dir_fd)  # of a file that was made just now
+        return _open(path, flags, dir_fd)  # O_EXCL created it
     return open_found(path, flags, dir_fd)[0]
 
 
 def open_found(path: Path | str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """As `open_regular`, without O_EXCL, with what fstat(2) says of the file: who needs both asks once."""
+    """Open a file like `open_regular` without O_EXCL. Return its status too."""
     descriptor = _open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd)
     try:
         status = os.fstat(descriptor)
@@ -270,9 +271,9 @@ def open_found(path: Path | str, flags: int, dir_fd: int | None = None) -> tuple
 
 @contextmanager
 def opened_directory(path: Path | str, *, to_list: bool = False) -> Iterator[int]:
-    """Open a directory by its own name, for calls with `dir_fd`. `to_list`: also for listdir and scandir.
+    """Open a directory for calls with `dir_fd`, following no link. `to_list` allows listdir and scandir.
 
-    Raises FileNotFoundError, and NotADirectoryError where something else has the name, a link included.
+    Raises FileNotFoundError, and NotADirectoryError for links and other files.
     """
     how = os.O_RDONLY if to_list else os.O_PATH
     descriptor = os.open(path, how | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -284,9 +285,9 @@ def opened_directory(path: Path | str, *, to_list: bool = False) -> Iterator[int
 
 @contextmanager
 def opened_below(root: Path, names: Iterable[str], owns: Callable[[os.stat_result], bool]) -> Iterator[int]:
-    """Open a directory below `root`, one name after the other and none of them a link, for listdir and calls with `dir_fd`.
+    """Open a directory below `root` for listdir and `dir_fd`, following no link in `names`.
 
-    Raises FileNotFoundError, and NotADirectoryError where something else has a name or `owns` denies a directory.
+    Raises FileNotFoundError, and NotADirectoryError for other files and directories that `owns` denies.
     """
     descriptor = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -306,13 +307,13 @@ def opened_below(root: Path, names: Iterable[str], owns: Callable[[os.stat_resul
 
 
 def require_owner(directory: Path | str, status: os.stat_result, owns: Callable[[os.stat_result], bool]) -> None:
-    """Raise NotADirectoryError where `owns` denies a directory."""
+    """Raise NotADirectoryError if `owns` denies a directory."""
     if not owns(status):
         raise NotADirectoryError(errno.ENOTDIR, f"belongs to user {status.st_uid}", str(directory))
 
 
 def require_directory(path: Path | str) -> os.stat_result:
-    """Return the status of a directory. Raises NotADirectoryError where something else has the name, a link included."""
+    """Return a directory's status. Raises NotADirectoryError for links and other files."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -320,8 +321,8 @@ def require_directory(path: Path | str) -> os.stat_result:
 
 
 def warn_of_missing_mount(path: Path) -> None:
-    """Warn if `path` is on the root file system where a mount is probably missing: it is to be made where nothing else is,
-    or it is an empty directory where mount points usually are."""
+    """Warn if a mount is probably missing: `path` is on the root file system, and is either new in an empty directory or
+    empty where mount points usually are."""
     above = path.parent
     while not above.is_dir() and above != above.parent:
         above = above.parent
@@ -349,5 +350,5 @@ def _open(path: Path | str, flags: int, dir_fd: int | None) -> int:
 
 
 def occupied_bytes(status: os.stat_result) -> int:
-    """What a file takes on its device. Some file systems know that only later, and say nothing until then."""
+    """Return the bytes allocated to a file. If the file system does not know them yet, return its size."""
     return status.st_blocks * 512 or (status.st_size if stat.S_ISREG(status.st_mode) else 0)

@@ -1,13 +1,12 @@
-"""How many bytes a directory holds: one counter for all processes that use it, and what each of them has reserved.
+"""The capacity counter of a directory, and this process's reservation.
 
-The counter is a small file that changes under flock(2). A process takes bytes from it in steps, before it uses them, and
-keeps what it deletes: both are its reservation, which it spends without asking anybody. Its lock file (`owners.py`) says how
-much of the counter is on no device: the reservation and the files that have no name yet. That number is lowered before a
-file gets its name, and raised some time after bytes became free. So the counter is never below what the files occupy, and
-whoever finds a process dead removes its unfinished files and takes over its number. What is lost by a crash is at most what
-the number lags behind, and the step that was being taken.
+The counter is a small file that all processes change under flock(2). A process reserves bytes in steps and spends them, and
+those of chunks it deletes, without the lock. Its owner lock file (`owners.py`) records how many counted bytes are on no
+device: the reservation and the temporary files. It lowers this number before it publishes a file, and raises it some time
+after bytes became free. So the counter is never below what the files occupy. The finder of a dead process removes its
+temporary files and takes over its number; a crash loses at most the lag of the number and one step.
 
-A scan corrects the counter where nobody else uses bytes meanwhile (`mark` and `recount`).
+A scan corrects the counter if no other process uses bytes meanwhile (`mark` and `recount`).
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ _COUNTED = struct.Struct("<8sQ")
 _MAGIC = b"TIERLEDG"
 _UNTRUSTED_MAGIC = b"TIERLED?"
 _SMALLEST_SHARE = 8
-"""A step takes at most one part in so many of the room that is left, so that idle processes do not hold all of it."""
+"""A step takes at most the remaining room divided by this, so that idle processes leave room to others."""
 _LAG = 4
-"""The number in the lock file lags behind by up to two parts in so many of a step, so that few chunks change it."""
+"""The recorded number may lag by two steps divided by this, so that few chunks change it."""
 _LOCK_WAIT_S = 5.0
 _SHORT_WAIT_S = 0.25
-"""For a change that may be made later."""
+"""Longest wait for changes that can be retried later."""
 
 
 class CounterLost(FileNotFoundError):
-    """The counter is not at its path any more, has no content, or was closed: the directory has to be opened anew."""
+    """The counter is missing, empty or closed: reopen the directory."""
 
 
 class Count(NamedTuple):
@@ -51,33 +50,33 @@ class Count(NamedTuple):
 
     counted_bytes: int = 0
     changes: int = 0
-    """How often it was changed."""
+    """Number of changes, modulo 2**64."""
     identity: int = 0
-    """A random number that tells this counter from one that is made after it was deleted."""
+    """A random number that distinguishes this counter from a later one."""
     trusted: bool = False
-    """False until a scan has counted what lay there when the file was made."""
+    """False until a scan has counted the files that are older than the counter."""
 
     def changed(self, by_bytes: int) -> Count:
         return self._replace(counted_bytes=max(0, self.counted_bytes + by_bytes), changes=(self.changes + 1) % (1 << 64))
 
 
 class Mark(NamedTuple):
-    """What `recount` needs to know of the moment at which a scan began."""
+    """State at the begin of a scan, for `recount`."""
 
     is_alone: bool
-    """No other process used bytes then."""
+    """True if no other process used bytes."""
     others_changes: int
     settled_bytes: int
     released_bytes: int
     others_bytes: int
-    """The reservations and unfinished files of other processes, about."""
+    """Estimated reservations and temporary files of other processes."""
 
 
 class Capacity:
-    """The counter of one directory, and this process's reservation. Thread-safe, for worker threads.
+    """Counter and reservation. Thread-safe; blocks, so it runs in worker threads.
 
-    What waits for a lock raises TierUnavailable after some seconds; CounterLost says that the directory has to be opened
-    anew. A write calls `reserve`, then `cancel`, or `commit` and `settle`. A deletion calls `announce`, then `release`.
+    A lock that is not available within seconds raises TierUnavailable; CounterLost means that the directory must be
+    reopened. A write calls `reserve`, then `cancel`, or `commit` and `settle`. A deletion calls `announce`, then `release`.
     """
 
     def __init__(
@@ -90,33 +89,33 @@ class Capacity:
         *,
         synced: bool = False,
     ) -> None:
-        """`owner` has its lock file by now. `synced`: other hosts use the directory, and must see the number in the lock
-        file when this host is gone. Raises OSError, TierUnavailable."""
+        """`owner` holds its lock file. `synced`: make its number durable, since other hosts use the directory. Raises
+        OSError, TierUnavailable."""
         self.cap_bytes = cap_bytes
         self.step_bytes = step_bytes
         self.missing = False
-        """Whether the counter was found lost."""
+        """True if the counter was found lost."""
         self._owner = owner
         self._synced = synced
         self._state = threading.Lock()
-        """Held for arithmetic only. The fields below belong to it."""
+        """Guards the following fields. Held for arithmetic only."""
         self._unused_bytes = 0
         self._number_bytes = 0
-        """Of the counter, what is on no device: unused, or in files without names."""
+        """Counted bytes on no device: unused, or in temporary files."""
         self._written_bytes = 0
-        """The most that the lock file may say."""
+        """Upper bound of the number in the lock file."""
         self._deleting_bytes = 0
         self._committed_bytes = self._settled_bytes = self._released_bytes = 0
-        """Of all files since the start."""
+        """Bytes of all files since the start."""
         self._operations = 0
         self._spent = False
         self._is_active = False
-        """Whether the lock file says that bytes are used or deleted here."""
+        """True if the lock file says that this process uses or deletes bytes."""
         self._may_spend = False
-        """Whether the counter was changed since we became active: others see from that, too, that bytes are used."""
+        """True if the counter changed since this process became active, which shows others that bytes are used."""
         self._closing = self._closed = False
         self._files = threading.Lock()
-        """Held while the counter or the lock file is written. The fields below belong to it."""
+        """Guards the following fields. Held while the counter or the lock file is written."""
         self._changes = 0
         self._next_look_s = 0.0
         self._path = path
@@ -135,28 +134,28 @@ class Capacity:
 
     @property
     def counted_bytes(self) -> int:
-        """The counter when this process last looked, reservations included. From memory."""
+        """The last known counter, reservations included. Non-blocking."""
         return self._count.counted_bytes
 
     @property
     def used_bytes(self) -> int:
-        """As `counted_bytes`, without this process's own reservation."""
+        """`counted_bytes` without this process's reservation."""
         return max(0, self._count.counted_bytes - self._unused_bytes)
 
     @property
     def trusted(self) -> bool:
-        """Whether everything there is counted, as far as this process knows."""
+        """True if the last known counter includes all files."""
         return self._count.trusted
 
     @property
     def in_flight_bytes(self) -> int:
-        """Reserved for files that have no names yet."""
+        """Bytes reserved for temporary files."""
         with self._state:
             return self._number_bytes - self._unused_bytes
 
     @property
     def is_behind(self) -> bool:
-        """Whether `catch_up` may have something to give back. From memory."""
+        """True if `catch_up` may have bytes to return. Non-blocking."""
         return self._is_active
 
     def is_lost(self) -> bool:
@@ -170,9 +169,9 @@ class Capacity:
     # Writing
 
     def reserve(self, needed_bytes: int, freed_bytes: int = 0, announced_bytes: int = 0) -> bool:
-        """Take bytes for a file that is about to be made; False where they do not fit under the cap.
+        """Reserve bytes for a new file. Return False if they do not fit under the cap.
 
-        `freed_bytes` of `announced_bytes` were deleted to make room. They suffice for as much also above a lowered cap.
+        `freed_bytes` of `announced_bytes` were deleted for it; they can be reused even above a lowered cap.
         """
         with self._state:
             self._free(freed_bytes, announced_bytes)
@@ -196,9 +195,9 @@ class Capacity:
         return fits
 
     def resize(self, difference_bytes: int) -> None:
-        """A file in flight turns out to take more, cap or no cap, or less."""
+        """Adjust the reservation of a temporary file, even above the cap."""
         with self._state:
-            taken_bytes = self._take(difference_bytes)  # less than nothing where it takes less
+            taken_bytes = self._take(difference_bytes)  # negative if the file shrank
         try:
             if taken_bytes < difference_bytes:
                 self._charge(difference_bytes - taken_bytes, limited=False)
@@ -217,8 +216,7 @@ class Capacity:
         self._lower_number()
 
     def commit(self, amount_bytes: int) -> None:
-        """A file in flight is about to get its name: it leaves the number in the lock file first. When it raises, the
-        file is in flight as before."""
+        """Remove a file from the recorded number before it is published. On error the file stays in flight."""
         with self._state:
             if self._closing:
                 raise self._lost("is closed")
@@ -231,25 +229,25 @@ class Capacity:
             raise
 
     def uncommit(self, amount_bytes: int) -> None:
-        """It did not get its name, and is in flight again."""
+        """Undo `commit` of a file that was not published."""
         with self._state:
             self._number_bytes += amount_bytes
             self._committed_bytes -= amount_bytes
 
     def settle(self, amount_bytes: int) -> None:
-        """It has its name; the write ends. Does not raise."""
+        """End the write of a published file. Does not raise."""
         with self._state:
             self._settled_bytes += amount_bytes
         self._end(0)
 
     def cancel(self, amount_bytes: int) -> None:
-        """A file in flight is gone, or was never made, or so much of it; the write ends. Does not raise."""
+        """End a write and return the bytes that it did not use. Does not raise."""
         self._end(amount_bytes)
 
     # Deleting
 
     def announce(self, amount_bytes: int) -> None:
-        """Files of so many bytes are about to be deleted."""
+        """Announce the deletion of files of `amount_bytes`."""
         with self._state:
             if self._closing:
                 raise self._lost("is closed")
@@ -265,8 +263,7 @@ class Capacity:
             raise
 
     def release(self, freed_bytes: int, announced_bytes: int) -> None:
-        """Of `announced_bytes`, `freed_bytes` are gone from the device. Does not raise: what cannot be given back now is
-        given back later."""
+        """End a deletion of `announced_bytes` that freed `freed_bytes`. Does not raise; failed updates are retried later."""
         with self._state:
             self._free(freed_bytes, announced_bytes)
             surplus = self._unused_bytes > self.step_bytes
@@ -278,7 +275,7 @@ class Capacity:
                 self._write_number()
 
     def return_dead(self) -> int:
-        """Remove what processes that no longer live have left, and take over their numbers. Returns how many files.
+        """Remove what dead processes left, and take over their numbers. Return the number of files removed.
 
         Raises OSError and TierUnavailable.
         """
@@ -287,8 +284,7 @@ class Capacity:
     # The counter
 
     def refresh(self) -> bool:
-        """Read what others did to the counter; False when one of them changes it at this moment: this does not wait for
-        the file's lock."""
+        """Read the counter; return False if another process holds its lock. Does not wait for that."""
         with self._turn(_LOCK_WAIT_S):
             self.missing = self.is_lost()
             try:
@@ -302,7 +298,7 @@ class Capacity:
             return True
 
     def catch_up(self) -> None:
-        """Give back what is not used any more. Called now and then while `is_behind`. Does not raise."""
+        """Return unused bytes. Call it periodically while `is_behind`. Does not raise."""
         with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):
             with self._state:
                 is_idle, self._spent = not self._spent, False
@@ -316,7 +312,7 @@ class Capacity:
                 self._rest()
 
     def mark(self) -> Mark:
-        """Note where the counter stands, before a scan begins."""
+        """Record the counter's state before a scan."""
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now, others = self._load(), self._owner.others()
             active = [record for record in others if record.is_active]
@@ -328,10 +324,10 @@ class Capacity:
                 )
 
     def recount(self, mark: Mark, found_bytes: int) -> int:
-        """Correct the counter by a scan that began after `mark` and found so much; return by how much it was changed.
+        """Correct the counter by a scan that began after `mark`. Return the change.
 
-        Nothing is changed where another process used or deleted bytes meanwhile. What this process did is known: all that
-        exists was seen, or got its name since, or is not counted among the unused yet.
+        Nothing changes if another process used or deleted bytes meanwhile. This process knows its own changes: each existing
+        file was seen, published since, or is still reserved.
         """
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
@@ -348,41 +344,41 @@ class Capacity:
             return most_bytes - now.counted_bytes
 
     def trust(self) -> None:
-        """There is nothing that could be uncounted."""
+        """Mark the counter as complete, for an empty directory."""
         with self.locked():
             if not (now := self._load()).trusted:
                 self._store(now._replace(trusted=True).changed(0))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock under which all processes change the counter."""
+        """Hold the counter's lock."""
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             yield
 
     def close(self) -> None:
-        """Give back the reservation and the lock file, at once or when the last write that is under way has ended.
+        """Return the reservation and the lock file now, or when the last running write ends.
 
-        Waits a moment at most. Idempotent; does not raise.
+        Waits briefly. Idempotent; does not raise.
         """
         with self._state:
             self._closing = True
         self._end_if_closing()
 
     def _take(self, most_bytes: int) -> int:
-        """Under `_state`. Of the unused bytes, up to so many."""
+        """Take up to `most_bytes` of the unused bytes. Needs `_state`."""
         taken_bytes = min(self._unused_bytes, most_bytes)
         self._unused_bytes -= taken_bytes
         return taken_bytes
 
     def _free(self, freed_bytes: int, announced_bytes: int) -> None:
-        """Under `_state`."""
+        """Needs `_state`."""
         self._deleting_bytes -= announced_bytes
         self._released_bytes += freed_bytes
         self._number_bytes += freed_bytes
         self._unused_bytes += freed_bytes
 
     def _end(self, unused_bytes: int) -> None:
-        """A write ends, and has not used so much."""
+        """End a write that did not use `unused_bytes`."""
         with self._state:
             self._unused_bytes += unused_bytes
             self._operations -= 1
@@ -391,10 +387,10 @@ class Capacity:
     def _end_if_closing(self) -> None:
         if self._closing:
             with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):
-                pass  # the last thread to leave it ends everything
+                pass  # the last thread to leave closes everything
 
     def _charge(self, missing_bytes: int, *, limited: bool) -> bool:
-        """Take bytes that are missing for a write from the counter, and a step more for the next ones."""
+        """Add missing bytes to the counter, and a step for further writes."""
         with self._turn(_LOCK_WAIT_S):
             with self._locked(_LOCK_WAIT_S):
                 now = self._load()
@@ -413,7 +409,7 @@ class Capacity:
             return True
 
     def _give_back(self, keep_bytes: int) -> None:
-        """Under `_files`. Leave the unused bytes to others, but for so many."""
+        """Return all unused bytes but `keep_bytes`. Needs `_files`."""
         with self._locked(_SHORT_WAIT_S):
             now = self._load()
             with self._state:
@@ -426,14 +422,14 @@ class Capacity:
                 self._store(now.changed(-amount_bytes))
             except OSError:
                 with suppress(OSError):
-                    if self._load() == now:  # else it is given back, or nobody knows and it stays counted
+                    if self._load() == now:  # otherwise the bytes may have been returned
                         with self._state:
                             self._number_bytes += amount_bytes
                             self._unused_bytes += amount_bytes
                 raise
 
     def _rest(self) -> None:
-        """Under `_files`. Where nothing is used or deleted here, say so."""
+        """Become inactive if nothing is used or deleted. Needs `_files`."""
         with self._state:
             if not self._is_active or self._operations or self._deleting_bytes or self._unused_bytes:
                 return
@@ -445,7 +441,7 @@ class Capacity:
             raise
 
     def _lower_number(self) -> None:
-        """See to it that the lock file does not say too much."""
+        """Lower the recorded number if it is too high."""
         with self._state:
             if self._number_bytes >= self._written_bytes:
                 return
@@ -453,7 +449,7 @@ class Capacity:
             self._write_number(self.step_bytes // _LAG)
 
     def _write_number(self, lag_bytes: int = 0, *, active: bool | None = None) -> None:
-        """Under `_files`. Bring the lock file up to date, less `lag_bytes`."""
+        """Write the lock file, less `lag_bytes`. Needs `_files`."""
         if self._owner.lost:
             raise self._lost("has no lock file of this process beside it")
         with self._state:
@@ -469,7 +465,7 @@ class Capacity:
             self._written_bytes, self._is_active = number_bytes, active
 
     def _look_for_dead(self) -> None:
-        """As `return_dead`, for no more than a tenth of the time. Does not raise."""
+        """Call `return_dead` for at most a tenth of the time. Does not raise."""
         began_s = time.monotonic()
         if began_s >= self._next_look_s:
             with suppress(OSError, TierUnavailable):
@@ -478,7 +474,7 @@ class Capacity:
             self._next_look_s = now_s + pause_s([now_s - began_s])
 
     def _take_over(self, record: Record, remove: Callable[[], bool]) -> None:
-        """`remove` a dead process's lock file. Without room on the device to say so, its number stays counted."""
+        """`remove` a dead process's lock file and take its number. On a full device the number stays counted."""
         amount_bytes = record.number_bytes if record.counter == self._count.identity else 0
         try:
             self.announce(amount_bytes)
@@ -501,7 +497,7 @@ class Capacity:
         return found
 
     def _store(self, count: Count) -> None:
-        """A call that failed may have written all the same: a network file system lost the answer."""
+        """Write the counter. Reads it after an error: a network file system may have lost only the answer."""
         magic = _MAGIC if count.trusted else _UNTRUSTED_MAGIC
         try:
             os.pwrite(self._descriptor, _FILE.pack(magic, count.counted_bytes, count.changes, count.identity), 0)
@@ -513,7 +509,7 @@ class Capacity:
 
     @contextmanager
     def _locked(self, wait_s: float) -> Iterator[None]:
-        """Under `_files`. Hold the counter's lock."""
+        """Hold the counter's lock. Needs `_files`."""
         lock_within(self._descriptor, wait_s, self._path)
         try:
             if self.is_lost():
@@ -525,7 +521,7 @@ class Capacity:
 
     @contextmanager
     def _turn(self, wait_s: float) -> Iterator[None]:
-        """Hold `_files`. Once `close` was called and no write is under way, the last to leave gives everything back."""
+        """Hold `_files`. After `close`, the last thread to leave returns everything."""
         if not self._files.acquire(timeout=wait_s + _SHORT_WAIT_S):
             raise TierUnavailable(f"{self._path}: a change of the count has not ended for {wait_s:g} s")
         try:
@@ -542,14 +538,14 @@ class Capacity:
 
     def _finish(self) -> None:
         with suppress(OSError, TierUnavailable):
-            if self._unused_bytes:  # else nobody waits for the lock
+            if self._unused_bytes:
                 self._give_back(0)
         with suppress(OSError):
             if self._number_bytes:
                 self._write_number(active=False)
         with suppress(OSError):
             os.close(self._descriptor)
-        # A number that could not be given back stays in the lock file, for whoever finds that free.
+        # An unreturned number stays in the lock file for the process that takes that over.
         self._owner.leave(keep=self._number_bytes > 0)
 
     def _lost(self, why: str) -> CounterLost:
@@ -557,7 +553,7 @@ class Capacity:
 
 
 def _read(descriptor: int) -> Count | None:
-    """The content of a counter; None where it has none. An earlier version's has other numbers in the last two places."""
+    """Return a counter's content, or None. Older files have other numbers in the last two fields."""
     raw = os.pread(descriptor, _FILE.size, 0)
     if len(raw) < _COUNTED.size or raw[:8] not in (_MAGIC, _UNTRUSTED_MAGIC):
         return None
@@ -566,7 +562,7 @@ def _read(descriptor: int) -> Count | None:
 
 
 def counted_in(path: Path) -> int | None:
-    """The bytes in a counter that this process has not open; None where there is no count."""
+    """Return the bytes in a counter that is not open; None if there is no trusted one."""
     try:
         descriptor = open_regular(path, os.O_RDONLY)
     except OSError:

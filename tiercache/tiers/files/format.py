@@ -1,8 +1,8 @@
-"""One chunk in one file: a header of 4096 bytes, the payload, zero padding to 4096 bytes. Synchronous; for worker threads.
+"""The chunk file: a header of 4096 bytes, the payload, and zero padding to a multiple of 4096 bytes.
 
-One `pwritev` or `preadv` moves header and payload together, around the page cache (O_DIRECT) where the file system can.
-A ring of io_uring was no better: it wrote 1.4 to 1.7 GB/s and read 2.9 to 3.0, where threads write 1.6 to 2.0 and read 2.6
-to 2.9 (2 MiB, one and four at a time, two cores). mmap writes 0.3 to 0.4 and reads 0.8 to 1.3.
+`write_chunk` and `read_chunk` move header and payload in one `pwritev` or `preadv`, with O_DIRECT where the file system
+supports it, and verify what they read. `reserve`, `spread` and `DeviceTurns` keep writes fast. Synchronous; runs in worker
+threads.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _GET_FLAGS = 0x80086601
 _SET_FLAGS = 0x40086602
-"""FS_IOC_GETFLAGS and FS_IOC_SETFLAGS; other numbers on some processors, where nothing comes of it."""
+"""FS_IOC_GETFLAGS and FS_IOC_SETFLAGS; wrong numbers on some processors are harmless."""
 _TOP = 0x20000
 """FS_TOPDIR_FL, `chattr +T`."""
 _HINTED = ("ext2", "ext3", "ext4")
 
 
 def reserve(descriptor: int, length_bytes: int) -> None:
-    """fallocate(2) of the first `length_bytes`, nothing where the file system has no such call. Raises OSError (ENOSPC).
+    """Call fallocate(2) for the first `length_bytes`, where supported. Raises OSError (ENOSPC).
 
-    Not posix_fallocate: where the call is missing (NFS before 4.2, CephFS) glibc's writes a byte into every block instead,
-    which is as many requests as the file has blocks.
+    posix_fallocate would write a byte into each block where the call is missing (NFS before 4.2, CephFS).
     """
     if _fallocate is None:
         return
@@ -63,11 +62,10 @@ def reserve(descriptor: int, length_bytes: int) -> None:
 
 
 def spread(directory: Path) -> None:
-    """Have the directories that are made in `directory` lie apart on its device, each with its files. Nothing where the file
-    system has no such hint. Does not raise.
+    """Ask the file system to place the subdirectories of `directory` apart, where supported. Does not raise.
 
-    ext4 passes over the inodes that were freed in the last minutes, one by one, each time it makes a file. Where all
-    directories share one group of inodes, that is every chunk that was lately evicted, and whoever makes one waits for it.
+    ext4 skips recently freed inodes one by one for each new file. If all directories share one inode group, these include
+    every recently evicted chunk.
     """
     with contextlib.suppress(OSError):
         if file_system_of(directory) not in _HINTED:
@@ -81,22 +79,22 @@ def spread(directory: Path) -> None:
 
 
 _PATIENCE_S = 0.05
-"""How long a write waits for its turn: where each takes long, or hangs, the others are not kept."""
+"""Longest wait of a write for its turn, which bounds the effect of hung writes."""
 LARGE_BYTES = 1 << 20
-"""A write of less needs no turn: it takes many of them to keep a device busy."""
+"""Smaller writes need no turn: a few of them do not keep a device busy."""
 
 
 class DeviceTurns:
-    """Writes that are at a device together end together, since it serves all alike: then all of them wait for the file
-    system's commit and for the counter, and the device for them. Where fewer are there, others take their places."""
+    """Limits concurrent large writes. Writes that share a device end together and would all wait for the commit at once;
+    with a limit, others use the device meanwhile."""
 
     def __init__(self, places: int | None) -> None:
-        """None: nobody waits."""
+        """`places`: concurrent writes; None: no limit."""
         self._places = threading.Semaphore(places) if places is not None else None
 
     @contextmanager
     def taken(self, length_bytes: int) -> Iterator[None]:
-        """Hold one while so much is written. It goes on without where none was free for a moment."""
+        """Hold a place during a write of `length_bytes`, or none if it takes too long to get one."""
         places = self._places if length_bytes >= LARGE_BYTES else None
         is_ours = places is not None and places.acquire(timeout=_PATIENCE_S)
         try:
@@ -110,8 +108,7 @@ EVERYBODYS = DeviceTurns(None)
 
 
 PART_BYTES, _PARTS = 1 << 20, 8
-"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than a mebibyte. Half of that
-costs a tenth of the throughput; demand reads among them take a quarter less time then."""
+"""A pausing read takes parts of an eighth of its chunk, at least a mebibyte. Smaller parts cost throughput."""
 
 _thread = threading.local()
 
@@ -125,7 +122,7 @@ def write_chunk(
     durable: bool,
     turns: DeviceTurns = EVERYBODYS,
 ) -> int:
-    """As `write_chunk_file`; `compression` learns how quick it was."""
+    """Call `write_chunk_file` and report its speed to `compression`."""
     began_s = time.monotonic()
     occupied_bytes = write_chunk_file(path, chunk.header, chunk.padded, direct=direct, durable=durable, turns=turns)
     compression.sent(chunk.header.payload_bytes, time.monotonic() - began_s)
@@ -142,8 +139,8 @@ def read_chunk(
     direct: bool,
     pause: Callable[[], None] | None = None,
 ) -> int:
-    """As `read_chunk_file`, made plain: returns the payload's length. `compression` learns how quick
-    it was, unless it had to give way."""
+    """Call `read_chunk_file`, decompress, and return the payload's length. Reports the speed of a read without `pause` to
+    `compression`."""
     began_s = time.monotonic()
     header = read_chunk_file(path, key, fingerprint, into, direct=direct, pause=pause)
     if pause is None:
@@ -154,10 +151,10 @@ def read_chunk(
 def write_chunk_file(
     path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool, turns: DeviceTurns = EVERYBODYS
 ) -> int:
-    """Create `path` (which must not exist) with the chunk, checked for its full length. Returns the bytes it occupies.
+    """Create `path`, which must not exist, with a chunk. Return the bytes that it occupies.
 
-    `payload` is uint8, page-aligned, padded with zeroes to a multiple of 4096. `durable` adds fdatasync. On any error the
-    file is removed again and the error raised. One of `turns` is held while the bytes go to the device.
+    `payload` is uint8, page-aligned, zero-padded to a multiple of 4096. `durable` adds fdatasync. On error the file is
+    removed. One of `turns` is held during the write.
     """
     total_bytes = file_bytes(header.payload_bytes)
     descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))
@@ -192,14 +189,12 @@ def read_chunk_file(
     direct: bool,
     pause: Callable[[], None] | None = None,
 ) -> Header:
-    """Read and verify the chunk at `path` into `into` (uint8, page-aligned). Returns its header, by which the payload is
-    `unpacked`: it lies there as it was stored.
+    """Read the chunk at `path` into `into` (uint8, page-aligned) and verify it. Return its header, for `unpacked`.
 
-    With a `pause` it is read in parts, between which that is called.
+    The payload is left as stored. `pause` is called between the parts of a read.
 
-    Raises FileNotFoundError when it is not there, NotAFile when something else is, CorruptChunk with what was expected and
-    found when it is not the chunk.
-    What `into` holds after an exception means nothing.
+    Raises FileNotFoundError, NotAFile, and CorruptChunk with the expected and the found value. After an exception the
+    content of `into` is undefined.
     """
     descriptor, status = open_found(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
@@ -231,10 +226,9 @@ def verify_chunk(
     length: int,
     checksum: Callable[[int], int],
 ) -> Header:
-    """Check everything that a header promises, and return it. `fingerprint` None accepts any layout (for `tiercache
-    verify`). Of a file of `length` bytes, `got` were read.
+    """Verify a chunk of which `got` of `length` bytes were read, and return its header. Raises CorruptChunk.
 
-    `checksum` is called once, with the stored payload's length without padding.
+    `fingerprint` None accepts any layout. `checksum` is called once with the stored payload's length without padding.
     """
     try:
         header = Header.check(raw_header, key, fingerprint)
@@ -247,14 +241,14 @@ def verify_chunk(
 
 
 def host_checksum(payload: np.ndarray) -> Callable[[int], int]:
-    """For `verify_chunk`: of a payload in host memory."""
+    """Return the `checksum` of `verify_chunk` for a payload in host memory."""
     return lambda payload_bytes: payload_checksum(payload[:payload_bytes])
 
 
 def supports_direct_io(directory: Path, name: str = "") -> bool:
-    """Whether O_DIRECT works in `directory`, found out by doing it, with a file of that name or one that nobody else uses.
+    """Return True if O_DIRECT works in `directory`. Writes a file of that or a unique name.
 
-    Raises OSError when nothing can be written there."""
+    Raises OSError if no file can be written."""
     path = directory / (name or f"probe.{os.getpid()}.{threading.get_ident()}")
     block = mmap.mmap(-1, 4096)
     try:
@@ -265,12 +259,12 @@ def supports_direct_io(directory: Path, name: str = "") -> bool:
             return False
         raise
     try:
-        path.unlink(missing_ok=True)  # first: whoever is killed now leaves nothing
+        path.unlink(missing_ok=True)  # before the write, so that a kill leaves nothing
         os.pwrite(descriptor, block, 0)
         return True
     except OSError as error:
         if error.errno in NO_ROOM:
-            return True  # it was taken, and there is no room
+            return True  # O_DIRECT was accepted
         if error.errno == errno.EINVAL:
             return False
         raise
@@ -279,7 +273,7 @@ def supports_direct_io(directory: Path, name: str = "") -> bool:
 
 
 def _buffer() -> mmap.mmap:
-    """A page of this thread's own: O_DIRECT wants the header aligned as well."""
+    """Return this thread's page for headers, aligned for O_DIRECT."""
     buffer: mmap.mmap | None = getattr(_thread, "header", None)
     if buffer is None:
         buffer = _thread.header = mmap.mmap(-1, HEADER_BYTES)

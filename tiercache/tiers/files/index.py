@@ -1,6 +1,8 @@
-"""The index of a directory: the chunks that this instance stored and found, or those of all instances.
+"""The index of a directory, and how it follows changes by other processes.
 
-Directories that change are listed again and again, or the kernel tells what others on this host delete (inotify).
+`OwnIndex` holds what this instance stored or found, and asks the directory for other keys; `Deletions` removes what others
+on this host delete, as inotify reports it. `FollowedIndex` answers from memory: a `Refresher` per directory lists changed
+subdirectories periodically.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ MOVED_TO = 0x80
 CREATED = 0x100
 DELETED = 0x200
 MOVED_SELF = 0x800
-"""The directory that is watched has another name now, and is watched on."""
+"""The watched directory was moved, and is still watched."""
 OVERFLOW = 0x4000
 IGNORED = 0x8000
-"""The directory is not watched any more: it was deleted, or what it lies on unmounted."""
+"""The watch has ended: its directory was deleted or unmounted."""
 _ONLY_DIRECTORIES = 0x01000000
 _NO_LINKS = 0x02000000
 _HEADER = struct.Struct("iIII")
@@ -53,7 +55,7 @@ class Happening(NamedTuple):
 
 
 class Inotify:
-    """Raises OSError where the kernel gives no more of them (fs.inotify.max_user_instances)."""
+    """An inotify instance. Raises OSError if none is left (fs.inotify.max_user_instances)."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -63,13 +65,13 @@ class Inotify:
         return self._descriptor
 
     def watch(self, directory: Path, mask: int) -> int:
-        """The number that its happenings have; of a directory that is watched already, the same one. Asks the mount, so it
-        may block. Raises OSError, also where there may be no more (fs.inotify.max_user_watches)."""
+        """Watch a directory and return the number in its events. Idempotent. May block on the mount. Raises OSError, also if
+        no watch is left (fs.inotify.max_user_watches)."""
         number = self._libc.inotify_add_watch(self._descriptor, os.fsencode(directory), mask | _ONLY_DIRECTORIES | _NO_LINKS)
         return self._checked(number, str(directory))
 
     def happened(self) -> list[Happening]:
-        """Some of what nobody has taken yet, at once; nothing where there is nothing."""
+        """Return pending events. Non-blocking."""
         try:
             raw = os.read(self._descriptor, _READ_BYTES)
         except BlockingIOError:
@@ -92,37 +94,37 @@ class Inotify:
 
 
 _ROOT = CREATED | MOVED_TO | MOVED_SELF
-"""A subdirectory is made when its first chunk comes."""
+"""Subdirectories are created with their first chunks."""
 _CHUNKS = DELETED | MOVED_FROM
 _PAUSE_S = 1.0
 _AT_ONCE = 1024
 
 
 class Deletions:
-    """Of one shelf. Belongs to the event loop; `follow` is a task of its own.
+    """Follows deletions in one directory. Belongs to the event loop; `follow` is its task.
 
-    A file that was deleted may have been stored again since, so each key is looked for before it leaves the index. What
-    other hosts delete on a mount that they share is not told.
+    A deleted chunk may have been stored again, so each key is checked before it leaves the index. Deletions by other hosts
+    are not reported.
     """
 
     def __init__(self, shelves: Shelves, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
-        """`on_stored`: as for `Knowledge.follow_deletions`."""
+        """`on_stored`: see `Knowledge.follow_deletions`."""
         self._shelves = shelves
         self._shelf = shelf
         self._on_stored = on_stored
         self._mask = _CHUNKS if on_stored is None else _CHUNKS | MOVED_TO
         self._gone: dict[ChunkKey, None] = {}
         self._new: set[str] = set()
-        """Subdirectories that came since the others are watched."""
+        """Subdirectories that are not watched yet."""
         self._is_short = True
-        """Some directory may not be watched, or something was not told."""
+        """True if a directory may be unwatched or events were lost."""
         self._is_elsewhere = False
-        """The kernel watches directories, not paths: what is watched has another one now."""
+        """True if the watched directory is no longer at its path."""
         self._news = asyncio.Event()
         shelf.on_other_volume = self._begin_elsewhere
 
     async def follow(self) -> None:
-        """Until cancelled. Ends, with a warning, where the kernel has no watches left."""
+        """Follow until cancelled. Ends with a warning if no watch is left."""
         try:
             while True:
                 await self._follow_here(Inotify())
@@ -130,7 +132,7 @@ class Deletions:
             self._give_up(error)
 
     async def _follow_here(self, inotify: Inotify) -> None:
-        """Until what has the path is another directory. Raises OSError."""
+        """Follow until another directory has the path. Raises OSError."""
         loop = asyncio.get_running_loop()
         loop.add_reader(inotify.fileno(), self._note, inotify)
         self._is_short, self._is_elsewhere = True, False
@@ -147,7 +149,7 @@ class Deletions:
                     await self._news.wait()
         finally:
             loop.remove_reader(inotify.fileno())
-            self._shelves.metadata.later(inotify.close)  # a thread that hangs may be using it
+            self._shelves.metadata.later(inotify.close)  # a hung thread may use it
 
     def _begin_elsewhere(self) -> None:
         self._is_elsewhere = True
@@ -187,13 +189,13 @@ class Deletions:
                     for key in found:
                         self._on_stored(key)
             except FileNotFoundError:
-                self._is_short = True  # the directory was deleted; a write makes it anew
+                self._is_short = True  # the directory was deleted; a write creates it again
             await self._look_through({_NUMBERS[name] for name in new})
         while self._gone:
             await self._look_for([self._gone.popitem()[0] for _ in range(min(len(self._gone), _AT_ONCE))])
 
     async def _look_through(self, numbers: set[int]) -> None:
-        """Look for all chunks known in these subdirectories, a slice in each turn of the loop."""
+        """Check all known chunks in these subdirectories, one slice per turn of the loop."""
         for number in sorted(numbers):
             known = self._shelf.index.keys.part(number)
             for start in range(0, len(known), _AT_ONCE):
@@ -212,24 +214,23 @@ class Deletions:
             raise
         finally:
             latest = {key for key, since in began.items() if shelf.looked(key, since)}
-        # Also what is there again: it is another file.
+        # Chunks that exist again have new files.
         self._shelves.deleted(keys)
         if shelf.index is index:
             for key in missing:
                 if key in latest:
                     index.remove(key)
                 elif key in index:
-                    self._gone[key] = None  # somebody stored or found it meanwhile: it has to be looked for again
+                    self._gone[key] = None  # it changed during the check
 
 
 _NUMBERS = {name: number for number, name in enumerate(TOP_LEVELS)}
 
 
 def _watch(inotify: Inotify, volume: Volume, names: Sequence[str], mask: int, came: Container[str]) -> list[ChunkKey]:
-    """The root, and of these subdirectories those that are there. For a worker thread. Raises FileNotFoundError without a
-    root.
+    """Watch the root and the existing ones of these subdirectories. Blocks. Raises FileNotFoundError without a root.
 
-    Returns what lies in those that just `came`: it may have been stored before they were watched.
+    Return the chunks in those that just `came`, which may precede the watch.
     """
     inotify.watch(volume.root, _ROOT)
     found = []
@@ -243,36 +244,36 @@ def _watch(inotify: Inotify, volume: Volume, names: Sequence[str], mask: int, ca
 
 
 def _missing(volume: Volume, keys: list[ChunkKey]) -> list[ChunkKey]:
-    """Which are not there. For a worker thread."""
+    """Return the keys without files. Blocks."""
     found = []
     for key in keys:
         try:
             os.lstat(volume.path(key))
         except ABSENT:
             found.append(key)
-        except OSError as error:  # it cannot be said
+        except OSError as error:  # unknown
             logger.debug("%s: %s", volume.root, error)
     return found
 
 
 _SETTLE_S = 1.0
 _STEP = 2048
-"""Entries that are taken up at a time, so that the loop is never busy with it for long."""
+"""Entries added per step, which bounds the time on the loop."""
 _HURRY = 10
-"""With a hint the next refresh may come so many times sooner."""
+"""A hint can shorten the pause by this factor."""
 _PATIENCE_S = 30.0
 
 
 def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
-    """How long to wait after a refresh whose calls took so long: in any case, and then for a hint."""
+    """Return the pause after a refresh with calls of these times, and how much longer to wait for a hint."""
     least_s = max(refresh_s / _HURRY, pause_s(calls_s))
     return least_s, max(0.0, refresh_s - least_s)
 
 
 class Refresher:
-    """Keeps a shelf's index and its counter fresh. All methods belong to the event loop; `run` is a task of its own.
+    """Keeps a directory's `SharedIndex` and counter fresh. Belongs to the event loop; `run` is its task.
 
-    The shelf's index is a SharedIndex. `ignored` are keys that are not taken up when they are found.
+    Keys in `ignored` are never added.
     """
 
     def __init__(
@@ -287,7 +288,7 @@ class Refresher:
         self.shelf = shelf
         self.refresh_s = refresh_s
         self.listings = 0
-        """Of one subdirectory each."""
+        """Number of subdirectory listings."""
         self._workers = workers
         self._ignored = ignored
         self._on_gone = on_gone
@@ -296,13 +297,13 @@ class Refresher:
         self._freshness = Freshness(_SETTLE_S)
         self._hint = asyncio.Event()
         self._calls_s: list[float] = []
-        """What each call of this refresh took."""
+        """Duration of each call of this refresh."""
         self._begun = 0
         self._ended = 0
         self._end = asyncio.Event()
 
     def hint(self) -> None:
-        """Somebody missed a chunk that may be new."""
+        """Refresh sooner, since a chunk was missed that may be new."""
         self._hint.set()
 
     async def refreshed(self) -> None:
@@ -313,7 +314,7 @@ class Refresher:
             await self._end.wait()
 
     async def run(self) -> None:
-        """Refresh again and again, until cancelled."""
+        """Refresh periodically until cancelled."""
         failing = False
         while True:
             self._hint.clear()
@@ -327,7 +328,7 @@ class Refresher:
                 if not failing:
                     logger.warning("%s could not be listed: %s", self.shelf.volume.root, error)
                 failing = True
-                self._calls_s.clear()  # it has not looked through anything
+                self._calls_s.clear()  # failed calls do not lengthen the pause
             self._ended = self._begun
             self._end.set()
             self._end = asyncio.Event()
@@ -344,7 +345,7 @@ class Refresher:
         volume, index = self.shelf.volume, self.shelf.index
         assert isinstance(index, SharedIndex)
         if index is not self._index:
-            # The directory was replaced, and with it all that we knew of it.
+            # The directory was replaced.
             self._index, self._freshness = index, Freshness(_SETTLE_S)
         await self._ask(volume, volume.capacity.refresh)
         times_ns = await self._ask(volume, directory_times_ns, volume)
@@ -357,7 +358,7 @@ class Refresher:
             self._freshness.listed(directory, began_s)
 
     async def _list(self, volume: Volume, index: SharedIndex, directory: int, gone: Container[ChunkKey]) -> None:
-        """Bring the index up to what lies in a subdirectory. What is `gone` may have been seen before."""
+        """Update the index from a subdirectory. The listing may contain keys that are `gone`."""
         before = index.group(directory)
         listed = await self._ask(volume, list_keys, volume, directory)
         self.listings += 1
@@ -386,7 +387,7 @@ def _steps(keys: Iterable[ChunkKey]) -> Iterable[list[ChunkKey]]:
 
 
 def directory_times_ns(volume: Volume) -> list[int]:
-    """Modification time of each of the 256 subdirectories; 0 where there is none. For a worker thread."""
+    """Return the modification time of each of the 256 subdirectories; 0 if missing. Blocks."""
     times_ns = []
     root = str(volume.root)
     for top in TOP_LEVELS:
@@ -398,7 +399,7 @@ def directory_times_ns(volume: Volume) -> list[int]:
 
 
 def list_keys(volume: Volume, directory: int) -> set[ChunkKey]:
-    """The chunks in a subdirectory, by their names alone. For a worker thread."""
+    """Return the chunks in a subdirectory by name. Blocks."""
     try:
         with opened_directory(volume.root / TOP_LEVELS[directory], to_list=True) as opened:
             names = os.listdir(opened)
@@ -408,7 +409,7 @@ def list_keys(volume: Volume, directory: int) -> set[ChunkKey]:
 
 
 def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-    """What each chunk occupies, without those that vanished or cannot be chunks. For a worker thread."""
+    """Return the bytes that each chunk occupies, without missing and invalid files. Blocks."""
     found = []
     for key in keys:
         path = volume.path(key)
@@ -423,19 +424,19 @@ def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
 
 
 async def answered(work: asyncio.Future[T], what: str) -> T:
-    """Wait for a call in the background, and say so when it takes long. Nobody's answer depends on it."""
-    work.add_done_callback(retrieve_exception)  # also of a call that was left behind
+    """Wait for a background call; log a warning while it takes long."""
+    work.add_done_callback(retrieve_exception)  # also if abandoned
     while not (await asyncio.wait([work], timeout=_PATIENCE_S))[0]:
         logger.warning("%s has not answered for %.0f s; what it holds is known only as it was", what, _PATIENCE_S)
     return work.result()
 
 
 _PROBED = 1024
-"""Keys that are looked for in one hand-over."""
+"""Keys per call in a thread."""
 
 
 class OwnIndex(Knowledge):
-    """What others have stored is found by asking for it."""
+    """Contains what this instance stored or found. A probe looks up other keys in the directory."""
 
     def __init__(self, shelves: Shelves) -> None:
         self._shelves = shelves
@@ -466,7 +467,7 @@ class OwnIndex(Knowledge):
         return [self._shelves.contains(key) for key in keys]
 
     async def _look_for(self, keys: Sequence[ChunkKey], *, gaps: bool) -> None:
-        """Put into the index what there is of `keys`; without `gaps`, up to the first that is nowhere."""
+        """Add existing chunks of `keys` to the index; without `gaps`, stop at the first missing one."""
         shelves = self._shelves
         unknown = [(shelves.places(key), key) for key in keys if key not in shelves.refused]
         with contextlib.ExitStack() as looking:
@@ -478,10 +479,10 @@ class OwnIndex(Knowledge):
 
 
 class FollowedIndex(OwnIndex):
-    """A task keeps the index fresh, so that look-ups are answered from memory: for mounts where a question is dear."""
+    """Answers lookups from memory, for mounts with slow metadata calls. A task keeps it fresh."""
 
     def __init__(self, shelves: Shelves, refresh_s: float = 1.0) -> None:
-        """`refresh_s`: how often it learns what other instances did, where the mount is quick enough."""
+        """`refresh_s`: the shortest time between two refreshes without a hint."""
         super().__init__(shelves)
         self.refreshers: dict[Shelf, Refresher] = {}
         self._refresh_s = refresh_s
@@ -491,7 +492,7 @@ class FollowedIndex(OwnIndex):
         return SharedIndex(self._shelves.settings.tenant_share_bytes)
 
     def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
-        """Its refresher does."""
+        """Do nothing: the refresher sees deletions."""
 
     def begin(self, shelf: Shelf) -> None:
         shelves = self._shelves
@@ -505,7 +506,7 @@ class FollowedIndex(OwnIndex):
         shelves.begin(self._follow(shelf, refresher), f"refresh-{shelf.volume.root}")
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """Until the first scan has ended, memory does not know enough, and the mount is asked."""
+        """Probe from memory, or the mount until the first scan has ended."""
         shelves = self._shelves
         position = shelves.prefix(keys)
         if position < len(keys):
@@ -539,7 +540,7 @@ class FollowedIndex(OwnIndex):
 
 
 def _existing(unknown: list[tuple[list[Shelf], ChunkKey]], gaps: bool) -> list[tuple[ChunkKey, Shelf, int]]:
-    """Where chunks are and the bytes they occupy; without `gaps`, up to the first that is nowhere. For a worker thread."""
+    """Return the directories and sizes of existing chunks; without `gaps`, stop at the first missing one. Blocks."""
     found: list[tuple[ChunkKey, Shelf, int]] = []
     for shelves, key in unknown:
         for shelf in shelves:

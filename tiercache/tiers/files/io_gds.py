@@ -1,12 +1,10 @@
-"""Chunk files written from and read into device memory: through pinned host memory, or through cuFile (kvikio).
+"""Chunk files of device memory, through pinned host memory (`DeviceFiles`) or cuFile (`KvikioFiles`).
 
-Synchronous; for worker threads. Each call promises what `format.py` promises for host memory: verified, whole, durable as
-configured. The checksum is computed on the host in both ways, over a copy in pinned memory, so there is one format of
-header, and every tier and `tiercache verify` can read every file.
+Synchronous; runs in worker threads. Calls keep the contracts of `format.py`. The host computes the checksum over a pinned
+copy in both cases, so that every tier and `tiercache verify` can read every file.
 
-Whether GPUDirect Storage works with a directory is tried in a process of its own: without its driver, opening cuFile can
-spin for ever, and only killing the process ends that. `python -m tiercache.tiers.files.io_gds DIRECTORY ORDINAL` prints
-one line of JSON.
+`probe_gds` tries GPUDirect Storage in a separate process, since opening cuFile without its driver can hang forever. `python
+-m tiercache.tiers.files.io_gds DIRECTORY ORDINAL` prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ _TASK_BYTES = 16 << 20
 
 
 class DeviceFiles:
-    """Through a few pinned buffers and the disk tier's own reads and writes: O_DIRECT, one large call.
+    """Moves chunks through pinned buffers with the disk tier's reads and writes.
 
-    `threads` is how many calls there are at a time: each has a buffer of its own. `direct` and `durable` as for
-    `write_chunk_file`. Once closed, `read` and `write` raise TierUnavailable.
+    `threads` limits concurrent calls; each has a buffer. `write_chunk_file` defines `direct` and `durable`. After close,
+    `read` and `write` raise TierUnavailable.
     """
 
     name = "posix"
@@ -64,11 +62,11 @@ class DeviceFiles:
         self._pinned = False
         self._lock = threading.Lock()
         self._calls = 0
-        """Reads and writes under way. The last one frees what `close` could not."""
+        """Reads and writes in flight. The last one frees what `close` could not."""
         self._closed = False
 
     def open(self) -> None:
-        """Take what is needed. Raises DeviceError, OSError or ImportError with the reason when it does not work here."""
+        """Allocate the buffers. Raises DeviceError, OSError or ImportError with the reason if this is not possible."""
         self._closed = False
         self._arena = Arena(ArenaSettings(size_bytes=self._threads * self._buffer_bytes))
         self._pinned = self._driver.pin(self._arena.memory, self._buffer_bytes)
@@ -77,7 +75,7 @@ class DeviceFiles:
             self._buffers.put((self._arena.memory[start : start + self._buffer_bytes], self._driver.make_stream()))
 
     def read(self, path: str, key: bytes, fingerprint: bytes, into: Tensor, *, direct: bool) -> int:
-        """As `read_chunk_file`, into device memory."""
+        """`read_chunk_file` into device memory. Return the payload's length."""
         with self._buffer() as (buffer, stream):
             return self._load(path, key, fingerprint, into, buffer, stream, direct)
 
@@ -92,7 +90,7 @@ class DeviceFiles:
         direct: bool,
         durable: bool,
     ) -> int:
-        """As `write_chunk_file`, from device memory."""
+        """`write_chunk_file` from device memory."""
         with self._buffer() as (buffer, stream):
             padded = buffer[HEADER_BYTES : file_bytes(payload_bytes)]
             self._copy(host_tensor(padded[:payload_bytes]), payload[:payload_bytes], stream)
@@ -101,7 +99,7 @@ class DeviceFiles:
             return self._store(path, header, payload, buffer, stream, direct=direct, durable=durable)
 
     def close(self) -> None:
-        """Idempotent. What calls under way still use stays until the last of them ends, and goes then."""
+        """Close. Idempotent. The last call in flight frees what it uses."""
         with self._lock:
             was_closed, self._closed = self._closed, True
             ended = self._ended and not was_closed
@@ -127,7 +125,7 @@ class DeviceFiles:
         direct: bool,
         durable: bool,
     ) -> int:
-        """Make the file. The payload is in `buffer` too, behind the header's page."""
+        """Write the file. `buffer` holds the payload behind the header's page."""
         return write_chunk_file(path, header, buffer[HEADER_BYTES:], direct=direct, durable=durable)
 
     def _upload(self, into: Tensor, padded: np.ndarray, length: int, stream: Stream) -> None:
@@ -135,7 +133,7 @@ class DeviceFiles:
         self._copy(into[: aligned(length)], host_tensor(padded[: aligned(length)]), stream)
 
     def _copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy, and sleep until that has ended."""
+        """Copy and wait for the end."""
         self._driver.copy(destination, source, stream)
         self._driver.finish(stream)
 
@@ -144,7 +142,7 @@ class DeviceFiles:
         return self._closed and not self._calls
 
     def _free(self) -> None:
-        """Give back what was taken: closed, and with no call under way."""
+        """Free everything. Needs a closed object without calls in flight."""
         arena, self._arena = self._arena, None
         if arena is None:
             return
@@ -156,7 +154,7 @@ class DeviceFiles:
 
     @contextmanager
     def _buffer(self) -> Iterator[tuple[np.ndarray, Stream]]:
-        """One of as many buffers as there are threads, with its stream, while a call lasts."""
+        """Hold a buffer and its stream during a call."""
         with self._lock:
             if self._closed:
                 raise TierUnavailable(f"{self.name}: the files are closed")
@@ -175,8 +173,8 @@ class DeviceFiles:
 
 
 class KvikioFiles(DeviceFiles):
-    """Device memory straight to the file and back, where GPUDirect Storage works. `memory` is the pool's, registered with
-    cuFile once; every payload lies in it, with the header's page before it, so that each file is one transfer."""
+    """Moves device memory directly to and from files by GPUDirect Storage. `memory` is the pool, registered with cuFile.
+    Each payload in it follows a page for the header, so that a file is one transfer."""
 
     name = "cufile"
 
@@ -203,7 +201,7 @@ class KvikioFiles(DeviceFiles):
     def _load(
         self, path: str, key: bytes, fingerprint: bytes, into: Tensor, buffer: np.ndarray, stream: Stream, direct: bool
     ) -> int:
-        descriptor, status = open_found(path, os.O_RDONLY)  # cuFile would wait for the other end of a pipe
+        descriptor, status = open_found(path, os.O_RDONLY)  # cuFile would wait for a pipe
         os.close(descriptor)
         total_bytes = status.st_size
         room_bytes = HEADER_BYTES + into.numel()
@@ -251,7 +249,7 @@ class KvikioFiles(DeviceFiles):
             os.close(descriptor)
 
     def _transfer(self, path: str, flags: str, slot: Tensor) -> int:
-        """Move all of a slot from or to a file; return the bytes moved. kvikio says RuntimeError for everything."""
+        """Move a whole slot from or to a file. Return the bytes moved. kvikio raises RuntimeError for all errors."""
         memory = slot if slot.device.type != "cpu" else slot.numpy()
         try:
             with closing(self._kvikio.CuFile(path, flags)) as file:
@@ -268,19 +266,19 @@ class KvikioFiles(DeviceFiles):
 
 
 def _slot(payload: Tensor, total_bytes: int) -> Tensor:
-    """Return the payload's slot from the header's page on."""
+    """Return a payload's slot, which begins with the header's page."""
     return payload.as_strided((total_bytes,), (1,), payload.storage_offset() - HEADER_BYTES)
 
 
 def import_kvikio() -> Any:
-    """Return kvikio, whose libraries are found only once `rapids_logger` is loaded. ImportError says what is missing."""
+    """Return kvikio, whose libraries need `rapids_logger`. Raises ImportError that says what is missing."""
     try:
         import rapids_logger
 
         rapids_logger.load_library()
         import kvikio
         import kvikio.defaults
-    except Exception as error:  # kvikio's loaders raise classes of their own
+    except Exception as error:  # kvikio's loaders raise their own classes
         raise ImportError(f"kvikio cannot be loaded ({error}): pip install 'tiercache[gds]'") from error
     return kvikio
 
@@ -291,9 +289,9 @@ _UNFIT = ("tmpfs", "ramfs", "overlay", "fuse")
 
 
 async def probe_gds(directories: Sequence[Path], driver: Driver, timeout_s: float = _TIMEOUT_S) -> str:
-    """Why GPUDirect Storage does not work in one of `directories`; empty when it does in all.
+    """Return why GPUDirect Storage does not work in one of `directories`, or an empty string.
 
-    Cancelled, it ends the process that it started.
+    Cancellation ends the probe's process.
     """
     if not driver.name.startswith("cuda"):
         return f"{driver.name} is not a GPU"
@@ -326,7 +324,7 @@ async def _ask(command: Sequence[str], timeout_s: float) -> str:
 
 
 def try_gds(directory: Path, ordinal: int) -> str:
-    """Write and read back 1 MiB of device memory with every fallback of kvikio's switched off; why it did not work."""
+    """Write and read 1 MiB of device memory without kvikio's fallbacks. Return why it failed, or an empty string."""
     kind = file_system_of(directory)
     if kind.startswith(_UNFIT):
         return f"{kind} cannot do it"

@@ -1,6 +1,7 @@
-"""I/O backends whose every call is one large blocking call in a worker thread, for host memory and for a device's.
+"""I/O backends that run one large blocking call per chunk in a worker thread.
 
-A prefetch pauses between two parts of its chunk while a demand read is in flight.
+`ThreadMover` serves host memory; `DeviceMover` also moves device memory through `DeviceFiles` or `KvikioFiles`. Prefetches
+have their own threads: `Precedence` pauses them between parts of a chunk while a demand read is in flight.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from tiercache.tiers.files.volume import Volume
 logger = logging.getLogger("tiercache.disk")
 
 _PATIENCE_S = 0.05
-"""How long a prefetch stands still altogether: reads that come one after the other, or hang, do not keep it for ever."""
+"""Longest total pause of a prefetch, so that steady or hung reads do not stop it."""
 
 
 class Precedence:
-    """Belongs to the event loop. The threads of prefetches only wait for what is decided here."""
+    """Pauses prefetches during demand reads. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._reads = 0
         self._prefetches: dict[ChunkKey, tuple[threading.Event, asyncio.Future[int | None]]] = {}
-        """Those that stand still for others, and what lets each go on."""
+        """Prefetches that may pause, with the event that resumes each."""
 
     def read(self, work: asyncio.Future[int | None]) -> asyncio.Future[int | None]:
-        """A read that goes first, until it has ended."""
+        """Pause prefetches until the read `work` ends."""
         self._reads += 1
         if self._reads == 1:
             for may_go_on, _ in self._prefetches.values():
@@ -52,7 +53,7 @@ class Precedence:
     def prefetch(
         self, key: ChunkKey, begin: Callable[[Callable[[], None]], asyncio.Future[int | None]]
     ) -> asyncio.Future[int | None]:
-        """`begin` a prefetch, whose thread calls what it is given between two parts of the chunk."""
+        """`begin` a prefetch. Its thread calls the argument of `begin` between two parts."""
         may_go_on = threading.Event()
         if not self._reads:
             may_go_on.set()
@@ -62,7 +63,7 @@ class Precedence:
         return work
 
     def hurry(self, key: ChunkKey) -> None:
-        """Somebody waits for a chunk that is being prefetched: it is a read like others."""
+        """Turn a prefetch that got a waiter into a demand read."""
         found = self._prefetches.pop(key, None)
         if found is not None:
             may_go_on, work = found
@@ -81,7 +82,7 @@ class Precedence:
 
 
 class _Pause:
-    """Of one prefetch. Called in its thread."""
+    """The pauses of one prefetch. Called in its thread."""
 
     def __init__(self, may_go_on: threading.Event) -> None:
         self._may_go_on = may_go_on
@@ -98,14 +99,14 @@ class ThreadMover(Mover):
     """pread and pwrite between host memory and files."""
 
     def __init__(self, shelves: Shelves, writers: int | None = None, writes_at_device: int | None = None) -> None:
-        """`writers`: threads that write; as many as read where it is not said. `writes_at_device`: of these, how many hand
-        bytes to a directory's device at a time; all where it is not said."""
+        """`writers`: write threads; by default the number of read threads. `writes_at_device`: concurrent transfers to a
+        directory's device; by default no limit."""
         threads = shelves.settings.threads
         self.places = places_of(threads)
         self._shelves = shelves
         self._readers = Workers(f"{shelves.name}-read", threads)
         self._prefetchers = Workers(f"{shelves.name}-prefetch", threads)
-        """Of their own: a read finds a thread, whatever stands still."""
+        """Separate, so that reads always find threads."""
         self._precedence = Precedence()
         self._writers = Workers(f"{shelves.name}-write", writers or threads)
         self._writes_at_device = writes_at_device
@@ -143,11 +144,11 @@ class ThreadMover(Mover):
 
 
 class DeviceMover(ThreadMover):
-    """Moves device memory as well: through cuFile where GPUDirect Storage works on this file system, through pinned host
-    memory where it does not, which is found out once, at the start. Without a device: host memory only."""
+    """Also moves device memory, through cuFile if GPUDirect Storage works, else through pinned host memory. `open` decides.
+    Without a device it serves host memory only."""
 
     def __init__(self, shelves: Shelves, device: Device | None, way: str, files: DeviceFiles | None = None) -> None:
-        """`way`: auto (cuFile where it works), cufile (or ConfigError), posix (pinned memory). `files` skips the search."""
+        """`way`: auto (cuFile if it works), cufile (or ConfigError), posix (pinned memory). `files` skips the probe."""
         super().__init__(shelves)
         self.device = device
         self.files: DeviceFiles | None = None
@@ -222,7 +223,7 @@ class DeviceMover(ThreadMover):
         return self.files
 
     async def _take(self, files: DeviceFiles) -> None:
-        """Open them, and use them from now on. What they have taken when that fails or is cancelled goes again."""
+        """Open `files` and use them. Closes them on failure or cancellation."""
         try:
             await wait_shielded(self._shelves.metadata.submit(files.open))
         except BaseException:
@@ -232,6 +233,5 @@ class DeviceMover(ThreadMover):
 
 
 def places_of(threads: int) -> int:
-    """How much so many threads take on: two more, so that one that is done finds its next job waiting, without a round by
-    the loop. A single one does one after the other."""
+    """Return the operations to accept for so many threads: two more, which wait for the next free thread; 1 for one."""
     return threads + 2 if threads > 1 else 1

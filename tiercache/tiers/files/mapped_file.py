@@ -1,8 +1,7 @@
-"""Map a chunk file into this process, verify it, and read it in place. Synchronous, for worker threads.
+"""Map a chunk file, verify it, and read it in place. Synchronous; runs in worker threads.
 
-This is only for file systems in memory. A chunk file never changes once it has its name, and deleting it leaves its pages to
-the processes that have mapped them. Other programs can break this: if one shortens a mapped file, the kernel kills this
-process with SIGBUS at the next access.
+This is only for file systems in memory. A published chunk file never changes, and its pages outlive its deletion while they
+are mapped. If another program shortens a mapped file, the kernel kills this process with SIGBUS at the next access.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ Inode = tuple[int, int]
 
 
 class _Pages:
-    """The pages of a file, until the last view of them is gone. Python's own `mmap` keeps a descriptor for each file.
+    """The pages of a file until their last view is gone. Python's `mmap` would keep a descriptor per file.
 
-    The kernel chooses the address, so that it can map huge pages where the file has them.
+    The kernel chooses the address, so that it can map huge pages.
     """
 
     __slots__ = ("__array_interface__",)
@@ -60,20 +59,19 @@ class _Pages:
 
 
 class MappedFile:
-    """A verified chunk. Its pages stay until `memory` and all views of it are gone."""
+    """A verified chunk. Its pages stay mapped until `memory` and all its views are gone."""
 
     __slots__ = ("inode", "memory", "payload_bytes")
 
     def __init__(self, memory: np.ndarray, payload_bytes: int, inode: Inode) -> None:
         self.memory = memory
-        """uint8, read-only: the header of 4096 bytes, the payload, its padding."""
+        """uint8, read-only: the header of 4096 bytes, the payload, and padding."""
         self.payload_bytes = payload_bytes
         self.inode = inode
 
 
 def inode_at(path: str) -> Inode | None:
-    """Return the inode that has this name now, or None. A mapped file keeps its inode number, so an equal one is the same
-    file."""
+    """Return the inode at a path, or None. A mapped file keeps its inode number, so an equal one is the same file."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -82,8 +80,8 @@ def inode_at(path: str) -> Inode | None:
 
 
 def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, access: Access) -> MappedFile:
-    """Map and verify the chunk at `path`. Raise the errors of `read_chunk_file`, OSError (ENOMEM) if nothing more can be
-    mapped, and PermissionError if another user could change the file after it was verified."""
+    """Map and verify the chunk at `path`. Raises like `read_chunk_file`, OSError (ENOMEM) if mapping fails, and
+    PermissionError if another user can change the file."""
     descriptor, status = open_found(path, os.O_RDONLY)
     try:
         if not access.owns(status) or status.st_mode & stat.S_IWOTH:
@@ -97,6 +95,6 @@ def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, access: Acc
     checksum = host_checksum(memory[HEADER_BYTES:])
     header = verify_chunk(path, memory[:PACKED_BYTES].data, key, fingerprint, length_bytes, length_bytes, checksum)
     if header.codec is not Codec.PLAIN:
-        # Only another tier makes such files. In quarantine it does not keep the chunk from being stored plain.
+        # Only another tier compresses. Its file goes to quarantine, so that the chunk can be stored again.
         raise CorruptChunk(f"{path}: it is compressed, and cannot be read in place")
     return MappedFile(memory, header.payload_bytes, (status.st_dev, status.st_ino))

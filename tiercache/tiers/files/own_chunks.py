@@ -1,4 +1,4 @@
-"""Which chunks below a tier's directories are of its own layout: names do not say that, headers do."""
+"""Find the chunks of a tier's own layout by their headers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tiercache.tiers.files.volume import Volume
 
 
 async def own_keys(tier: FileTier) -> set[ChunkKey]:
-    """Of all chunks that lie there now, whoever stored them. Reads a header each, in the tier's threads. Raises OSError.
+    """Return the existing chunks of the tier's layout, stored by any process. Reads every header. Raises OSError.
 
-    Takes as long as the mount does: the caller has a deadline. Cancelled, it leaves one subdirectory to its thread.
+    The caller sets a deadline. After cancellation one subdirectory is still read in its thread.
     """
     found: set[ChunkKey] = set()
     for shelf in tier.shelves.all:
@@ -34,4 +34,4 @@ def _is_own(volume: Volume, key: ChunkKey) -> bool:
         with os.fdopen(open_regular(volume.path(key), os.O_RDONLY), "rb", buffering=0) as file:
             return Header.unpack(file.read(PACKED_BYTES)).fingerprint == volume.fingerprint
     except (FileNotFoundError, NotAFile, HeaderError):
-        return False  # gone meanwhile, or nobody's: a read would find that out
+        return False  # missing, foreign or damaged

@@ -1,7 +1,7 @@
-"""The lock files of the processes that use a directory, and what those left that were killed.
+"""Owner lock files, and removal of what dead processes left.
 
-Each process has an id, a lock file of that name in `.tiercache/tmp` that it holds as long as it lives, and files that are
-being written, `<id>.<n>`. Synchronous; for worker threads.
+Each process has an id, holds the lock of `<id>.lock` in `.tiercache/tmp` while it lives, and names its temporary files
+`<id>.<n>`. A free lock means a dead process. Synchronous; runs in worker threads.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Record(NamedTuple):
     """The content of a lock file."""
 
     number_bytes: int = 0
-    """So much of the counter is certainly on no device: whoever finds the process dead takes it over."""
+    """Counted bytes that are on no device. The finder of a dead process takes them over."""
     counter: int = 0
-    """The identity of that counter."""
+    """Identity of that counter."""
     is_active: bool = False
-    """Whether the process may be using or deleting bytes."""
+    """True if the process may use or delete bytes."""
 
 
 class Owner:
     """The lock file of this process in the directory at `root`."""
 
     def __init__(self, root: Path, places: Sequence[str], owns: Callable[[os.stat_result], bool]) -> None:
-        """`places`: the names below `root` where files may be written, besides TEMPORARY. `owns` says if a directory with
-        that status may be ours; in another one nothing is made, read or removed."""
+        """`places`: names of directories below `root` with temporary files, besides TEMPORARY. `owns` tells if a directory
+        is ours; others are left alone."""
         self.name = uuid.uuid4().hex
         self._root = root
         self._places = places
@@ -54,17 +54,17 @@ class Owner:
 
     @property
     def descriptor(self) -> int:
-        """Of the lock file, once there is one."""
+        """Descriptor of the lock file, or -1."""
         return self._descriptor
 
     @property
     def lost(self) -> bool:
-        """Whether the lock file was deleted, or left: others take this process for dead, or know nothing of it."""
+        """True if the lock file was deleted or closed, so that others do not see this process."""
         descriptor = self._descriptor
         return descriptor < 0 or not os.fstat(descriptor).st_nlink
 
     def settle(self, access: Access) -> None:
-        """Make the lock file. Another process may find it unlocked at first, and remove it: then there is another name."""
+        """Create the lock file. If another process removes it before it is locked, retry with another name."""
         while self._descriptor < 0:
             with self._opened(TEMPORARY) as directory:
                 descriptor = open_regular(f"{self.name}.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, directory)
@@ -81,37 +81,37 @@ class Owner:
                     self.name = uuid.uuid4().hex
 
     def write(self, record: Record, *, synced: bool) -> None:
-        """Raises OSError, and then either may stand there."""
+        """Write a record. On OSError the old or the new one is stored."""
         os.pwrite(self._descriptor, _RECORD.pack(_MAGIC, *record), 0)
         if synced:
             os.fdatasync(self._descriptor)
 
     def leave(self, *, keep: bool = False) -> None:
-        """Idempotent. `keep`: the lock file stays, for others to find."""
+        """Close the lock file, and delete it unless `keep`. Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError), self._opened(TEMPORARY) as directory:  # it may be gone
+            with contextlib.suppress(OSError), self._opened(TEMPORARY) as directory:
                 if not keep:
                     os.unlink(f"{self.name}.lock", dir_fd=directory)
-            with contextlib.suppress(OSError):  # of a mount that is dead
+            with contextlib.suppress(OSError):  # the mount may be dead
                 os.close(descriptor)
 
     def new_name(self) -> str:
-        """For a file that is being written; nobody else has it."""
+        """Return a unique name for a temporary file."""
         return f"{self.name}.{next(self._numbers)}"
 
     def is_stray(self, name: str) -> bool:
-        """Whether a file of such a name belongs to nobody: its writer's lock file is gone."""
+        """Return True for a temporary file whose writer has no lock file."""
         if not PENDING_NAME.fullmatch(name):
             return False
         try:
             with self._opened(TEMPORARY) as directory:
                 return _has_no_lock(name, directory)
         except ABSENT:
-            return False  # nobody can say
+            return False  # unknown
 
     def others(self) -> list[Record]:
-        """The records of all other processes, living or not, whose lock files are there."""
+        """Return the records of all other lock files, also of dead processes."""
         found = []
         with self._opened(TEMPORARY) as directory:
             for name in self._locks(os.listdir(directory)):
@@ -129,10 +129,10 @@ class Owner:
         return found
 
     def remove_dead(self, take_over: Callable[[Record, Callable[[], bool]], None]) -> int:
-        """Remove what processes that no longer live (nobody holds their lock) left half-written; return how many files.
+        """Remove temporary files of processes whose locks are free. Return the number of files.
 
-        `take_over` gets the record of each, and what removes its lock file and says whether that was there still.
-        Raises FileNotFoundError, and NotADirectoryError where a link or another user's directory has the place of ours.
+        `take_over` gets each record and a function that removes the lock file and returns True if it existed. Raises
+        FileNotFoundError, and NotADirectoryError if a link or another user's directory is in place of ours.
         """
         with contextlib.ExitStack() as stack:
             temporary = stack.enter_context(self._opened(TEMPORARY))
@@ -142,7 +142,7 @@ class Owner:
             locks = self._locks(names)
             known = {self.name, *(name.removesuffix(".lock") for name in locks)}
             removed = 0
-            for name in names:  # of processes that others have removed
+            for name in names:  # left by processes without lock files
                 if PENDING_NAME.fullmatch(name) and name[:32] not in known and _has_no_lock(name, temporary):
                     removed += _unlink(name, temporary)
             dead = {}
@@ -152,7 +152,7 @@ class Owner:
                     dead[name.removesuffix(".lock")] = record
             if dead:
                 removed += self._remove_files(dead)
-            for name, record in dead.items():  # last, for it is how the others are found
+            for name, record in dead.items():  # last, since it makes the others findable
                 take_over(record, partial(_unlink, f"{name}.lock", temporary))
         return removed
 
@@ -160,7 +160,7 @@ class Owner:
         return opened_below(self._root, names, self._owns)
 
     def _is_here(self, temporary: int) -> bool:
-        """Return True if our lock file lies in an open directory: else that is not where we settled."""
+        """Return True if an open directory contains our lock file."""
         try:
             there = os.lstat(f"{self.name}.lock", dir_fd=temporary)
         except FileNotFoundError:
@@ -171,7 +171,7 @@ class Owner:
         return [name for name in names if _LOCK_NAME.fullmatch(name) and name != f"{self.name}.lock"]
 
     def _remove_files(self, dead: Container[str]) -> int:
-        """One look at each place, however many are dead."""
+        """Remove the files of all dead processes in one listing per directory."""
         removed = 0
         for names in (TEMPORARY, *([place] for place in self._places)):
             with contextlib.suppress(*ABSENT), self._opened(names) as directory:
@@ -183,7 +183,7 @@ class Owner:
 
 @contextmanager
 def _locked(name: str, temporary: int) -> Iterator[Record | None]:
-    """The record in a lock file that nobody holds, held by us meanwhile; None where its owner lives or it is gone."""
+    """Lock a free lock file and yield its record; None if its owner lives or it is missing."""
     try:
         descriptor = open_regular(name, os.O_RDWR, temporary)
     except (FileNotFoundError, PermissionError, NotAFile):
@@ -201,7 +201,7 @@ def _locked(name: str, temporary: int) -> Iterator[Record | None]:
 
 
 def _read(descriptor: int) -> Record:
-    """A process that has used nothing has written nothing. What is there else is another version's."""
+    """Return a lock file's record. Inactive processes write none; other content is another version's."""
     raw = os.pread(descriptor, _RECORD.size, 0)
     if raw[:8] != _MAGIC or len(raw) < _RECORD.size:
         return Record(is_active=bool(raw))
@@ -210,7 +210,7 @@ def _read(descriptor: int) -> Record:
 
 
 def _has_no_lock(name: str, temporary: int) -> bool:
-    """Return True if the writer of a file that is being written has no lock file."""
+    """Return True if the writer of a temporary file has no lock file."""
     try:
         os.lstat(f"{name[:32]}.lock", dir_fd=temporary)
     except FileNotFoundError:

@@ -77,35 +77,25 @@ class TierReadStatistics:
     """Reads that the tier has begun and not ended."""
 
 
+@dataclass(eq=False, slots=True)
 class InFlight:
     """The read of one chunk through the cascade, and its waiters."""
 
-    __slots__ = ("begun", "deadline_s", "ended", "epoch", "key", "parent", "purpose", "task", "time", "waiters")
-
-    def __init__(
-        self,
-        key: ChunkKey,
-        epoch: int,
-        purpose: Purpose,
-        deadline_s: float,
-        parent: ChunkKey | None,
-        time: int | None,
-    ) -> None:
-        self.key = key
-        self.epoch = epoch
-        """The epoch of the tombstones at which it began."""
-        self.purpose = purpose
-        self.parent = parent
-        """The chunk before it in its prefix; None where that is not known."""
-        self.time = time
-        """The time of the access that it serves, as the hot cache counts it."""
-        self.deadline_s = deadline_s
-        """The latest deadline of its waiters. It moves when one joins."""
-        self.begun = False
-        """True once a tier has begun to read. Until then a demand read overtakes a prefetch."""
-        self.ended = False
-        self.waiters: list[tuple[asyncio.Future[Lease | None], Purpose]] = []
-        self.task: asyncio.Task[None] | None = None
+    key: ChunkKey
+    epoch: int
+    """The epoch of the tombstones at which it began."""
+    purpose: Purpose
+    deadline_s: float
+    """The latest deadline of its waiters. It moves when one joins."""
+    parent: ChunkKey | None
+    """The chunk before it in its prefix; None where that is not known."""
+    time: int | None
+    """The time of the access that it serves, as the hot cache counts it."""
+    begun: bool = False
+    """True once a tier has begun to read. Until then a demand read overtakes a prefetch."""
+    ended: bool = False
+    waiters: list[tuple[asyncio.Future[Lease | None], Purpose]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
 
     async def arrival(self, purpose: Purpose, deadline_s: float) -> Lease | None:
         """Wait for a lease on the chunk; None on a miss. Raises TimeoutError at the deadline; holds nothing if cancelled."""
@@ -147,12 +137,10 @@ class _Transfer:
     """A read that one tier has begun. It keeps its slot and its place at the tier until it ends, also after its deadline.
     Its chunk is published then all the same."""
 
-    key: ChunkKey
+    request: InFlight
+    """The read that began it."""
     slot: Slot | None
     """None where the chunk is mapped."""
-    purpose: Purpose
-    parent: ChunkKey | None
-    time: int | None
     epoch: int
     began_s: float
     task: asyncio.Task[_Outcome]
@@ -236,7 +224,7 @@ class TierReader:
 
     def _timed(self) -> Iterator[_Transfer]:
         """Iterate over the transfers whose duration says something about the tier: not those that give way."""
-        return (each for each in self._transfers.values() if each.purpose is READ or not self._apart)
+        return (each for each in self._transfers.values() if each.request.purpose is READ or not self._apart)
 
     def lasting_s(self, chunks: int) -> float | None:
         """Return the seconds that a demand read of so many chunks should take, behind those in flight; None: not known."""
@@ -357,8 +345,7 @@ class TierReader:
                 return None
             task = asyncio.create_task(self._transfer(key, slot, purpose))
             began_s = asyncio.get_running_loop().time()
-            epoch = cpu.tombstones.begin()
-            transfer = _Transfer(key, slot, purpose, request.parent, request.time, epoch, began_s, task)
+            transfer = _Transfer(request, slot, cpu.tombstones.begin(), began_s, task)
             slot, placed = None, False
         finally:
             if slot is not None:
@@ -415,15 +402,16 @@ class TierReader:
 
     def _abandon(self, transfer: _Transfer) -> None:
         """Let a transfer go on without a waiter. Its slot does not count as held for a read meanwhile."""
-        if self._transfers.get(transfer.key) is transfer and not transfer.abandoned:
+        if self._transfers.get(transfer.request.key) is transfer and not transfer.abandoned:
             transfer.abandoned = True
             if transfer.slot is not None:
-                self.cpu.budget.give_back(transfer.purpose)
+                self.cpu.budget.give_back(transfer.request.purpose)
 
     def _end(self, transfer: _Transfer) -> None:
         """Give back what a transfer took, publish its chunk unless that was forgotten, and serve those who wait for it.
         Idempotent: called by the task's callback, or by a waiter of the task, which may run before."""
-        key, slot, purpose = transfer.key, transfer.slot, transfer.purpose
+        request, slot = transfer.request, transfer.slot
+        key, purpose = request.key, request.purpose
         if self._transfers.get(key) is not transfer:
             return
         outcome = self._outcome(transfer)
@@ -441,7 +429,7 @@ class TierReader:
         if slot is not None and isinstance(outcome, int) and not unwanted:
             if not self.cpu.on_device:
                 zero_padding(self.cpu.pool.view(slot), outcome)  # tiers leave the slot's earlier bytes there
-            lease = self.cpu.publish(key, slot, outcome, purpose, transfer.parent, transfer.time)
+            lease = self.cpu.publish(key, slot, outcome, purpose, request.parent, request.time)
         elif slot is not None:
             self.cpu.abandon(slot, purpose)
         self.tier.traffic.end(key)
@@ -583,8 +571,13 @@ class Reader:
     def lease_now(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
         """Return a lease on the chunk if it is hot or mapped, else None. Counts a hit, and the access unless that is
         `counted` already; does not count a miss."""
-        for tier in self._hot:
-            if (lease := tier.lease(key, counted=counted)) is not None:
+        lease = self.cpu.lease(key, counted=counted)
+        if lease is not None:
+            self.counters.hits[self.cpu.name] += 1
+            return lease
+        for tier in self.mapped:
+            lease = tier.lease(key, counted=counted)
+            if lease is not None:
                 self.counters.hits[tier.name] += 1
                 return lease
         return None

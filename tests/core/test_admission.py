@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.admission import ADMISSIONS, DAY_S, Governor, LiveSession, SecondTouch, make_admission
+from tiercache.core.admission import ADMISSIONS, DAY_S, Admission, Governor
 
 
 def test_all_is_write_through() -> None:
-    assert make_admission("all", 1).admits(b"new")
+    assert Admission("all").admits(b"new")
 
 
 def test_a_chunk_is_worth_writing_when_a_second_request_needed_it() -> None:
-    admission = SecondTouch(100)
+    admission = Admission("second_touch", 100)
     assert not admission.admits(b"chunk")
     admission.used(b"chunk")
     assert not admission.admits(b"chunk")
@@ -21,14 +21,14 @@ def test_a_chunk_is_worth_writing_when_a_second_request_needed_it() -> None:
 
 
 def test_what_was_used_too_long_ago_is_forgotten() -> None:
-    admission = SecondTouch(2)
+    admission = Admission("second_touch", 2)
     for key in (b"old", b"1", b"2", b"old"):
         admission.used(key)
     assert not admission.admits(b"old")
 
 
 def test_a_live_session_is_worth_writing_with_its_newest_turn() -> None:
-    admission = LiveSession(2)
+    admission = Admission("live_session", 2)
     admission.used(b"first turn")
     assert not admission.admits(b"first turn")
     admission.continued(b"first turn")
@@ -41,7 +41,7 @@ def test_a_live_session_is_worth_writing_with_its_newest_turn() -> None:
 
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_each_name_of_the_configuration_makes_one(name: str) -> None:
-    admission = make_admission(name, 10)
+    admission = Admission(name, 10)
     admission.used(b"key")
     assert admission.admits(b"key") is (name == "all")
 

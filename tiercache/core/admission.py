@@ -6,7 +6,6 @@ a third time; docs/policies.md has the figures.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 
 from tiercache.core.keys import ChunkKey
@@ -47,84 +46,45 @@ REMEMBERED_KEYS = 1 << 20
 """Keys whose accesses a tier remembers. A million of them take 130 MB."""
 
 
-class Admission(ABC):
-    """Decides whether a chunk is worth writing. Every call takes O(1); the number of remembered keys is bounded."""
-
-    @abstractmethod
-    def used(self, key: ChunkKey) -> None:
-        """Record that a request needed the chunk, wherever it came from (computed, read or hot). Called once a request."""
-
-    def continued(self, key: ChunkKey) -> None:  # noqa: B027 - not abstract: most policies ignore it
-        """Record that a request which continues an earlier one needs the chunk."""
-
-    @abstractmethod
-    def admits(self, key: ChunkKey) -> bool:
-        """Return True if the chunk may be written now. Changes nothing."""
+ADMISSIONS = ("all", "second_touch", "live_session")
+"""All values of `flash_admission`."""
 
 
-class AdmitAll(Admission):
-    """Admits every chunk (write-through)."""
+class Admission:
+    """Decides whether a chunk is worth writing. Every call takes O(1); a remembered key costs about 130 bytes.
 
-    def used(self, key: ChunkKey) -> None:
-        pass
-
-    def admits(self, key: ChunkKey) -> bool:
-        return True
-
-
-class SecondTouch(Admission):
-    """Admits chunks that two requests needed, among the last `limit` keys. A key costs about 130 bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._uses: OrderedDict[ChunkKey, bool] = OrderedDict()
-
-    def used(self, key: ChunkKey) -> None:
-        uses = self._uses
-        if key in uses:
-            uses[key] = True
-            uses.move_to_end(key)
-        else:
-            uses[key] = False
-            if len(uses) > self.limit:
-                uses.popitem(last=False)
-
-    def admits(self, key: ChunkKey) -> bool:
-        return self._uses.get(key, False)
-
-
-class LiveSession(Admission):
-    """Admits chunks of sessions that have come back at least once, those of their newest turns included.
-
-    `continued` reports the chunks of such sessions.
+    `all` admits every chunk (write-through), `second_touch` chunks that two requests needed, and `live_session` chunks of
+    sessions that have come back at least once, those of their newest turns included.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, policy: str, limit: int = REMEMBERED_KEYS) -> None:
+        """`policy` is one of `ADMISSIONS`; the `limit` keys that were used last are remembered."""
+        self.policy = policy
         self.limit = limit
-        self._live: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._admitted: OrderedDict[ChunkKey, bool] = OrderedDict()
+        """Remembered keys, the least recently used one first, and whether their chunks are admitted."""
 
     def used(self, key: ChunkKey) -> None:
-        if key in self._live:
-            self._live.move_to_end(key)
+        """Record that a request needed the chunk, wherever it came from (computed, read or hot). Called once a request."""
+        if key in self._admitted:
+            self._remember(key, True)
+        elif self.policy == "second_touch":
+            self._remember(key, False)
 
     def continued(self, key: ChunkKey) -> None:
-        self._live[key] = None
-        self._live.move_to_end(key)
-        if len(self._live) > self.limit:
-            self._live.popitem(last=False)
+        """Record that a request which continues an earlier one needs the chunk."""
+        if self.policy == "live_session":
+            self._remember(key, True)
 
     def admits(self, key: ChunkKey) -> bool:
-        return key in self._live
+        """Return True if the chunk may be written now. Changes nothing."""
+        return self.policy == "all" or self._admitted.get(key, False)
 
-
-ADMISSIONS = ("all", "second_touch", "live_session")
-
-
-def make_admission(name: str, limit: int) -> Admission:
-    """Return the admission called `name` in the configuration (`flash_admission`), which remembers up to `limit` keys."""
-    if name == "all":
-        return AdmitAll()
-    return SecondTouch(limit) if name == "second_touch" else LiveSession(limit)
+    def _remember(self, key: ChunkKey, admitted: bool) -> None:
+        self._admitted[key] = admitted
+        self._admitted.move_to_end(key)
+        if len(self._admitted) > self.limit:
+            self._admitted.popitem(last=False)
 
 
 class Governor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from tiercache.core.admission import REMEMBERED_KEYS, Governor, LiveSession, make_admission
+from tiercache.core.admission import Admission, Governor
 from tiercache.core.eviction import LeafLru, Resident
 from tiercache.core.index import CappedIndex, prefix_in
 from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant, tenant_of, tenant_tag
@@ -95,7 +95,7 @@ class Simulator:
         if setting.flash_blocks is None or setting.flash_blocks > 0:
             quota_bytes = (setting.flash_blocks or 0) * self.block_bytes // 2 if setting.quotas else 0
             self.flash = CappedIndex(quota_bytes)
-        self.admission = make_admission(setting.admission, REMEMBERED_KEYS)
+        self.admission = Admission(setting.admission)
         self.governor = Governor(setting.flash_bytes_per_day)
         self._flash_cap_bytes = None if setting.flash_blocks is None else setting.flash_blocks * self.block_bytes
         self._flash_free_s = 0.0
@@ -266,7 +266,7 @@ class Simulator:
         if self.flash is None or self.setting.admission == "all":
             return
         admission = self.admission
-        if isinstance(admission, LiveSession) and found > 1:
+        if admission.policy == "live_session" and found > 1:
             for key in request.keys:
                 admission.continued(key)
             return

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from tiercache.cache import TierCache
-from tiercache.core.admission import LiveSession
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierCacheError
 from tiercache.replay.formats import Request
@@ -125,7 +124,7 @@ async def play(cache: TierCache, contents: Contents, request: Request) -> None:
 def note_session(cache: TierCache, keys: list[ChunkKey], found: int) -> None:
     """What the simulator takes for a session that goes on: somebody who knows it says so to the tier."""
     disk = disk_of(cache)
-    if disk is not None and isinstance(disk.admission, LiveSession) and found > 1:
+    if disk is not None and disk.admission.policy == "live_session" and found > 1:
         for key in keys:
             disk.admission.continued(key)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiercache.core.admission import REMEMBERED_KEYS, Governor, make_admission
+from tiercache.core.admission import Admission, Governor
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import added_up, shown
@@ -88,7 +88,7 @@ class FileTier(DeviceTier):
         self.option = option
         self.shelves = Shelves(name, option, settings, fingerprint, metadata_threads, mover, knowledge)
         self.traits = self._traits()
-        self.admission = make_admission(settings.admission, REMEMBERED_KEYS)
+        self.admission = Admission(settings.admission)
         self.governor = Governor(settings.bytes_per_day)
         self._statistics = self.shelves.counters
         self._said_uncounted = False

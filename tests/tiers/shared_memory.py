@@ -44,13 +44,6 @@ async def store(tier: SharedMemoryTier, *numbers: int) -> None:
         assert await tier.write(key, payload, CHUNK_BYTES)
 
 
-async def store_if_room(tier: SharedMemoryTier, *numbers: int) -> None:
-    """Store chunks in a directory that another process may have filled with chunks that this one does not know yet."""
-    for number in numbers:
-        with contextlib.suppress(TierFull):
-            await store(tier, number)
-
-
 async def mapped(tier: SharedMemoryTier, number: int) -> Lease:
     lease = await tier.map(key_of(number), READ)
     assert lease is not None and is_right(lease, number)
@@ -119,8 +112,6 @@ async def _serve(directory: Path, cap_chunks: int) -> None:
             numbers = [int(word) for word in words]
             if command == "store":
                 await store(tier, *numbers)
-            elif command == "store_if_room":
-                await store_if_room(tier, *numbers)
             elif command == "remove":
                 for number in numbers:
                     assert await tier.remove(key_of(number))

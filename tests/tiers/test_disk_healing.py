@@ -206,6 +206,42 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
         assert chunk_bytes(tmp_path) >= full_bytes - FILE_BYTES
 
 
+async def test_what_others_had_reserved_during_a_scan_hides_nothing_that_is_gone_later(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=128) as tier, contextlib.AsyncExitStack() as stack:
+        for number in range(1, 5):
+            other = await stack.enter_async_context(opened(tmp_path, cap_chunks=128))
+            await fill(other, range(number, number + 1))
+        await fill(tier, range(5, 110))
+        shelf = tier.shelves.all[0]
+        tier.shelves.begin_scan(shelf, first=False)
+        await tier.scanned()
+        for number in range(20, 26):
+            Path(tier.path(chunk(number)[0])).unlink()
+        await stack.aclose()
+        for number in range(201, 340):
+            shelf.next_scan_s = 0.0
+            await fill(tier, range(number, number + 1))
+            await tier.scanned()
+        cap_bytes = tier.settings.cap_bytes
+        assert cap_bytes - allocated_bytes(tmp_path) < cap_bytes / 32 + FILE_BYTES
+
+
+async def test_a_write_waits_for_the_pause_between_scans_when_it_knows_no_victim(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=8) as tier, opened(tmp_path, cap_chunks=8) as other:
+        await fill(other, range(1, 9))
+        tier.shelves.begin_scan(tier.shelves.all[0], first=False)
+        await tier.scanned()
+        for number in range(1, 9):
+            await other.remove(chunk(number)[0])
+        await fill(other, range(11, 19))
+        shelf = tier.shelves.all[0]
+        for number in range(1, 9):
+            shelf.removed(chunk(number)[0])
+        shelf.next_scan_s = asyncio.get_running_loop().time() + 1.0
+        await fill(tier, range(21, 22))
+        assert await is_hit(tier, 21)
+
+
 async def test_a_device_that_hung_in_a_scan_is_scanned_again_soon_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,8 +68,6 @@ class Mark(NamedTuple):
     others_changes: int
     settled_bytes: int
     released_bytes: int
-    others_bytes: int
-    """Estimated reservations and temporary files of other processes."""
 
 
 class Capacity:
@@ -314,14 +312,10 @@ class Capacity:
     def mark(self) -> Mark:
         """Record the counter's state before a scan."""
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
-            now, others = self._load(), self._owner.others()
-            active = [record for record in others if record.is_active]
-            numbers = sum(record.number_bytes for record in active if record.counter == now.identity)
-            others_bytes = numbers + len(active) * (self.step_bytes // 2)
+            now = self._load()
+            is_alone = not any(record.is_active for record in self._owner.others())
             with self._state:
-                return Mark(
-                    not active, now.changes - self._changes, self._settled_bytes, self._released_bytes, others_bytes
-                )
+                return Mark(is_alone, now.changes - self._changes, self._settled_bytes, self._released_bytes)
 
     def recount(self, mark: Mark, found_bytes: int) -> int:
         """Correct the counter by a scan that began after `mark`. Return the change.

@@ -248,8 +248,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
     finally:
         if not first:
             shelf.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
-    # Only seen or announced bytes explain the counter; it stays doubtful if other writers leave it uncertain.
-    explained_bytes += mark.others_bytes
+    # Only bytes that were seen explain the counter: what other processes have reserved they give back later.
     shelf.explained_bytes = max(0, min(explained_bytes, volume.capacity.used_bytes - index.used_bytes))
     found.strays += volume.strays_removed
     volume.strays_removed = 0

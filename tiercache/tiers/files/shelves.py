@@ -463,8 +463,14 @@ class Shelves:
         if shelf.scanning is None and asyncio.get_running_loop().time() >= shelf.next_scan_s:
             self.begin_scan(shelf, first=False)
 
-    async def scanned_soon(self, shelf: Shelf) -> bool:
-        """Call `scan_soon` and wait a bounded time. Return True if a scan ended."""
+    async def scanned_soon(self, shelf: Shelf, *, pause: bool = False) -> bool:
+        """Call `scan_soon` and wait a bounded time. Return True if a scan ended.
+
+        `pause`: a short pause that the last scan has left is waited for as well, by a write that knows no victim.
+        """
+        pause_s = shelf.next_scan_s - asyncio.get_running_loop().time()
+        if pause and shelf.scanning is None and 0 < pause_s <= _SCAN_WAIT_S:
+            await asyncio.sleep(pause_s)
         self.scan_soon(shelf)
         scanning = shelf.scanning
         if scanning is None:
@@ -518,7 +524,7 @@ class Shelves:
             known_bytes = volume.capacity.used_bytes
             await self.metadata.submit(volume.capacity.refresh)
             deficit_bytes -= known_bytes - volume.capacity.used_bytes
-        if deficit_bytes > index.used_bytes and shelf.volume is volume and await self.scanned_soon(shelf):
+        if deficit_bytes > index.used_bytes and shelf.volume is volume and await self.scanned_soon(shelf, pause=True):
             deficit_bytes = min(deficit_bytes, volume.capacity.used_bytes + needed_bytes - volume.cap_bytes)
         if shelf.volume is not volume:
             return Victims()  # the new directory has its own deficit

@@ -579,7 +579,7 @@ class OnlyRead(Volume):
 
     def begin_scan(self) -> tuple[Mark, list[str]]:
         there = frozenset(os.listdir(self.root))
-        return Mark(False, 0, 0, 0, 0), [top for top in TOP_LEVELS if top in there]
+        return Mark(False, 0, 0, 0), [top for top in TOP_LEVELS if top in there]
 
     def recount(self, mark: Mark, found_bytes: int) -> int:
         return 0

@@ -22,6 +22,10 @@ with contextlib.suppress(ImportError):
     import uvloop
 
     uvloop.new_event_loop().close()
+if needs.has_gpu():
+    import torch
+
+    torch.zeros(1, device="cuda")
 watch_slots()
 watch_what_is_made()
 

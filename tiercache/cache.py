@@ -208,9 +208,9 @@ class TierCache:
 
         Tensors and `PagedChunk`s in device memory are copied on streams of the cache's own, which begin after the driver's
         event `after` (by default: after what the calling thread's current stream has been given), and are read until this
-        returns. With `local_cpu: false` and only device tiers they never come to the host; they count as stored once they
-        are in the queues of those. `prefix` says that the chunks follow one another, which eviction uses. Raises LayoutError
-        for device memory that is not laid out as it must be.
+        returns. With `local_cpu: false` and only device tiers they never come to the host; what their full queues skip
+        (`on_queue_full`) counts as stored all the same. `prefix` says that the chunks follow one another, which eviction
+        uses. Raises LayoutError for device memory that is not laid out as it must be.
         """
         parts = self._in_use()
         check_one_each(keys, payloads, "payload")

@@ -170,29 +170,29 @@ async def test_round_trip_through_the_tier(bench: Bench, paged: bool, pinned: bo
 async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Bench) -> None:
     """A put has as many batches at a time as the device takes; whoever comes after them does not wait for their end."""
     hold = Hold(bench.device.storing.stream)
-    first = [asyncio.ensure_future(bench.put(number, paged=True)) for number in (1, 2)]
-    while bench.device.pending < 2:
+    first = [asyncio.ensure_future(bench.put(number, paged=True)) for number in (1, 2, 3)]
+    while bench.device.pending < 3:
         await asyncio.sleep(0)
     began_s = bench.soon(0.0)
-    assert await bench.put(3, paged=True, wait_s=0.3) == 0
+    assert await bench.put(4, paged=True, wait_s=0.3) == 0
     assert bench.soon(0.0) - began_s < 1.0
     assert bench.path.skipped == 1
     hold.release()
-    assert await asyncio.gather(*first) == [1, 1]
+    assert await asyncio.gather(*first) == [1, 1, 1]
     assert await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     await bench.until_whole()
     hold = Hold(bench.device.loading.stream)
     gets = [
-        asyncio.ensure_future(bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon())) for _ in "ab"
+        asyncio.ensure_future(bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon())) for _ in "abc"
     ]
-    while bench.device.pending < 2:
+    while bench.device.pending < 3:
         await asyncio.sleep(0)
     began_s = bench.soon(0.0)
     assert await bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon(0.3)) == 0
     assert bench.soon(0.0) - began_s < 1.0
     hold.release()
-    assert await asyncio.gather(*gets) == [1, 1]
+    assert await asyncio.gather(*gets) == [1, 1, 1]
     await bench.until_whole()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TypeVar
 
 import numpy as np
@@ -32,7 +33,8 @@ from tiercache.tiers.cpu import CpuTier, StagingTier
 T = TypeVar("T")
 
 _BATCH_BYTES = 64 << 20
-_BATCHES_AT_ONCE = 2
+_BATCHES_AT_ONCE = 3
+"""Of puts, and of gets: with two, the stream is idle while the loop hears that one of them has ended (0.2 to 0.3 ms)."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ class DevicePath:
         changed again. If cancelled, it stores nothing more, and raises when nothing reads their memory any more."""
         chunks = each_once(chunks)
         pool = self.device.pool
-        size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, _BATCH_BYTES // pool.slot_bytes))
+        size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, ceil(_BATCH_BYTES / pool.slot_bytes)))
         wait_budget = WaitBudget(deadline_s)
         # This also covers the staging tier, since a chunk is forgotten in both at the same time.
         epoch = self.cpu.tombstones.begin()

@@ -172,7 +172,9 @@ def _figures_table(figures: dict[str, Any]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("of what it is beside, pair by pair")
     for name, row in figures.items():
-        ratios = ", ".join(f"{ratio:.3g} {other.rpartition('.')[2]}" for other, ratio in row.get("ratios", {}).items())
+        ratios = ", ".join(
+            f"{ratio:.3g} {other.rpartition('.')[2]}" for other, ratio in row.get("ratios", {}).items() if ratio is not None
+        )
         table.add_row(name, *(f"{row[key]:,.4g}" for key in ("median", "min", "max")), str(row["count"]), ratios)
     return table
 

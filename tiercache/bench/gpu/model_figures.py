@@ -103,6 +103,7 @@ async def _measure_ttft(report: Report, engine: Engine) -> None:
     places = _places(report, room)
     for name in ("floor", "cpu", *places, "gds"):
         report.figures.compare("ttft.cold_s", f"ttft.{name}_s")
+    report.figures.compare("ttft.cpu_s", "ttft.floor_s")
     report.facts |= {"model": vars(engine.shape), "prompt_tokens": engine.prompt_tokens, "loaded_bytes": total}
     async with _caches(engine, places, room) as caches:
 
@@ -168,6 +169,7 @@ async def _caches(engine: Engine, places: dict[str, Path], room: int) -> AsyncIt
         gds_buffer_size=_pool_mib(engine),
         max_gds_size=2 * room / 2**30,
         local_cpu=False,
+        queue_wait_s=60.0,
     )
     caches["gds"] = TierCache(gds, engine.layout, device=driver)
     started = []

@@ -25,6 +25,7 @@ it open, who closes it before the next."""
 _SWEPT_S = 6.0
 """How long an instance may keep a file of 3FS or of cuFile open that another one has removed."""
 _LOWEST_FILL, _LOWEST_SHARED_FILL = 31 / 32, 0.85
+_PUTS_IN_QUIET = 12
 """A full directory may count a 32nd of the cap more than there is, and a shared one what its instances have reserved and do
 not use."""
 
@@ -161,10 +162,13 @@ async def _forget(node: Node, key: int) -> None:
 async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) -> None:
     """What is counted and not there comes back: all of the cap can be used, or all of the device."""
     await store(node, keys, places)
-    # Looked at anew in a quiet moment: beside writes, what they are about stays uncertain.
+    # Looked at anew in a quiet moment: beside writes, what they are about stays uncertain, and so does the counter while another
+    # process is active. A put that finds room looks at nothing.
     scans_s = [shelf.next_scan_s for shelf in shelves(node.cache)]
     await asyncio.sleep(max(0.0, max(scans_s) - asyncio.get_running_loop().time()))
-    for key in keys[:3]:
+    for number, key in enumerate(keys[:_PUTS_IN_QUIET]):
+        if number >= 3 and not any(shelf.is_doubtful for shelf in shelves(node.cache)):
+            break
         await store(node, [key], places)
         await asyncio.sleep(2.0)
     await store(node, keys, places)

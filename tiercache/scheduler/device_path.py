@@ -33,7 +33,7 @@ from tiercache.tiers.cpu import CpuTier, StagingTier
 T = TypeVar("T")
 
 _BATCH_BYTES = 64 << 20
-_BATCHES_AT_ONCE = 3
+BATCHES_AT_ONCE = 3
 """Of puts, and of gets: with two, the stream is idle while the loop hears that one of them has ended (0.2 to 0.3 ms)."""
 
 
@@ -76,8 +76,8 @@ class DevicePath:
         self._host_reader = host_reader
         self._device_reader = device_reader
         self._fan_out = fan_out
-        self._puts = asyncio.Semaphore(_BATCHES_AT_ONCE)
-        self._gets = asyncio.Semaphore(_BATCHES_AT_ONCE)
+        self._puts = asyncio.Semaphore(BATCHES_AT_ONCE)
+        self._gets = asyncio.Semaphore(BATCHES_AT_ONCE)
         self._device_writers = [writer for writer in fan_out.writers if writer.tier.serves_device]
         self._host_writers = [writer for writer in fan_out.writers if not writer.tier.serves_device]
         self._lanes = 2 + max([2, *(writer.tier.traits.read_concurrency for writer in fan_out.writers)])

@@ -9,6 +9,7 @@ from typing import Any
 from tiercache.cache import TierCache
 from tiercache.errors import TierCacheError
 from tiercache.memory.slots import Purpose
+from tiercache.scheduler.device_path import BATCHES_AT_ONCE
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files.io_posix import DeviceMover
@@ -29,8 +30,8 @@ def check_fittings(cache: TierCache) -> None:
             "reads into the device": len(on_device.reader.in_flight),
             "ends of the device": device.pending,
             "unknown ends of copies": device.unfinished,
-            "batches of puts": _BATCHES - path._puts._value,
-            "batches of gets": _BATCHES - path._gets._value,
+            "batches of puts": BATCHES_AT_ONCE - path._puts._value,
+            "batches of gets": BATCHES_AT_ONCE - path._gets._value,
         }
     for tier in cache.tiers:
         mover = tier.shelves.mover if isinstance(tier, FileTier) else None
@@ -76,5 +77,3 @@ def _watched(method: Any, what: str, fail: Callable[[BaseException], None]) -> A
     return watched
 
 
-_BATCHES = 2
-"""`device_path._BATCHES_AT_ONCE`: all are free."""

@@ -1,4 +1,4 @@
-"""What callers hand to the cache: payloads and buffers, which become calls that a worker thread runs, and times."""
+"""Convert payloads and buffers of callers into functions that a worker thread calls, and check times."""
 
 from __future__ import annotations
 

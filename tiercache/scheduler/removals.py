@@ -20,7 +20,7 @@ logger = logging.getLogger("tiercache.writer")
 _REMEMBERED_KEYS = 1 << 16
 """Keys whose removal is tried again, at about 200 bytes each."""
 _RETRY_S = 1.0
-"""How often the breaker is asked whether those that failed may be tried again. Its pauses grow."""
+"""Interval at which failed removals ask the breaker for another attempt. The breaker's pauses grow."""
 _AT_ONCE = 64
 """Removals by one task in one turn of the loop, from a tier that does not wait for anything."""
 

@@ -162,8 +162,8 @@ async def _forget(node: Node, key: int) -> None:
 async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) -> None:
     """What is counted and not there comes back: all of the cap can be used, or all of the device."""
     await store(node, keys, places)
-    # Looked at anew in a quiet moment: beside writes, what they are about stays uncertain, and so does the counter while another
-    # process is active. A put that finds room looks at nothing.
+    # Looked at anew in a quiet moment: beside writes, what they are about stays uncertain, and so does the counter while
+    # another process is active. A put that finds room looks at nothing.
     scans_s = [shelf.next_scan_s for shelf in shelves(node.cache)]
     await asyncio.sleep(max(0.0, max(scans_s) - asyncio.get_running_loop().time()))
     for number, key in enumerate(keys[:_PUTS_IN_QUIET]):

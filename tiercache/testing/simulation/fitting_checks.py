@@ -75,5 +75,3 @@ def _watched(method: Any, what: str, fail: Callable[[BaseException], None]) -> A
             raise
 
     return watched
-
-

@@ -30,7 +30,7 @@ class Watch:
             if cpu.wait_queue.waiting[purpose] and cpu.budget.allows(purpose, cpu.obtainable):
                 self._fail(
                     Violation(
-                        f"somebody waits for a slot to {purpose.name} and may have one: "
+                        f"a call waits for a slot to {purpose.name} and may have one: "
                         f"{cpu.obtainable} can be had, {cpu.budget}"
                     )
                 )

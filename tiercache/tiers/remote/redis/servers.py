@@ -164,7 +164,7 @@ class ConnectionPool:
             raise self._explained(self.address.endpoints[0], error) from None
         finally:
             for sentinel in sentinels.sentinels:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(redis.RedisError, OSError):
                     sentinel.connection_pool.disconnect()
         return Endpoint(host, int(port))
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _BATCH_BYTES = 64 << 20
 BATCHES_AT_ONCE = 3
-"""Of puts, and of gets: with two, the stream is idle while the loop hears that one of them has ended (0.2 to 0.3 ms)."""
+"""Limit for puts, and for gets. With two, the stream can be idle until the loop is told that one has ended."""
 
 
 @dataclass

@@ -20,6 +20,8 @@ from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailabl
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files import shelves
+from tiercache.tiers.files.access import Access
 from tiercache.tiers.files.directory import Scanned, Victims
 from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.volume import Volume
@@ -59,6 +61,27 @@ async def is_hit(tier: DiskTier, number: int) -> bool:
     assert length == CHUNK_BYTES
     assert np.array_equal(into, payload), "wrong bytes were served as a hit"
     return True
+
+
+async def test_cancelled_opening_makes_no_directory_after_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_place, begun, go_on = shelves.make_place, threading.Event(), threading.Event()
+
+    def slow(directory: Path, access: Access) -> Path:
+        begun.set()
+        assert go_on.wait(10)
+        return make_place(directory, access)
+
+    monkeypatch.setattr(shelves, "make_place", slow)
+    directory = tmp_path / "gone" / "kv"
+    opening = asyncio.create_task(DiskTier(FileSettings((directory,), 64 << 20), FINGERPRINT).open())
+    await asyncio.to_thread(begun.wait)
+    opening.cancel()
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert directory.exists(), "the thread that makes the directory goes on after the opening has ended"
 
 
 def allocated_bytes(directory: Path) -> int:

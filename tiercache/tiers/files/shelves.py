@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -34,6 +34,8 @@ from tiercache.tiers.files.scanning import Shelf, scan
 from tiercache.tiers.files.volume import OnlyRead, Volume
 
 logger = logging.getLogger("tiercache.disk")
+
+T = TypeVar("T")
 
 _CLOSE_S = 5.0
 
@@ -88,6 +90,14 @@ class MetadataWorkers(Workers):
     def close(self) -> None:
         super().close()
         self.background.close()
+
+    async def change(self, call: Callable[..., T], *arguments: object) -> T:
+        """Return the result of a call that changes directories. `cleaned_up` waits for it if the caller is cancelled: a
+        closed tier makes no directory any more."""
+        work = self.submit(call, *arguments)
+        work.add_done_callback(retrieve_exception)
+        self.watch(work)
+        return await asyncio.shield(work)
 
     def watch(self, work: asyncio.Future[Any]) -> None:
         """Let `cleaned_up` wait for `work`."""
@@ -577,7 +587,7 @@ class Shelves:
             await asyncio.sleep(_CATCH_UP_S)
             while shelf.volume is volume and volume.is_behind:
                 with contextlib.suppress(TierUnavailable):  # no thread could be started
-                    await self.metadata.submit(volume.catch_up)
+                    await self.metadata.change(volume.catch_up)
                 await asyncio.sleep(_CATCH_UP_S)
         finally:
             shelf.catching_up = None
@@ -607,7 +617,7 @@ class Shelves:
         self.mover.suspect()
         async with shelf.replacing:
             if shelf.volume is stale:
-                was_deleted = await self.metadata.submit(stale.identity.make_anew, stale.access)
+                was_deleted = await self.metadata.change(stale.identity.make_anew, stale.access)
                 mounted_anew = await self.metadata.submit(stale.is_mounted_anew)
                 logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
                 try:
@@ -674,7 +684,7 @@ class Shelves:
         try:
             if self._only_reads:
                 return await self.metadata.submit(found_place, directory)
-            return await self.metadata.submit(make_place, directory, ACCESS[self.settings.file_access])
+            return await self.metadata.change(make_place, directory, ACCESS[self.settings.file_access])
         except WrongFormat as error:
             raise ConfigError(f"{self.option}: {error}") from error
         except OSError as error:
@@ -708,7 +718,7 @@ class Shelves:
     async def _default_cap(self, places: Sequence[Path]) -> int:
         access = ACCESS[self.settings.file_access]
         try:
-            return await self.metadata.submit(default_cap, places, access)
+            return await self.metadata.change(default_cap, places, access)
         except OSError as error:
             raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
 

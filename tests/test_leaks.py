@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import random
 import re
 import shutil
+import string
 import subprocess
 import tempfile
 import threading
@@ -22,6 +24,8 @@ from tiercache.testing import chunk
 from tiercache.tiers.cpu import CpuTier
 
 CHUNK_BYTES = 4096
+RUN = "".join(random.choices(string.ascii_lowercase, k=8))
+"""In the names of shared memory, so that what a killed run has left is not in the way of the next one."""
 
 
 def thread(clean: ExitStack) -> None:
@@ -46,21 +50,21 @@ def shared_memory(clean: ExitStack) -> None:
 
 def unnumbered_shared_memory(clean: ExitStack) -> None:
     """As an arena that forgot its file: closed, and nobody's number in its name."""
-    path = Path("/dev/shm/tiercache.left-closed")
+    path = Path(f"/dev/shm/tiercache.left-closed-{RUN}")
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     clean.callback(path.unlink)
 
 
 def shared_memory_of_python(clean: ExitStack) -> None:
-    one = SharedMemory("left-by-python", create=True, size=4096)
+    one = SharedMemory(f"left-by-python-{RUN}", create=True, size=4096)
     one.close()
     clean.callback(one.unlink)
 
 
 def shared_memory_of_a_child(clean: ExitStack) -> None:
     """It was told the name, made the entry and died."""
-    path = Path("/dev/shm/tiercache.left-by-a-child")
-    subprocess.run(["sh", "-c", f": >/dev/shm/tiercache.$1 # {path.name}", "sh", "left-by-a-child"], check=True)
+    path = Path(f"/dev/shm/tiercache.left-by-a-child-{RUN}")
+    subprocess.run(["sh", "-c", f": >/dev/shm/tiercache.$1 # {path.name}", "sh", f"left-by-a-child-{RUN}"], check=True)
     clean.callback(path.unlink)
 
 
@@ -96,9 +100,9 @@ def lease(clean: ExitStack) -> None:
         (thread, r"threads:\n    forgotten, at .*threading\.py"),
         (descriptor, r"descriptors:\n    \d+ -> pipe:"),
         (shared_memory, rf"shared memory:\n    leak-{os.getpid()}$"),
-        (unnumbered_shared_memory, r"shared memory:\n    tiercache\.left-closed$"),
-        (shared_memory_of_python, r"shared memory:\n    left-by-python$"),
-        (shared_memory_of_a_child, r"shared memory:\n    tiercache\.left-by-a-child$"),
+        (unnumbered_shared_memory, rf"shared memory:\n    tiercache\.left-closed-{RUN}$"),
+        (shared_memory_of_python, rf"shared memory:\n    left-by-python-{RUN}$"),
+        (shared_memory_of_a_child, rf"shared memory:\n    tiercache\.left-by-a-child-{RUN}$"),
         (child, r"children:\n    \d+: sleep 1000$"),
         (slot, r"slots and leases:\n    1 for READ, of the tier made at .*test_leaks\.py:\d+"),
         (

@@ -339,6 +339,28 @@ async def test_chunks_stay_findable_when_the_files_of_others_go(place: Path, kin
         assert await is_hit(tier, 3)
 
 
+@pytest.mark.parametrize("itself", [False, True])
+@pytest.mark.parametrize("kind", ["disk", "shared_memory", "fs"])
+async def test_a_directory_that_others_delete_with_ours_in_it_is_used_itself_then(
+    place: Path, kind: str, itself: bool
+) -> None:
+    """No file of others is left to keep apart from, and no empty directory of ours stays behind."""
+    directory = place / "kv"
+    directory.mkdir()
+    put_foreign_files(directory)
+    async with opened(kind, directory) as tier:
+        assert await store(tier, range(1, 4)) == 3
+        assert os.path.dirname(tier.path(chunk(1)[0])).startswith(f"{directory}/tiercache-chunks/")
+        shutil.rmtree(directory)
+        if not itself:
+            directory.mkdir()
+        assert await store(tier, range(4, 7)) == 3
+        assert await is_hit(tier, 6)
+        assert not (directory / "tiercache-chunks").exists()
+    async with opened(kind, directory) as tier:
+        assert await is_hit(tier, 6)
+
+
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("kind", ["disk", "shared_memory"])
 async def test_a_directory_of_another_user_is_used_by_a_subdirectory_of_ours(

@@ -126,13 +126,14 @@ class Identity:
         """Return True if the directory was deleted or moved: its parent exists on the recorded file system. Otherwise a
         mount is missing and may come back. Raises OSError if the device fails."""
         place = os.path.realpath(self.root)  # the root may be a link
-        try:
+        with contextlib.suppress(*ABSENT):
             os.stat(place)
             return False
-        except ABSENT:
-            pass
+        above = os.path.dirname(place)
+        if os.path.basename(place) == SUBDIRECTORY and not os.path.lexists(above):
+            above = os.path.dirname(above)  # the configured directory was deleted as well
         try:
-            return os.stat(os.path.dirname(place)).st_dev == self._device
+            return os.stat(above).st_dev == self._device
         except ABSENT:
             return False
 
@@ -141,7 +142,8 @@ class Identity:
         return self.root.is_dir() or self.is_deleted()
 
     def make_anew(self, access: Access) -> bool:
-        """Create the directory again if it was deleted; return True if it was.
+        """Create the directory again if it was deleted; return True if it was. A subdirectory of ours is left to
+        `make_place`: what made it necessary may be deleted as well.
 
         Raises TierUnavailable if that fails, or if a mount is missing: writes would fill the device below it. Raises OSError
         if the device fails.
@@ -152,8 +154,10 @@ class Identity:
             return False
         if not self.is_deleted():
             raise TierUnavailable(f"{self.root} is not there any more")
+        place = os.path.realpath(self.root)
         try:
-            access.make_directory(os.path.realpath(self.root))
+            if os.path.basename(place) != SUBDIRECTORY:
+                access.make_directory(place)
         except OSError as error:
             raise TierUnavailable(f"{self.root} is not there any more, and cannot be made anew: {error}") from error
         return True

@@ -12,9 +12,9 @@ Put this file where Python finds it, and name it in the configuration:
 
 from pathlib import Path
 
-from tiercache.tiers.files.index import FollowedIndex
-from tiercache.tiers.files.io_posix import ThreadMover
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
+from tiercache.tiers.files.index import RelistingLookup
+from tiercache.tiers.files.io_posix import PosixIO
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteSettings
 
@@ -35,7 +35,7 @@ def make_tier(settings: RemoteSettings) -> FileTier:
             file_access=options.get("file_access", "owner"),
         ),
         settings.fingerprint,
-        ThreadMover,  # who moves bytes: threads; what is bad is read again before it is put aside
-        FollowedIndex,  # what is known: what all others store, too
+        PosixIO,  # who moves bytes: threads; what is bad is read again before it is put aside
+        RelistingLookup,  # what is known: what all others store, too
         metadata_threads=8,  # calls that are as many round trips
     )

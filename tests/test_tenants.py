@@ -257,7 +257,10 @@ async def test_several_directories_have_equal_shares(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     places = ",".join(map(str, directories))
     async with opened(
-        tmp_path, local_disk=places, local_disk_path_sharding="by_chunk", tenant_max_local_disk_size=chunks_on_disk(QUOTA)
+        tmp_path,
+        local_disk=places,
+        local_disk_path_sharding="by_chunk",
+        tenant_max_local_disk_size=chunks_on_disk(QUOTA),
     ) as cache:
         await scan(cache, "noisy", 60)
         await cache.flush()
@@ -312,7 +315,7 @@ async def test_each_of_two_processes_keeps_to_the_quota_what_it_knows_of(tmp_pat
             other.stdin.flush()
             assert await asyncio.to_thread(other.stdout.readline) == "done\n"
             assert QUOTA <= on_disk(tmp_path, "noisy") <= 2 * QUOTA
-            disk.shelves.scan_soon(disk.shelves.all[0])
+            disk.directories.scan_soon(disk.directories.all[0])
             await disk.scanned()
             assert on_disk(tmp_path, "noisy") == QUOTA, "who has looked knows of all"
             assert on_disk(tmp_path, "quiet") == QUOTA

@@ -29,7 +29,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.access import file_system_of
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier

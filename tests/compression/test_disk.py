@@ -19,8 +19,8 @@ from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.format import write_chunk_file
-from tiercache.tiers.files.shelves import FileSettings
 
 FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
@@ -65,7 +65,7 @@ async def test_no_more_buffers_are_taken_than_chunks_are_written_at_a_time(tmp_p
     chunks = [kv(number, CHUNK_BYTES) for number in range(100)]
     assert all(await asyncio.gather(*(tier.write(key, payload, CHUNK_BYTES) for key, payload in chunks)))
     threads = 2 * tier.settings.threads
-    assert 0 < sum(buffer.nbytes for buffer in tier.shelves.compression._buffers) <= threads * CHUNK_BYTES
+    assert 0 < sum(buffer.nbytes for buffer in tier.directories.compression._buffers) <= threads * CHUNK_BYTES
     await tier.close()
 
 
@@ -75,14 +75,14 @@ async def test_after_a_restart_it_is_all_there_and_counted_the_same(tmp_path: Pa
     for number in range(8):
         key, payload = kv(number, CHUNK_BYTES)
         assert await first.write(key, payload, CHUNK_BYTES)
-    index, used_bytes = first.shelves.all[0].index, first.statistics().occupied_bytes
+    index, used_bytes = first.directories.all[0].index, first.statistics().occupied_bytes
     in_index = index.used_bytes
     await first.close()
     second = disk(tmp_path, "none")
     await second.open()
     await second.scanned()
     assert second.statistics().occupied_bytes == used_bytes
-    assert second.shelves.all[0].index.used_bytes == in_index
+    assert second.directories.all[0].index.used_bytes == in_index
     await second.close()
 
 
@@ -92,14 +92,14 @@ async def test_what_is_read_before_the_scan_has_come_to_it_is_counted_as_it_lies
     for number in range(64):
         key, payload = kv(number, CHUNK_BYTES)
         assert await first.write(key, payload, CHUNK_BYTES)
-    in_index = first.shelves.all[0].index.used_bytes
+    in_index = first.directories.all[0].index.used_bytes
     await first.close()
     second = disk(tmp_path, "none")
     await second.open()
     for number in range(64):
         assert await second.read(kv(number, CHUNK_BYTES)[0], page_aligned(CHUNK_BYTES)) == CHUNK_BYTES
     await second.scanned()
-    assert second.shelves.all[0].index.used_bytes == in_index
+    assert second.directories.all[0].index.used_bytes == in_index
     await second.close()
 
 

@@ -185,12 +185,12 @@ class TestBadFiles:
     async def test_bad_file_that_a_scan_meets_before_a_read(
         self, opened: Opened, slots: Slots, tmp_path: Path, harm: str, first: bool
     ) -> None:
-        """It can never be a hit, and is removed: a miss, and nothing in quarantine. See `Surveyor.scan`."""
+        """It can never be a hit, and is removed: a miss, and nothing in quarantine. See `Scanner.scan`."""
         async with opened(tmp_path) as tier:
             await tier.scanned()
             key = await store(tier, slots, 1)
             getattr(self, harm)(tier.path(key))
-            tier.shelves.begin_scan(tier.shelves.all[0], first=first)
+            tier.directories.begin_scan(tier.directories.all[0], first=first)
             await tier.scanned()
             assert not os.path.exists(tier.path(key))
             assert await tier.read_device(key, slots.empty()) is None
@@ -310,7 +310,7 @@ class TestFindingTheWay:
     async def test_what_is_there_already_counts_as_room_after_a_restart(self, tmp_path: Path) -> None:
         first = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)
         await first.open()
-        capacity = first.shelves.all[0].volume.capacity
+        capacity = first.directories.all[0].files.capacity
         capacity.resize(1 << 40)
         capacity.commit(1 << 40)
         await first.close()

@@ -25,8 +25,8 @@ from tiercache.testing.contract import page_aligned
 from tiercache.testing.simulation.files import Disk, FileCalls, Torn
 from tiercache.tiers.files import directory as directory_module
 from tiercache.tiers.files import format as chunk_format
+from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import Victims
-from tiercache.tiers.files.volume import Volume
 
 ROOT = "/simulated/disk0"
 MEBIBYTE = 2**20
@@ -672,7 +672,9 @@ def in_the_place_of_os(calls: FileCalls, patch: pytest.MonkeyPatch) -> Iterator[
             "_fallocate",
             like_c(lambda descriptor, mode, at, length: calls.fallocate(descriptor, mode, at.value, length.value)),
         )
-        patched.setattr(directory_module, "_renameat2", like_c(lambda at, old, to, new, flags: calls.rename_new(old, new)))
+        patched.setattr(
+            directory_module, "_renameat2", like_c(lambda at, old, to, new, flags: calls.rename_new(old, new))
+        )
         yield
 
 
@@ -684,19 +686,19 @@ def test_a_volume_lives_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     payload, room = page_aligned(8192), page_aligned(8192)
     payload[:] = np.frombuffer(NEW, dtype=np.uint8)
     with in_the_place_of_os(calls, monkeypatch):
-        volume = Volume(Path(ROOT) / "cache", 32 * MEBIBYTE, fingerprint, direct=None, durable=True)
-        volume.open()
-        assert volume.direct
-        assert volume.write(key, payload, 8000, Victims()) == 3 * 4096
-        assert volume.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
-        assert len(volume.surveyor.scan(key.hex()[:2]).keys) == 1
+        files = ChunkFiles(Path(ROOT) / "cache", 32 * MEBIBYTE, fingerprint, direct=None, durable=True)
+        files.open()
+        assert files.direct
+        assert files.write(key, payload, 8000, Victims()) == 3 * 4096
+        assert files.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
+        assert len(files.scanner.scan(key.hex()[:2]).keys) == 1
         directory = calls.open(f"{ROOT}/cache/{key.hex()[:2]}", os.O_RDONLY)
         calls.fsync(directory)
 
         calls.die("one")
         disk.cut_power(random.Random(7))
         calls.process = "two"
-        again = Volume(Path(ROOT) / "cache", 32 * MEBIBYTE, fingerprint, direct=None, durable=True)
+        again = ChunkFiles(Path(ROOT) / "cache", 32 * MEBIBYTE, fingerprint, direct=None, durable=True)
         again.open()
         assert again.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
         disk.flip_bit(again.path(key), 5000)

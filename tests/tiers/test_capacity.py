@@ -23,9 +23,9 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.processes import stop_process
 from tiercache.tiers.files.access import OWNER
 from tiercache.tiers.files.capacity import Capacity, CounterLost, counted_in
+from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.owners import Owner
-from tiercache.tiers.files.volume import Volume
 
 __all__ = ["small_device"]
 
@@ -395,11 +395,11 @@ from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.directory import Victims
-from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.files.chunk_files import ChunkFiles
 
 place, first, cap, step = Path(sys.argv[1]), *map(int, sys.argv[2:])
-volume = Volume(place, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
-volume.open()
+directory = ChunkFiles(place, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
+directory.open()
 mine = []
 print("ready", flush=True)
 for number in range(first, first + 100_000):
@@ -407,14 +407,14 @@ for number in range(first, first + 100_000):
     victims = Victims()
     while True:
         try:
-            mine.append((key, volume.write(key, payload, CHUNK_BYTES, victims)))
+            mine.append((key, directory.write(key, payload, CHUNK_BYTES, victims)))
             break
         except TierFull:
             if not mine:
                 break
             victims = Victims([mine.pop(0)])
     if number % 7 == 0 and mine:
-        volume.delete(*mine.pop(0))
+        directory.delete(*mine.pop(0))
     print(number, flush=True)
 """
 
@@ -471,7 +471,7 @@ def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_a_step_each
     choose = random.Random()
     children = [busy(tmp_path, 100_000 * number, cap, step) for number in range(1, 4)]
     most, killed = 0, 0
-    survivor = Volume(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
+    survivor = ChunkFiles(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
     survivor.open()
     try:
         for child in children:
@@ -498,27 +498,27 @@ def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_a_step_each
         for child in children:
             kill(child)
         survivor.close()
-    volume = Volume(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
-    volume.open()
-    mark, directories = volume.begin_scan()
-    volume.recount(mark, sum(volume.surveyor.scan(name).counted_bytes for name in directories))
-    assert volume.capacity.counted_bytes == physical_bytes(tmp_path) + directory_bytes(tmp_path)
-    volume.close()
+    files = ChunkFiles(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
+    files.open()
+    mark, directories = files.begin_scan()
+    files.recount(mark, sum(files.scanner.scan(name).counted_bytes for name in directories))
+    assert files.capacity.counted_bytes == physical_bytes(tmp_path) + directory_bytes(tmp_path)
+    files.close()
 
 
 def test_what_a_killed_process_had_reserved_is_given_back_while_others_live(tmp_path: Path) -> None:
     cap, step = 1000 * FILE_BYTES, 100 * FILE_BYTES
-    volume = Volume(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
-    volume.open()
+    files = ChunkFiles(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
+    files.open()
     child = busy(tmp_path, 1, cap, step)
     follow(child, 4)
     kill(child)
-    volume.capacity.refresh()
-    assert volume.capacity.used_bytes >= step
-    volume.capacity.return_dead()
-    left = volume.capacity.used_bytes - physical_bytes(tmp_path) - new_directory_bytes(tmp_path)
+    files.capacity.refresh()
+    assert files.capacity.used_bytes >= step
+    files.capacity.return_dead()
+    left = files.capacity.used_bytes - physical_bytes(tmp_path) - new_directory_bytes(tmp_path)
     assert 0 <= left <= step / 2 + FILE_BYTES
-    volume.close()
+    files.close()
 
 
 @pytest.mark.needs("mount")
@@ -530,12 +530,12 @@ def test_a_full_device_does_not_keep_what_is_left_of_a_killed_process(small_devi
     with pytest.raises(OSError, match="No space"), (small_device / "ballast").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    volume = Volume(small_device, cap, FINGERPRINT, direct=False, durable=False)
-    volume.open()
+    files = ChunkFiles(small_device, cap, FINGERPRINT, direct=False, durable=False)
+    files.open()
     assert len(locks(small_device)) == 1, "the other one is dead"
     there = physical_bytes(small_device) + directory_bytes(small_device)
-    assert volume.capacity.used_bytes > there, "what it had reserved could not be given back"
-    mark, _ = volume.begin_scan()
-    volume.recount(mark, volume.surveyor.scan("00").counted_bytes)
-    assert volume.capacity.used_bytes == there
-    volume.close()
+    assert files.capacity.used_bytes > there, "what it had reserved could not be given back"
+    mark, _ = files.begin_scan()
+    files.recount(mark, files.scanner.scan("00").counted_bytes)
+    assert files.capacity.used_bytes == there
+    files.close()

@@ -11,7 +11,7 @@ from tiercache.testing import FaultyTier, MemoryTier, TierContract
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 

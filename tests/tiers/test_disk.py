@@ -20,11 +20,11 @@ from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailabl
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files import shelves
+from tiercache.tiers.files import directories
 from tiercache.tiers.files.access import Access
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.directory import Scanned, Victims
-from tiercache.tiers.files.shelves import FileSettings
-from tiercache.tiers.files.volume import Volume
 
 FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
@@ -66,14 +66,14 @@ async def is_hit(tier: DiskTier, number: int) -> bool:
 async def test_cancelled_opening_makes_no_directory_after_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_place, begun, go_on = shelves.make_place, threading.Event(), threading.Event()
+    make_place, begun, go_on = directories.make_place, threading.Event(), threading.Event()
 
     def slow(directory: Path, access: Access) -> Path:
         begun.set()
         assert go_on.wait(10)
         return make_place(directory, access)
 
-    monkeypatch.setattr(shelves, "make_place", slow)
+    monkeypatch.setattr(directories, "make_place", slow)
     directory = tmp_path / "gone" / "kv"
     opening = asyncio.create_task(DiskTier(FileSettings((directory,), 64 << 20), FINGERPRINT).open())
     await asyncio.to_thread(begun.wait)
@@ -346,8 +346,8 @@ async def test_two_instances_in_one_directory_neither_fail_nor_exceed_the_cap(tm
 def tier_total(tier: DiskTier, *others: DiskTier) -> int:
     """What is counted now, without what these tiers have reserved; statistics are as old as a process's last change."""
     for each in (tier, *others):
-        each.shelves.all[0].volume.capacity.refresh()
-    reserved = [each.shelves.all[0].volume.capacity for each in others]
+        each.directories.all[0].files.capacity.refresh()
+    reserved = [each.directories.all[0].files.capacity for each in others]
     return tier.statistics().occupied_bytes - sum(each.counted_bytes - each.used_bytes for each in reserved)
 
 
@@ -378,7 +378,7 @@ async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_fu
         await other.scanned()
         async with opened(tmp_path, cap_chunks=8) as one:
             await fill(one, range(1, 9))
-        other.shelves.all[0].next_scan_s = 0.5
+        other.directories.all[0].next_scan_s = 0.5
         for number in range(100, 110):
             assert await other.write(*chunk(number), CHUNK_BYTES)
         assert allocated_bytes(tmp_path) <= other.settings.cap_bytes
@@ -393,7 +393,7 @@ async def test_victims_that_others_deleted_are_no_attempts(tmp_path: Path) -> No
         assert await other.probe([chunk(number)[0] for number in range(1, 25)]) == 24
         for number in range(1, 24):
             assert await other.remove(chunk(number)[0])
-        full = stale.shelves.all[0].volume.capacity
+        full = stale.directories.all[0].files.capacity
         full.refresh()
         rest_bytes = full.cap_bytes - full.used_bytes
         assert full.reserve(rest_bytes)  # another process's, of which nobody here knows
@@ -575,27 +575,27 @@ async def test_killed_writer_leaves_nothing_wrong_and_what_was_durable(tmp_path:
 
 
 def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -> None:
-    volume = Volume(tmp_path, 1 << 30, FINGERPRINT, direct=None, durable=False)
-    volume.open()
+    files = ChunkFiles(tmp_path, 1 << 30, FINGERPRINT, direct=None, durable=False)
+    files.open()
     key, payload = chunk(1)
     for _ in range(20):
-        occupied = volume.write(key, payload, CHUNK_BYTES, Victims())
-        assert volume.delete(key, occupied)
+        occupied = files.write(key, payload, CHUNK_BYTES, Victims())
+        assert files.delete(key, occupied)
         (tmp_path / key.hex()[:2]).rmdir()
-    volume.close()
+    files.close()
 
 
 def test_a_chunk_that_is_removed_after_others_deleted_its_file_is_kept_open_no_longer(tmp_path: Path) -> None:
-    volume = Volume(tmp_path, 1 << 30, FINGERPRINT, direct=None, durable=False)
-    volume.open()
+    files = ChunkFiles(tmp_path, 1 << 30, FINGERPRINT, direct=None, durable=False)
+    files.open()
     closed: list[str] = []
-    volume.on_delete = closed.append
+    files.on_delete = closed.append
     key, payload = chunk(1)
-    volume.write(key, payload, CHUNK_BYTES, Victims())
-    Path(volume.path(key)).unlink()
-    assert not volume.remove(key, None)
-    assert set(closed) == {volume.path(key)}
-    volume.close()
+    files.write(key, payload, CHUNK_BYTES, Victims())
+    Path(files.path(key)).unlink()
+    assert not files.remove(key, None)
+    assert set(closed) == {files.path(key)}
+    files.close()
 
 
 async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducted_twice(tmp_path: Path) -> None:
@@ -604,41 +604,41 @@ async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducte
         await fill(tier, range(1, 21))
         used = tier.statistics().occupied_bytes
     async with opened(tmp_path, 20) as tier:
-        volume = tier.shelves.all[0].volume
-        scan, gate = volume.surveyor.scan, threading.Event()
+        files = tier.directories.all[0].files
+        scan, gate = files.scanner.scan, threading.Event()
 
         def slow(top: str) -> Scanned:
             gate.wait()
             return scan(top)
 
-        volume.surveyor.scan = slow  # type: ignore[method-assign]
+        files.scanner.scan = slow  # type: ignore[method-assign]
         assert await tier.probe([chunk(number)[0] for number in range(1, 21)]) == 20
         await fill(tier, range(101, 111))
         gate.set()
         await tier.scanned()
         assert tier.statistics().evicted >= 8
         assert tier.statistics().occupied_bytes == pytest.approx(used, abs=3 * FILE_BYTES)
-        files = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
-        assert tier.statistics().occupied_bytes >= files
+        chunk_paths = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
+        assert tier.statistics().occupied_bytes >= chunk_paths
 
 
 async def test_another_who_deletes_during_the_first_scan_leaves_the_count_uncorrected(tmp_path: Path) -> None:
     async with opened(tmp_path, 20) as tier:
         await fill(tier, range(1, 21))
     async with opened(tmp_path, 20) as first:
-        volume = first.shelves.all[0].volume
-        scan, gate = volume.surveyor.scan, threading.Event()
+        files = first.directories.all[0].files
+        scan, gate = files.scanner.scan, threading.Event()
 
         def slow(top: str) -> Scanned:
             gate.wait()
             return scan(top)
 
-        volume.surveyor.scan = slow  # type: ignore[method-assign]
+        files.scanner.scan = slow  # type: ignore[method-assign]
         async with opened(tmp_path, 20) as second:
             await second.scanned()
             await fill(second, range(101, 111))
         gate.set()
         await first.scanned()
-        files = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
-        await first.shelves.metadata.submit(volume.capacity.refresh)
-        assert first.statistics().occupied_bytes >= files
+        chunk_paths = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
+        await first.directories.metadata.submit(files.capacity.refresh)
+        assert first.statistics().occupied_bytes >= chunk_paths

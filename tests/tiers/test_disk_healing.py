@@ -40,9 +40,9 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.processes import stop_process
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.capacity import Mark
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.directory import Victims
-from tiercache.tiers.files.shelves import FileSettings
-from tiercache.tiers.files.volume import Volume
 
 __all__ = ["small_device"]
 
@@ -68,7 +68,7 @@ BEGINNERS = """
 import asyncio, sys
 from pathlib import Path
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
 
 async def begin(place):
     tier = DiskTier(FileSettings((place,), 1 << 24), b"f" * 16)
@@ -129,7 +129,7 @@ async def test_a_manifest_that_is_not_ours_is_left_alone(tmp_path: Path, content
 KILLED_OPENER = """
 import os, sys, threading
 from pathlib import Path
-from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.files.chunk_files import ChunkFiles
 
 def kill(event, arguments):
     if event in ("open", "os.remove", "os.rename") and ".tiercache" in str(arguments[0]):
@@ -139,7 +139,7 @@ def kill(event, arguments):
 
 kill.count = int(sys.argv[2])
 sys.addaudithook(kill)
-Volume(Path(sys.argv[1]), 1 << 24, b"f" * 16, direct=None, durable=True).open()
+ChunkFiles(Path(sys.argv[1]), 1 << 24, b"f" * 16, direct=None, durable=True).open()
 """
 
 
@@ -176,16 +176,16 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a scan could not tell apart from writes that ended meanwhile is not taken for right."""
-    recount = Volume.recount
+    recount = ChunkFiles.recount
 
-    def recount_after_many_writes(volume: Volume, *rest: object) -> int:
+    def recount_after_many_writes(files: ChunkFiles, *rest: object) -> int:
         for _ in range(12):
-            volume.capacity.announce(FILE_BYTES)
-            volume.capacity.release(FILE_BYTES, FILE_BYTES)
-            volume.capacity.reserve(FILE_BYTES)
-            volume.capacity.commit(FILE_BYTES)
-            volume.capacity.settle(FILE_BYTES)
-        return recount(volume, *rest)  # type: ignore[arg-type]
+            files.capacity.announce(FILE_BYTES)
+            files.capacity.release(FILE_BYTES, FILE_BYTES)
+            files.capacity.reserve(FILE_BYTES)
+            files.capacity.commit(FILE_BYTES)
+            files.capacity.settle(FILE_BYTES)
+        return recount(files, *rest)  # type: ignore[arg-type]
 
     async with opened(tmp_path, cap_chunks=16) as tier:
         await tier.scanned()
@@ -193,14 +193,14 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
         full_bytes = chunk_bytes(tmp_path)
         for path in list(tmp_path.glob("[0-9a-f][0-9a-f]/*"))[:8]:
             path.unlink()
-        shelf = tier.shelves.all[0]
+        directory = tier.directories.all[0]
         with monkeypatch.context() as writes:
-            writes.setattr(Volume, "recount", recount_after_many_writes)
-            tier.shelves.begin_scan(shelf, first=False)
+            writes.setattr(ChunkFiles, "recount", recount_after_many_writes)
+            tier.directories.begin_scan(directory, first=False)
             await tier.scanned()
         assert tier_total(tier) > allocated_bytes(tmp_path)
         for number in range(101, 140):
-            shelf.next_scan_s = 0.0
+            directory.next_scan_s = 0.0
             await fill(tier, range(number, number + 1))
             await tier.scanned()
         assert chunk_bytes(tmp_path) >= full_bytes - FILE_BYTES
@@ -212,14 +212,14 @@ async def test_what_others_had_reserved_during_a_scan_hides_nothing_that_is_gone
             other = await stack.enter_async_context(opened(tmp_path, cap_chunks=128))
             await fill(other, range(number, number + 1))
         await fill(tier, range(5, 110))
-        shelf = tier.shelves.all[0]
-        tier.shelves.begin_scan(shelf, first=False)
+        directory = tier.directories.all[0]
+        tier.directories.begin_scan(directory, first=False)
         await tier.scanned()
         for number in range(20, 26):
             Path(tier.path(chunk(number)[0])).unlink()
         await stack.aclose()
         for number in range(201, 340):
-            shelf.next_scan_s = 0.0
+            directory.next_scan_s = 0.0
             await fill(tier, range(number, number + 1))
             await tier.scanned()
         cap_bytes = tier.settings.cap_bytes
@@ -229,15 +229,15 @@ async def test_what_others_had_reserved_during_a_scan_hides_nothing_that_is_gone
 async def test_a_write_waits_for_the_pause_between_scans_when_it_knows_no_victim(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=8) as tier, opened(tmp_path, cap_chunks=8) as other:
         await fill(other, range(1, 9))
-        tier.shelves.begin_scan(tier.shelves.all[0], first=False)
+        tier.directories.begin_scan(tier.directories.all[0], first=False)
         await tier.scanned()
         for number in range(1, 9):
             await other.remove(chunk(number)[0])
         await fill(other, range(11, 19))
-        shelf = tier.shelves.all[0]
+        directory = tier.directories.all[0]
         for number in range(1, 9):
-            shelf.removed(chunk(number)[0])
-        shelf.next_scan_s = asyncio.get_running_loop().time() + 1.0
+            directory.removed(chunk(number)[0])
+        directory.next_scan_s = asyncio.get_running_loop().time() + 1.0
         await fill(tier, range(21, 22))
         assert await is_hit(tier, 21)
 
@@ -245,20 +245,20 @@ async def test_a_write_waits_for_the_pause_between_scans_when_it_knows_no_victim
 async def test_a_device_that_hung_in_a_scan_is_scanned_again_soon_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = Volume.begin_scan
+    begin = ChunkFiles.begin_scan
 
-    def begin_late(volume: Volume) -> tuple[Mark, list[str]]:
+    def begin_late(files: ChunkFiles) -> tuple[Mark, list[str]]:
         time.sleep(0.5)
-        return begin(volume)
+        return begin(files)
 
     async with opened(tmp_path) as tier:
         await tier.scanned()
-        monkeypatch.setattr(Volume, "begin_scan", begin_late)
-        shelf = tier.shelves.all[0]
+        monkeypatch.setattr(ChunkFiles, "begin_scan", begin_late)
+        directory = tier.directories.all[0]
         for _ in range(2):
-            tier.shelves.begin_scan(shelf, first=False)
+            tier.directories.begin_scan(directory, first=False)
             await tier.scanned()
-        assert shelf.next_scan_s - asyncio.get_running_loop().time() <= 1.0
+        assert directory.next_scan_s - asyncio.get_running_loop().time() <= 1.0
 
 
 async def test_an_emptied_directory_of_an_fs_tier_is_filled_again(tmp_path: Path) -> None:
@@ -329,10 +329,10 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its removal nor a look whether it is there came through: it stays counted, and not for ever."""
-    volume = Volume(tmp_path, 1 << 20, FINGERPRINT, direct=False, durable=False)
-    volume.open()
+    files = ChunkFiles(tmp_path, 1 << 20, FINGERPRINT, direct=False, durable=False)
+    files.open()
     try:
-        pending = volume.begin_write(chunk(1, 5000)[0], 5000, Victims())
+        pending = files.begin_write(chunk(1, 5000)[0], 5000, Victims())
         Path(pending.path).write_bytes(b"torn")
 
         def fails(path: object, **rest: object) -> None:
@@ -341,20 +341,20 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
         with monkeypatch.context() as device:
             device.setattr(os, "unlink", fails)
             device.setattr(os, "lstat", fails)
-            volume.discard(pending)
-        assert Path(pending.path).exists() and volume.capacity.in_flight_bytes == pending.reserved_bytes
-        following = volume.begin_write(chunk(2, 5000)[0], 5000, Victims())
+            files.discard(pending)
+        assert Path(pending.path).exists() and files.capacity.in_flight_bytes == pending.reserved_bytes
+        following = files.begin_write(chunk(2, 5000)[0], 5000, Victims())
         assert not Path(pending.path).exists()
-        volume.discard(following)
-        assert volume.capacity.in_flight_bytes == 0
+        files.discard(following)
+        assert files.capacity.in_flight_bytes == 0
     finally:
-        volume.close()
+        files.close()
 
 
 async def caught_up(tier: DiskTier) -> None:
-    (shelf,) = tier.shelves.all
-    assert shelf.catching_up is not None
-    await asyncio.wait_for(asyncio.shield(shelf.catching_up), 20)
+    (directory,) = tier.directories.all
+    assert directory.catching_up is not None
+    await asyncio.wait_for(asyncio.shield(directory.catching_up), 20)
 
 
 async def test_room_that_a_failed_write_made_is_everybodys_soon(
@@ -402,10 +402,10 @@ async def test_a_file_that_a_failed_write_could_not_remove_is_removed_soon(
 async def test_a_read_that_ends_after_close_begins_no_scan(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=16) as tier:
         await tier.scanned()
-    (shelf,) = tier.shelves.all
-    shelf.next_scan_s = 0.0
-    tier.shelves.scan_soon(shelf)
-    assert shelf.scanning is None
+    (directory,) = tier.directories.all
+    directory.next_scan_s = 0.0
+    tier.directories.scan_soon(directory)
+    assert directory.scanning is None
 
 
 async def test_bursts_of_write_errors_cost_no_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,9 +552,9 @@ async def test_a_rescan_keeps_the_order_of_use(tmp_path: Path) -> None:
         for number in (1, 2):  # the oldest files, used last
             os.utime(tier.path(chunk(number)[0]), (1000, 1000))
             assert await is_hit(tier, number)
-        shelf = tier.shelves.all[0]
-        shelf.next_scan_s = 0.5
-        tier.shelves.scan_soon(shelf)
+        directory = tier.directories.all[0]
+        directory.next_scan_s = 0.5
+        tier.directories.scan_soon(directory)
         await tier.scanned()
         await fill(tier, range(101, 112))
         assert await is_hit(tier, 1) and await is_hit(tier, 2)
@@ -575,15 +575,15 @@ async def test_a_chunk_that_is_stored_while_a_read_finds_nothing_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked, goes_on = threading.Event(), threading.Event()
-    read = Volume.read
+    read = ChunkFiles.read
 
-    def slow_read(self: Volume, key: bytes, into: np.ndarray) -> int | None:
+    def slow_read(self: ChunkFiles, key: bytes, into: np.ndarray) -> int | None:
         found = read(self, key, into)
         looked.set()
         goes_on.wait(10.0)
         return found
 
-    monkeypatch.setattr(Volume, "read", slow_read)
+    monkeypatch.setattr(ChunkFiles, "read", slow_read)
     async with opened(tmp_path) as tier:
         await tier.scanned()
         reading = asyncio.create_task(is_hit(tier, 1))
@@ -598,7 +598,7 @@ async def test_a_chunk_that_is_stored_while_a_read_finds_nothing_is_known(
         assert not tier.contains(key)
 
 
-async def test_writes_that_find_the_directory_emptied_together_open_one_volume(
+async def test_writes_that_find_the_directory_emptied_together_open_it_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "disk"
@@ -860,7 +860,7 @@ async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once
 ) -> None:
     async with opened(tmp_path) as tier:
         await tier.scanned()
-        capacity = tier.shelves.all[0].volume.capacity
+        capacity = tier.directories.all[0].files.capacity
         with (tmp_path / ".tiercache" / "ledger").open("r+b") as frozen:
             fcntl.flock(frozen, fcntl.LOCK_EX)
             writing = asyncio.create_task(tier.write(*chunk(1), CHUNK_BYTES))

@@ -18,7 +18,7 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
 
 PAYLOAD = chunk(1)[1]
 KEYS = [bytes([number]) * 24 for number in range(64)]

@@ -24,7 +24,7 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator, install, why_no_fuse
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
@@ -54,9 +54,7 @@ def make(kind: str, place: Path, cap_bytes: int = FEW_BYTES, **settings: str) ->
 
 
 @asynccontextmanager
-async def opened(
-    kind: str, place: Path, cap_bytes: int = FEW_BYTES, **settings: str
-) -> AsyncIterator[FileTier]:
+async def opened(kind: str, place: Path, cap_bytes: int = FEW_BYTES, **settings: str) -> AsyncIterator[FileTier]:
     tier = make(kind, place, cap_bytes, **settings)
     await tier.open()
     try:
@@ -539,7 +537,9 @@ async def test_a_chunk_whose_name_a_file_of_others_has_is_not_stored(place: Path
 
 
 @pytest.mark.parametrize("kind", ["disk"])
-async def test_a_directory_of_ours_without_its_manifest_stays_one_beside_files_of_others(place: Path, kind: str) -> None:
+async def test_a_directory_of_ours_without_its_manifest_stays_one_beside_files_of_others(
+    place: Path, kind: str
+) -> None:
     """Two instances that began before and after that share one count."""
     async with opened(kind, place) as before:
         await store(before, range(1, 4))

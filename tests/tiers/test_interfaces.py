@@ -18,7 +18,7 @@ from tiercache.testing import FaultyTier, MemoryTier, chunk, page_aligned
 from tiercache.testing.simulation.own import BehindWeather
 from tiercache.testing.wrapped import WrappedTier
 from tiercache.tiers.base import DeviceTier, Tier
-from tiercache.tiers.files.shelves import Knowledge, Mover
+from tiercache.tiers.files.directories import ChunkIO, Lookup
 from tiercache.tiers.remote.base import RemoteTier
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.redis import RedisTier
@@ -146,8 +146,8 @@ def test_a_tier_that_changes_one_way_to_a_chunk_changes_the_others() -> None:
 @pytest.mark.parametrize(
     ("part", "together"),
     [
-        (Mover, [("read", "prefetch"), ("write", "write_places")]),
-        (Knowledge, [("probe", "probe_each")]),
+        (ChunkIO, [("read", "prefetch"), ("write", "write_places")]),
+        (Lookup, [("probe", "probe_each")]),
     ],
 )
 def test_a_part_of_a_file_tier_that_changes_one_way_to_a_chunk_changes_the_others(

@@ -10,8 +10,8 @@ import pytest
 
 from tests.tiers.test_disk import FINGERPRINT
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.shelves import FileSettings
-from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
@@ -30,14 +30,14 @@ async def test_an_opening_that_is_cancelled_leaves_nothing_open(
     """Several threads do metadata: what was being opened was closed by another one, before it was open."""
     loop = asyncio.get_running_loop()
     began, goes_on = asyncio.Event(), threading.Event()
-    really_open = Volume.open
+    really_open = ChunkFiles.open
 
-    def open_late(volume: Volume) -> None:
+    def open_late(files: ChunkFiles) -> None:
         loop.call_soon_threadsafe(began.set)
         assert goes_on.wait(10.0)
-        really_open(volume)
+        really_open(files)
 
-    monkeypatch.setattr(Volume, "open", open_late)
+    monkeypatch.setattr(ChunkFiles, "open", open_late)
     tier = make(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     opening = asyncio.create_task(tier.open())

@@ -15,7 +15,7 @@ from tiercache.errors import ConfigError
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files import access
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -115,7 +115,9 @@ async def test_directory_that_is_made_where_a_mount_is_missing_is_made_with_a_wa
             async with opened(point / "kv") as tier:
                 await fill(tier, range(1, 3))
     (said,) = caplog.messages
-    assert said.startswith(f"{point / 'kv'} does not exist and is made on the root file system: if it belongs on a mount")
+    assert said.startswith(
+        f"{point / 'kv'} does not exist and is made on the root file system: if it belongs on a mount"
+    )
 
 
 async def test_empty_directory_where_mount_points_are_is_used_with_a_warning(
@@ -131,7 +133,9 @@ async def test_empty_directory_where_mount_points_are_is_used_with_a_warning(
             async with opened(point) as tier:
                 await fill(tier, range(1, 3))
     (said,) = caplog.messages
-    assert said.startswith(f"{point} is empty and lies on the root file system: if it belongs on a mount, that is missing")
+    assert said.startswith(
+        f"{point} is empty and lies on the root file system: if it belongs on a mount, that is missing"
+    )
 
 
 async def test_directory_that_is_made_beside_others_is_made_without_a_word(

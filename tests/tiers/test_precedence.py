@@ -149,9 +149,9 @@ async def test_reads_find_a_thread_while_every_prefetch_stands_still(
         for number in (1, 2):
             key, payload = chunk(number)
             await tier.write(key, payload, CHUNK_BYTES)
-        mover = tier.shelves.mover
+        io = tier.directories.io
         never = asyncio.get_running_loop().create_future()
-        mover._precedence.read(never)  # type: ignore[attr-defined]
+        io._precedence.read(never)  # type: ignore[attr-defined]
         prefetching = asyncio.create_task(tier.prefetch(chunk(1)[0], page_aligned(CHUNK_BYTES)))
         async with asyncio.timeout(10.0):
             assert await tier.read(chunk(2)[0], page_aligned(CHUNK_BYTES)) == CHUNK_BYTES

@@ -11,32 +11,32 @@ import pytest
 from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import Publish, Victims, link_new, rename_new
-from tiercache.tiers.files.volume import Volume
 
 WAYS: dict[str, tuple[Publish, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
 
 
-def opened(root: Path, ways: tuple[Publish, ...]) -> Volume:
-    volume = Volume(root, 1 << 30, FINGERPRINT, direct=None, durable=False)
-    volume.open()
-    volume.publisher.ways = ways
-    return volume
+def opened(root: Path, ways: tuple[Publish, ...]) -> ChunkFiles:
+    files = ChunkFiles(root, 1 << 30, FINGERPRINT, direct=None, durable=False)
+    files.open()
+    files.publisher.ways = ways
+    return files
 
 
 @pytest.fixture(params=WAYS)
-def two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Volume, Volume]]:
-    volumes = opened(tmp_path, WAYS[request.param]), opened(tmp_path, WAYS[request.param])
-    yield volumes
-    for volume in volumes:
-        volume.close()
+def two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ChunkFiles, ChunkFiles]]:
+    files = opened(tmp_path, WAYS[request.param]), opened(tmp_path, WAYS[request.param])
+    yield files
+    for one in files:
+        one.close()
 
 
 def temporaries(root: Path) -> list[Path]:
     return list((root / ".tiercache" / "tmp").glob("*.[0-9]*"))
 
 
-def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[Volume, Volume]) -> None:
+def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[ChunkFiles, ChunkFiles]) -> None:
     one, other = two
     key, payload = chunk(1)
     occupied_bytes = one.write(key, payload, CHUNK_BYTES, Victims())
@@ -50,7 +50,7 @@ def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[Volume, Volume])
     assert np.array_equal(into, payload)
 
 
-def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[Volume, Volume]) -> None:
+def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[ChunkFiles, ChunkFiles]) -> None:
     one, other = two
     key, payload = chunk(1)
     occupied_bytes = one.write(key, payload, CHUNK_BYTES, Victims())
@@ -63,14 +63,14 @@ def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path
     def unknown(temporary: str, path: str) -> None:
         raise OSError(22, "Invalid argument", path)
 
-    volume = opened(tmp_path, (unknown, rename_new))
+    files = opened(tmp_path, (unknown, rename_new))
     key, payload = chunk(1)
-    volume.write(key, payload, CHUNK_BYTES, Victims())
-    volume.publisher.ways = (unknown, unknown)
+    files.write(key, payload, CHUNK_BYTES, Victims())
+    files.publisher.ways = (unknown, unknown)
     key, payload = chunk(2)
-    volume.write(key, payload, CHUNK_BYTES, Victims())
-    assert volume.capacity.used_bytes == allocated_bytes(tmp_path)
-    volume.close()
+    files.write(key, payload, CHUNK_BYTES, Victims())
+    assert files.capacity.used_bytes == allocated_bytes(tmp_path)
+    files.close()
 
 
 def test_link_asked_twice_about_the_same_file_is_no_conflict(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def half(temporary, path):
     os.link(temporary, path)
     os.kill(os.getpid(), signal.SIGKILL)
 
-volume = opened(Path(sys.argv[1]), ())
-volume.write(*chunk(1), CHUNK_BYTES, Victims())
-volume.publisher.ways = (half,)
-volume.write(*chunk(2), CHUNK_BYTES, Victims())
+directory = opened(Path(sys.argv[1]), ())
+directory.write(*chunk(1), CHUNK_BYTES, Victims())
+directory.publisher.ways = (half,)
+directory.write(*chunk(2), CHUNK_BYTES, Victims())
 """
 
 
@@ -106,12 +106,12 @@ def test_killed_between_two_names_the_chunk_stays_and_is_counted_once(tmp_path: 
     run = subprocess.run([sys.executable, "-c", KILLED_BETWEEN_TWO_NAMES, str(tmp_path)], cwd=repository, check=False)
     assert run.returncode == -9
     assert len(temporaries(tmp_path)) == 1
-    volume = opened(tmp_path, ())
+    files = opened(tmp_path, ())
     assert temporaries(tmp_path) == []
     into = page_aligned(CHUNK_BYTES)
     for number in (1, 2):
-        assert volume.read(chunk(number)[0], into) == CHUNK_BYTES
-    mark, _ = volume.begin_scan()
-    volume.recount(mark, volume.surveyor.scan("00").counted_bytes)
-    assert volume.capacity.used_bytes == allocated_bytes(tmp_path)
-    volume.close()
+        assert files.read(chunk(number)[0], into) == CHUNK_BYTES
+    mark, _ = files.begin_scan()
+    files.recount(mark, files.scanner.scan("00").counted_bytes)
+    assert files.capacity.used_bytes == allocated_bytes(tmp_path)
+    files.close()

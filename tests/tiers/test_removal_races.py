@@ -19,8 +19,8 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files import index
-from tiercache.tiers.files.directory import PendingFile, Scanned, Surveyor
-from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directory import PendingFile, Scanned, Scanner
 
 KEY = chunk(1)[0]
 _sizes = index.sizes
@@ -34,8 +34,8 @@ async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
         await weka.store(other, range(1, 2))
         seen = threading.Event()
 
-        def sizes_then_removed(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-            found = _sizes(volume, keys)
+        def sizes_then_removed(files: ChunkFiles, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
+            found = _sizes(files, keys)
             if not seen.is_set():
                 seen.set()
                 assert found
@@ -56,19 +56,19 @@ async def test_chunk_that_was_listed_while_its_removal_had_begun_is_stored_anew(
     async with weka.opened(tmp_path, refresh_s=5.0) as tier:
         await weka.store(tier, range(1, 2))
         listed = threading.Event()
-        delete = Volume.delete
+        delete = ChunkFiles.delete
 
-        def delete_late(self: Volume, key: ChunkKey, occupied_bytes: int) -> bool:
+        def delete_late(self: ChunkFiles, key: ChunkKey, occupied_bytes: int) -> bool:
             assert listed.wait(10.0)
             return delete(self, key, occupied_bytes)
 
-        def sizes_then_removed(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-            found = _sizes(volume, keys)
+        def sizes_then_removed(files: ChunkFiles, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
+            found = _sizes(files, keys)
             listed.set()
             asyncio.run_coroutine_threadsafe(asyncio.wait([removal]), loop).result(10.0)
             return found
 
-        monkeypatch.setattr(Volume, "delete", delete_late)
+        monkeypatch.setattr(ChunkFiles, "delete", delete_late)
         removal = asyncio.create_task(tier.remove(KEY))
         await asyncio.sleep(0)
         monkeypatch.setattr(index, "sizes", sizes_then_removed)
@@ -124,15 +124,15 @@ class Held:
         self._began = asyncio.Event()
         self._patch = monkeypatch
         loop = asyncio.get_running_loop()
-        delete = Volume._delete_file
+        delete = ChunkFiles._delete_file
 
-        def delete_late(volume: Volume, key: ChunkKey) -> bool:
+        def delete_late(files: ChunkFiles, key: ChunkKey) -> bool:
             if key == KEY:
                 loop.call_soon_threadsafe(self._began.set)
                 assert self.goes_on.wait(10.0)
-            return delete(volume, key)
+            return delete(files, key)
 
-        monkeypatch.setattr(Volume, "_delete_file", delete_late)
+        monkeypatch.setattr(ChunkFiles, "_delete_file", delete_late)
 
     async def evict_first(self, tier: DiskTier) -> asyncio.Task[bool]:
         """Fill the tier; the write that has to wait for the deletion of the oldest chunk, that of KEY."""
@@ -146,14 +146,14 @@ class Held:
         return writing
 
     def hold_scans(self) -> None:
-        scan = Surveyor.scan
+        scan = Scanner.scan
 
-        def scan_late(surveyor: Surveyor, top: str) -> Scanned:
-            found = scan(surveyor, top)
+        def scan_late(scanner: Scanner, top: str) -> Scanned:
+            found = scan(scanner, top)
             assert self.goes_on.wait(10.0)
             return found
 
-        self._patch.setattr(Surveyor, "scan", scan_late)
+        self._patch.setattr(Scanner, "scan", scan_late)
 
 
 @pytest.fixture
@@ -173,8 +173,8 @@ async def test_chunk_that_is_seen_while_it_is_evicted_is_stored_anew(tmp_path: P
         else:
             if look == "read in a scan":
                 held.hold_scans()
-            tier.shelves.all[0].next_scan_s = 0.0
-            tier.shelves.scan_soon(tier.shelves.all[0])
+            tier.directories.all[0].next_scan_s = 0.0
+            tier.directories.scan_soon(tier.directories.all[0])
             if look == "scan":
                 await tier.scanned()
             else:
@@ -214,18 +214,18 @@ async def test_chunk_that_was_deleted_by_a_write_that_hangs_since_is_stored(
 ) -> None:
     loop = asyncio.get_running_loop()
     hangs, goes_on = asyncio.Event(), threading.Event()
-    make = Volume.make
+    make = ChunkFiles.make
 
-    def make_late(volume: Volume, pending: PendingFile, create: Any) -> Any:
+    def make_late(files: ChunkFiles, pending: PendingFile, create: Any) -> Any:
         if not tier.contains(KEY) and not hangs.is_set():
             loop.call_soon_threadsafe(hangs.set)
             assert goes_on.wait(10.0)
-        return make(volume, pending, create)
+        return make(files, pending, create)
 
     async with opened(tmp_path, cap_chunks=8) as tier:
         await tier.scanned()
         await fill(tier, range(1, 2))
-        monkeypatch.setattr(Volume, "make", make_late)
+        monkeypatch.setattr(ChunkFiles, "make", make_late)
         hanging = asyncio.create_task(hangs.wait())
         for number in itertools.count(2):
             writing = asyncio.create_task(tier.write(*chunk(number), CHUNK_BYTES))
@@ -246,16 +246,16 @@ async def test_chunk_that_is_seen_and_evicted_before_its_write_has_heard_of_its_
 ) -> None:
     loop = asyncio.get_running_loop()
     there, goes_on = asyncio.Event(), threading.Event()
-    write = Volume.write
+    write = ChunkFiles.write
 
-    def write_late(volume: Volume, key: ChunkKey, *arguments: Any) -> int:
-        occupied_bytes = write(volume, key, *arguments)
+    def write_late(files: ChunkFiles, key: ChunkKey, *arguments: Any) -> int:
+        occupied_bytes = write(files, key, *arguments)
         if key == KEY:
             loop.call_soon_threadsafe(there.set)
             assert goes_on.wait(10.0)
         return occupied_bytes
 
-    monkeypatch.setattr(Volume, "write", write_late)
+    monkeypatch.setattr(ChunkFiles, "write", write_late)
     held = Held(monkeypatch)
     async with opened(tmp_path, cap_chunks=8) as tier:
         await tier.scanned()

@@ -32,7 +32,7 @@ def make_files(tier: DiskTier, chunks: Sequence[bytes]) -> None:
 
 
 def victims(tier: DiskTier) -> list[bytes]:
-    index = tier.shelves.all[0].index
+    index = tier.directories.all[0].index
     return [key for key, _ in index.evict(index.used_bytes)]
 
 
@@ -54,7 +54,7 @@ async def test_later_scan_learns_of_all_that_came_and_went(tmp_path: Path) -> No
         for key in gone:
             os.unlink(tier.path(key))
         make_files(tier, came)
-        tier.shelves.begin_scan(tier.shelves.all[0], first=False)
+        tier.directories.begin_scan(tier.directories.all[0], first=False)
         await tier.scanned()
         assert victims(tier) == came + stayed, "what is new goes first, the oldest before all"
 
@@ -73,7 +73,9 @@ async def test_loop_is_idle_between_steps(tmp_path: Path) -> None:
             assert times_s[step] >= times_s[step - 1] + 0.001
 
 
-async def test_a_write_to_a_full_directory_waits_for_the_first_chunk_that_is_found_and_not_for_all(tmp_path: Path) -> None:
+async def test_a_write_to_a_full_directory_waits_for_the_first_chunk_that_is_found_and_not_for_all(
+    tmp_path: Path,
+) -> None:
     """As after a restart: what is new is stored, and not what lies there as a whole looked at first."""
     payload = chunk(1)[1]
     async with opened(tmp_path, cap_chunks=8) as tier:
@@ -85,11 +87,11 @@ async def test_a_write_to_a_full_directory_waits_for_the_first_chunk_that_is_fou
 
         def first_is_found(_: bytes) -> None:
             if not found.is_set():
-                tier.shelves.metadata.background.submit(gates[1].wait)  # the only thread that looks
+                tier.directories.metadata.background.submit(gates[1].wait)  # the only thread that looks
                 found.set()
 
         tier.tell(first_is_found)
-        tier.shelves.metadata.background.submit(gates[0].wait)
+        tier.directories.metadata.background.submit(gates[0].wait)
         try:
             writing = asyncio.create_task(tier.write(chunk(1)[0], payload, CHUNK_BYTES))
             await asyncio.wait([writing], timeout=0.1)

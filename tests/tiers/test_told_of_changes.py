@@ -129,7 +129,7 @@ async def test_a_chunk_that_was_deleted_and_stored_again_stays(tmp_path: Path) -
         for _ in range(20):
             await fill(tier, range(3))
             await other.remove(chunk(1)[0])
-            tier.shelves.all[0].index.remove(chunk(1)[0])
+            tier.directories.all[0].index.remove(chunk(1)[0])
         await fill(tier, range(3))
         Path(tier.path(chunk(2)[0])).unlink()  # the last that the kernel tells of
         await followed.comes_to({0, 1})
@@ -194,9 +194,9 @@ async def test_after_an_overflow_the_loop_goes_on_between_slices_of_the_index(
     asked: list[int] = []
     missing = index._missing
 
-    def counted(volume: object, part: list[ChunkKey]) -> list[ChunkKey]:
+    def counted(files: object, part: list[ChunkKey]) -> list[ChunkKey]:
         asked.append(len(part))
-        return missing(volume, part)  # type: ignore[arg-type]
+        return missing(files, part)  # type: ignore[arg-type]
 
     happened = Inotify.happened
     monkeypatch.setattr(index, "_AT_ONCE", 3)
@@ -204,9 +204,7 @@ async def test_after_an_overflow_the_loop_goes_on_between_slices_of_the_index(
     async with opened(tmp_path) as tier:
         followed = Followed(tier)
         await fill(tier, range(20))
-        monkeypatch.setattr(
-            Inotify, "happened", lambda self: [Happening(-1, OVERFLOW, "")] if happened(self) else []
-        )
+        monkeypatch.setattr(Inotify, "happened", lambda self: [Happening(-1, OVERFLOW, "")] if happened(self) else [])
         for number in range(10):
             Path(tier.path(chunk(number)[0])).unlink()
         await followed.comes_to(set(range(10, 20)))
@@ -239,4 +237,6 @@ async def test_inotify_is_given_back(tmp_path: Path) -> None:
 
 def descriptors() -> int:
     """Of inotify, in this process."""
-    return sum(str(path.readlink()) == "anon_inode:inotify" for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(
+        str(path.readlink()) == "anon_inode:inotify" for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+    )

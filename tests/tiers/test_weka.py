@@ -101,9 +101,7 @@ def test_refreshing_takes_a_tenth_of_the_time_at_most(took_s: float, least_s: fl
     assert (least, least + more) == (pytest.approx(least_s), pytest.approx(hintless_s))
 
 
-async def test_a_mount_that_hung_twice_is_refreshed_soon_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_mount_that_hung_twice_is_refreshed_soon_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refresh, answered = Refresher._refresh, index.answered
     hangs_s: list[float] = []
     refreshes = 0
@@ -171,7 +169,7 @@ async def test_a_count_that_cannot_be_had_for_a_while_does_not_end_the_refresh(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None
 ) -> None:
     async with opened(tmp_path, cap_chunks=10) as tier, opened(tmp_path, cap_chunks=10) as other:
-        with tier.shelves.all[0].volume.capacity._files:
+        with tier.directories.all[0].files.capacity._files:
             refresher_of(tier).hint()
             await until(lambda: "could not be listed" in caplog.text)
         await store(other, range(5, 7))
@@ -207,7 +205,7 @@ async def test_two_instances_evict_from_one_directory_and_keep_its_cap(tmp_path:
         there = {path.name for path in tmp_path.glob("00/*")}
         assert len(there) >= 36
         for tier in (one, other):
-            assert {key.hex() for key in tier.shelves.all[0].index.keys} == there
+            assert {key.hex() for key in tier.directories.all[0].index.keys} == there
 
 
 @pytest.mark.needs("mount")
@@ -256,7 +254,7 @@ async def test_close_does_not_wait_for_a_lock_that_somebody_holds(tmp_path: Path
 async def test_lookup_before_the_first_scan_has_ended_asks_the_mount(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         await store(tier, range(1, 3))
-    tier = WekaTier(WekaSettings((tmp_path,), cap_bytes=64 << 20), tier.shelves.fingerprint)
+    tier = WekaTier(WekaSettings((tmp_path,), cap_bytes=64 << 20), tier.directories.fingerprint)
     await tier.open()
     assert await tier.probe([key_of(1), key_of(2), key_of(3)]) == 2
     await tier.close()

@@ -88,7 +88,7 @@ async def other(place: Path, cap_chunks: int = 64) -> AsyncIterator[Other]:
 
 
 def claimed(tier: WekaTier) -> set[str]:
-    return {key.hex() for key in tier.shelves.all[0].index.keys}
+    return {key.hex() for key in tier.directories.all[0].index.keys}
 
 
 async def test_chunks_come_and_go_with_what_the_other_process_does(tmp_path: Path) -> None:

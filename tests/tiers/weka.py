@@ -12,7 +12,7 @@ from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import JumpingClockLoop, chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.index import FollowedIndex, Refresher
+from tiercache.tiers.files.index import Refresher, RelistingLookup
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
@@ -55,9 +55,9 @@ def physical_bytes(directory: Path) -> int:
 
 
 def refresher_of(tier: WekaTier) -> Refresher:
-    knowledge = tier.shelves.knowledge
-    assert isinstance(knowledge, FollowedIndex)
-    return next(iter(knowledge.refreshers.values()))
+    lookup = tier.directories.lookup
+    assert isinstance(lookup, RelistingLookup)
+    return next(iter(lookup.refreshers.values()))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -26,7 +26,7 @@ from tiercache.testing.s3 import BUCKET, KEY, SECRET, S3Server, weed
 from tiercache.tiers.base import Tier
 from tiercache.tiers.compression import Compression, unpacked
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.registry import make_remote
 
@@ -51,7 +51,9 @@ async def measure_compression(figures: Figures, plan: Plan) -> None:
     """
     payloads = _payloads(plan.chunks)
     _measure_codecs(figures, plan, payloads)
-    await _measure_modes(figures, plan, payloads, "compression.disk", _disks(plan, payloads[0].nbytes), _counts(plan, None))
+    await _measure_modes(
+        figures, plan, payloads, "compression.disk", _disks(plan, payloads[0].nbytes), _counts(plan, None)
+    )
     if shutil.which("redis-server") is not None:
         with Server(plan.directory / "redis") as server:
             for gbit in _LINKS_GBIT:

@@ -259,7 +259,7 @@ class Bench:
 
     async def read(self, keys: Sequence[ChunkKey], depth: int) -> tuple[float, list[float]]:
         """As `write`. No file is open before."""
-        await asyncio.to_thread(self.tier.mover.files.forget_all)
+        await asyncio.to_thread(self.tier.io.files.forget_all)
         return await self.reread(keys, depth)
 
     async def reread(self, keys: Sequence[ChunkKey], depth: int) -> tuple[float, list[float]]:

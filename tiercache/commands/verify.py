@@ -25,9 +25,9 @@ from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.tiers.compression import check_compressed
 from tiercache.tiers.files.access import access_as_found, open_regular
+from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import found_place, has_our_header
 from tiercache.tiers.files.format import host_checksum, verify_chunk
-from tiercache.tiers.files.volume import Volume
 
 _THREADS = 4
 _thread = threading.local()
@@ -70,7 +70,7 @@ def verify(directory: Path, console: Console) -> Verified:
     found = Verified(str(directory))
     paths = list(chunk_files(directory))
     with ExitStack() as stack, ThreadPoolExecutor(_THREADS) as threads:
-        volume: Volume | None = None
+        files: ChunkFiles | None = None
         checks = zip(paths, threads.map(_check, paths), strict=True)
         for path, outcome in track(checks, "verifying", total=len(paths), console=console):
             if isinstance(outcome, FileNotFoundError):
@@ -80,9 +80,9 @@ def verify(directory: Path, console: Console) -> Verified:
                 found.checked_bytes += outcome
             elif isinstance(outcome, CorruptChunk):
                 # Opened for the first bad chunk only: whoever just looks leaves no trace.
-                volume = volume or _open_volume(directory, stack)
+                files = files or _open_files(directory, stack)
                 if has_our_header(str(path)):
-                    volume.quarantine(bytes.fromhex(path.name))
+                    files.quarantine(bytes.fromhex(path.name))
                     found.bad.append(str(outcome))
                 else:
                     found.unreadable.append(f"{outcome}: it may be somebody else's")
@@ -91,13 +91,13 @@ def verify(directory: Path, console: Console) -> Verified:
     return found
 
 
-def _open_volume(directory: Path, stack: ExitStack) -> Volume:
+def _open_files(directory: Path, stack: ExitStack) -> ChunkFiles:
     place = found_place(directory)
     access = access_as_found(place / ".tiercache")
-    volume = Volume(place, 0, bytes(FINGERPRINT_BYTES), direct=False, durable=False, access=access)
-    volume.open()
-    stack.callback(volume.close)
-    return volume
+    files = ChunkFiles(place, 0, bytes(FINGERPRINT_BYTES), direct=False, durable=False, access=access)
+    files.open()
+    stack.callback(files.close)
+    return files
 
 
 def _check(path: Path) -> int | CorruptChunk | OSError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tiercache.tiers.files.io_posix import ThreadMover
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
+from tiercache.tiers.files.io_posix import PosixIO
 from tiercache.tiers.files.tier import FileTier
 
 
@@ -23,5 +23,5 @@ class DiskTier(FileTier):
             "local_disk",
             settings,
             fingerprint,
-            lambda shelves: ThreadMover(shelves, writers, max(2, writers // 4)),
+            lambda directories: PosixIO(directories, writers, max(2, writers // 4)),
         )

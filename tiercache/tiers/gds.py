@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercache.device.device import Device
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.io_gds import DeviceFiles
-from tiercache.tiers.files.io_posix import DeviceMover
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.io_posix import DeviceIO
 from tiercache.tiers.files.tier import FileTier
 
 
@@ -33,5 +33,5 @@ class GdsTier(FileTier):
             "gds_path",
             settings,
             fingerprint,
-            lambda shelves: DeviceMover(shelves, device, settings.way, files),
+            lambda directories: DeviceIO(directories, device, settings.way, files),
         )

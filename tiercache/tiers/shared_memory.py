@@ -27,11 +27,11 @@ from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnava
 from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, LeaseOwner, Purpose, pins_in
 from tiercache.tiers.base import Tier, TierStatistics
 from tiercache.tiers.files.access import mount_of
-from tiercache.tiers.files.io_posix import ThreadMover
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import Directories, FileSettings
+from tiercache.tiers.files.io_posix import PosixIO
 from tiercache.tiers.files.mapped_file import Inode, MappedFile, inode_at, map_chunk_file
-from tiercache.tiers.files.shelves import FileSettings, Shelves
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.shared_memory")
 
@@ -237,12 +237,12 @@ class Mappings(LeaseOwner):
         self._unmapping.append(file)
 
 
-class MappingMover(ThreadMover):
+class MappingIO(PosixIO):
     """Writes chunks as plain files and reads them by mapping. Unmaps the chunks whose files have lost their names."""
 
-    def __init__(self, shelves: Shelves) -> None:
-        super().__init__(shelves)
-        self.mappings = Mappings(lambda files: shelves.metadata.later(files.clear))
+    def __init__(self, directories: Directories) -> None:
+        super().__init__(directories)
+        self.mappings = Mappings(lambda files: directories.metadata.later(files.clear))
         self._doubted: dict[ChunkKey, None] = {}
         """Mapped chunks whose names are to be looked up."""
         self._checking: asyncio.Task[None] | None = None
@@ -252,27 +252,27 @@ class MappingMover(ThreadMover):
         return True
 
     async def prepare(self) -> None:
-        settings = self._shelves.settings
-        await self._shelves.metadata.submit(require_memory, settings.directories[0], settings.cap_bytes)
+        settings = self._directories.settings
+        await self._directories.metadata.submit(require_memory, settings.directories[0], settings.cap_bytes)
 
     def map(
-        self, volume: Volume, key: ChunkKey, mapped: list[MappedFile], *, ahead: bool = False
+        self, files: ChunkFiles, key: ChunkKey, mapped: list[MappedFile], *, ahead: bool = False
     ) -> asyncio.Future[int | None]:
         """Map and verify a chunk, with the result of `read`, and append it to `mapped`. With `ahead`, other maps go first,
         for a while."""
 
         def by(path: str) -> int:
-            file = map_chunk_file(path, key, self._shelves.fingerprint, volume.access)
+            file = map_chunk_file(path, key, self._directories.fingerprint, files.access)
             mapped.append(file)
             return file.payload_bytes
 
         def map_ahead(pause: Callable[[], None]) -> int | None:
             pause()
-            return volume.read_by(key, by)
+            return files.read_by(key, by)
 
         if ahead:
             return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(map_ahead, pause))
-        return self._precedence.read(self._readers.submit(volume.read_by, key, by))
+        return self._precedence.read(self._readers.submit(files.read_by, key, by))
 
     def deleted(self, keys: Sequence[ChunkKey]) -> None:
         self.check(keys)
@@ -280,8 +280,8 @@ class MappingMover(ThreadMover):
     def check(self, keys: Iterable[ChunkKey]) -> None:
         """Look soon whether the files of `keys` that are mapped still have their names."""
         self._doubted.update((key, None) for key in keys if key in self.mappings)
-        if self._doubted and self._checking is None and not self._shelves.closed:
-            self._checking = self._shelves.begin(self._check(), "check-mappings")
+        if self._doubted and self._checking is None and not self._directories.closed:
+            self._checking = self._directories.begin(self._check(), "check-mappings")
 
     async def _check(self) -> None:
         try:
@@ -297,25 +297,27 @@ class MappingMover(ThreadMover):
         unmapped = await self._unmap_lost(self.mappings.keys())
         if unmapped:
             self.mappings.hand_over()
-            await self._shelves.metadata.submit(int)  # the one thread has unmapped them by then
+            await self._directories.metadata.submit(int)  # the one thread has unmapped them by then
         return unmapped
 
     async def _unmap_lost(self, keys: Sequence[ChunkKey]) -> int:
         """Unmap those of `keys` whose files have lost their names. Return how many are unmapped; others are leased."""
-        shelf, mappings, unmapped = self._shelves.all[0], self.mappings, 0
+        directory, mappings, unmapped = self._directories.all[0], self.mappings, 0
         for start in range(0, len(keys), _STEP):
             entries = [entry for key in keys[start : start + _STEP] if (entry := mappings.get(key)) is not None]
-            began = [shelf.look_for(entry.key) for entry in entries]
+            began = [directory.look_for(entry.key) for entry in entries]
             inodes: Sequence[Inode | None] = ()
             try:
-                inodes = await self._shelves.metadata.submit(_inodes, shelf.volume, [entry.key for entry in entries])
+                inodes = await self._directories.metadata.submit(
+                    _inodes, directory.files, [entry.key for entry in entries]
+                )
             finally:
-                latest = [shelf.looked(entry.key, since) for entry, since in zip(entries, began, strict=True)]
+                latest = [directory.looked(entry.key, since) for entry, since in zip(entries, began, strict=True)]
             for entry, inode, is_latest in zip(entries, inodes, latest, strict=True):
                 if entry.file is not None and inode != entry.file.inode and mappings.get(entry.key) is entry:
                     unmapped += mappings.lost(entry.key, replaced=inode is not None)
                 if inode is None and is_latest:
-                    shelf.index.remove(entry.key)
+                    directory.index.remove(entry.key)
         return unmapped
 
 
@@ -326,11 +328,11 @@ class SharedMemoryTier(FileTier):
     """True if chunks that other processes store are mapped in the background. The reader sets it."""
 
     def __init__(self, settings: SharedMemorySettings, fingerprint: bytes) -> None:
-        super().__init__("shared_memory", "shared_memory_path", settings, fingerprint, MappingMover)
-        mover = self.shelves.mover
-        assert isinstance(mover, MappingMover)
-        self._mover = mover
-        self.mappings = mover.mappings
+        super().__init__("shared_memory", "shared_memory_path", settings, fingerprint, MappingIO)
+        io = self.directories.io
+        assert isinstance(io, MappingIO)
+        self._io = io
+        self.mappings = io.mappings
         self.mappings.on_gone = self._changed
         self._listener: Callable[[ChunkKey], None] | None = None
         self._stored: asyncio.Queue[ChunkKey] = asyncio.Queue(_MAX_KEYS_AHEAD)
@@ -339,11 +341,11 @@ class SharedMemoryTier(FileTier):
     async def open(self) -> None:
         await super().open()
         self.mappings.open(self.settings.cap_bytes)
-        shelf = self.shelves.all[0]
-        shelf.index.on_change = self._changed
+        directory = self.directories.all[0]
+        directory.index.on_change = self._changed
         # Without a listener too: the memory of a chunk that another process evicts has to go.
-        self.shelves.knowledge.follow_deletions(shelf, self._appeared)
-        self.shelves.begin(self._map_ahead(), "map-ahead")
+        self.directories.lookup.follow_deletions(directory, self._appeared)
+        self.directories.begin(self._map_ahead(), "map-ahead")
 
     async def close(self) -> None:
         self.mappings.close()
@@ -368,7 +370,7 @@ class SharedMemoryTier(FileTier):
             self._statistics.reads += 1
             self._statistics.read_bytes += lease.payload_bytes
             if not counted:
-                self.shelves.all[0].index.touch(key)
+                self.directories.all[0].index.touch(key)
         return lease
 
     def pin(self, key: ChunkKey) -> Lease | None:
@@ -381,42 +383,42 @@ class SharedMemoryTier(FileTier):
         return await self._map(key, purpose)
 
     async def _map(self, key: ChunkKey, purpose: Purpose, *, ahead: bool = False) -> Lease | None:
-        mappings, shelf = self.mappings, self.shelves.all[0]
+        mappings, directory = self.mappings, self.directories.all[0]
         mapped: list[MappedFile] = []
 
-        def begin(volume: Volume) -> asyncio.Future[int | None]:
-            return self._mover.map(volume, key, mapped, ahead=ahead)
+        def begin(files: ChunkFiles) -> asyncio.Future[int | None]:
+            return self._io.map(files, key, mapped, ahead=ahead)
 
         epoch = mappings.tombstones.begin()
         try:
-            length = await (self._read_from(shelf, key, begin) if ahead else self._read(key, begin))
+            length = await (self._read_from(directory, key, begin) if ahead else self._read(key, begin))
             if length is None:
                 return None
             findable = not mappings.tombstones.forgot(key, epoch)
-            if findable and key not in shelf.index:
-                shelf.add(key, file_bytes(length))  # the news of a deletion are of known chunks
+            if findable and key not in directory.index:
+                directory.add(key, file_bytes(length))  # the news of a deletion are of known chunks
             lease = mappings.add(key, mapped[0], purpose, findable=findable)
         finally:
             mappings.tombstones.end(epoch)
-        self._mover.check([key])
+        self._io.check([key])
         return lease
 
     def _appeared(self, key: ChunkKey) -> None:
         """Called when a process has stored a chunk. What this process stores, it has in its hot cache as a rule."""
-        shelf = self.shelves.all[0]
+        directory = self.directories.all[0]
         if key in self.mappings:
-            self._mover.check([key])
-        elif self.maps_ahead and key not in shelf.index and not shelf.is_looked_for(key):
+            self._io.check([key])
+        elif self.maps_ahead and key not in directory.index and not directory.is_looked_for(key):
             if self._stored.full():
                 self._stored.get_nowait()
             self._stored.put_nowait(key)
 
     async def _map_ahead(self) -> None:
         """Map what other processes store, one chunk at a time, so that its first get finds it verified."""
-        shelf = self.shelves.all[0]
+        directory = self.directories.all[0]
         while True:
             key = await self._stored.get()
-            if key in self.mappings or shelf.is_looked_for(key) or self.traffic.refuses(key):
+            if key in self.mappings or directory.is_looked_for(key) or self.traffic.refuses(key):
                 continue
             self.traffic.begin(key)
             try:
@@ -478,6 +480,6 @@ def require_memory(directory: Path, cap_bytes: int) -> None:
         )
 
 
-def _inodes(volume: Volume, keys: Sequence[ChunkKey]) -> list[Inode | None]:
+def _inodes(files: ChunkFiles, keys: Sequence[ChunkKey]) -> list[Inode | None]:
     """Return what has the names of these chunks now. For a worker thread."""
-    return [inode_at(volume.path(key)) for key in keys]
+    return [inode_at(files.path(key)) for key in keys]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercache.device.device import Device
-from tiercache.tiers.files.index import FollowedIndex
+from tiercache.tiers.files.index import RelistingLookup
 from tiercache.tiers.files.io_gds import DeviceFiles
-from tiercache.tiers.files.io_posix import DeviceMover
+from tiercache.tiers.files.io_posix import DeviceIO
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings
 
@@ -43,7 +43,7 @@ class WekaTier(FileTier):
             "weka_path",
             settings,
             fingerprint,
-            lambda shelves: DeviceMover(shelves, device, settings.way, files),
-            lambda shelves: FollowedIndex(shelves, settings.refresh_s),
+            lambda directories: DeviceIO(directories, device, settings.way, files),
+            lambda directories: RelistingLookup(directories, settings.refresh_s),
             metadata_threads=METADATA_THREADS,
         )

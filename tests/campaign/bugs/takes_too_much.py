@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from tiercache.testing.campaign.worker import run
-from tiercache.tiers.files.shelves import Shelves
-from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import Directories
 
 __all__ = ["run"]
 
-_make_volume = Shelves.make_volume
+_make_files = Directories.make_files
 
 
-def make_volume(self: Shelves, directory: Path, cap_bytes: int) -> Volume:
-    return _make_volume(self, directory, 2 * cap_bytes)
+def make_files(self: Directories, directory: Path, cap_bytes: int) -> ChunkFiles:
+    return _make_files(self, directory, 2 * cap_bytes)
 
 
-Shelves.make_volume = make_volume  # type: ignore[method-assign]
+Directories.make_files = make_files  # type: ignore[method-assign]

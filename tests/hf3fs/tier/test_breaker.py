@@ -113,7 +113,7 @@ async def test_hanging_daemon_opens_the_readers_breaker(bench: Bench, mortal: Hf
     mortal.control.resume()
     await bench.keep_trying(bench.reader.tiers[0].breaker, lambda: bench.get(1))
     await bench.until_none_is_stuck()
-    engine = bench.tier.mover.engine
+    engine = bench.tier.io.engine
     assert engine is not None
     await until(engine, lambda: engine.in_flight == 0)
     for number in (1, 2, 3, 4):

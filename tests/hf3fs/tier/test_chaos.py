@@ -112,7 +112,7 @@ class Chaos:
         while not await self.get(number):
             if not self.failed_last:
                 return False
-            await self.tier.mover.engine.until(lambda: self.tier.mover.engine.serves)
+            await self.tier.io.engine.until(lambda: self.tier.io.engine.serves)
         return True
 
 

@@ -18,7 +18,7 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client import descriptors
-from tiercache.tiers.files import shelves
+from tiercache.tiers.files import directories
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine
 from tiercache.tiers.hf3fs import tier as tier_module
 from tiercache.tiers.hf3fs.files import RegisteredFiles
@@ -34,7 +34,7 @@ async def written(tier: Hf3fsTier, memory: Memory, number: int) -> None:
             try:
                 return await put(tier, memory, number)
             except (OSError, TierUnavailable):
-                await tier.mover.engine.until(lambda: tier.mover.engine.serves)
+                await tier.io.engine.until(lambda: tier.io.engine.serves)
 
 
 @asynccontextmanager
@@ -62,7 +62,7 @@ async def responsive() -> AsyncIterator[None]:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (shelves, "_CLOSE_S")):
+    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (directories, "_CLOSE_S")):
         monkeypatch.setattr(module, name, 0.1)
 
 
@@ -74,7 +74,7 @@ async def test_daemon_that_died_while_nobody_asked_is_noticed_by_writes(
         await tier3.scanned()
         await asyncio.to_thread(mortal.restart)
         await written(tier3, memory, 2)
-        assert tier3.mover.engine.restarts == 1
+        assert tier3.io.engine.restarts == 1
         for number in (1, 2):
             await get(tier3, memory, number)
 
@@ -86,11 +86,11 @@ async def test_death_is_noticed_by_a_full_tier(mortal: Hf3fsEmulator, opened: Op
     async with opened(mortal.mount / "chunks", rings=HASTY, cap_bytes=1 << 20) as tier3:
         await put(tier3, memory, *range(1, 30))
         for number in range(1, 30):
-            tier3.shelves.all[0].index.remove(chunk(number)[0])  # as if others had written them
+            tier3.directories.all[0].index.remove(chunk(number)[0])  # as if others had written them
         await asyncio.to_thread(mortal.restart)
         with pytest.raises(OSError, match="Errno 107"):
             await put(tier3, memory, 50)
-        await until(tier3.mover.engine, lambda: tier3.mover.engine.restarts == 1)
+        await until(tier3.io.engine, lambda: tier3.io.engine.restarts == 1)
         await tier3.scanned()
         await written(tier3, memory, 50)
 
@@ -107,7 +107,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         good = manifest.read_text()
         manifest.write_text('{"format": 99}')
         failed = asyncio.Event()
-        revive = tier3.mover.engine._revive
+        revive = tier3.io.engine._revive
 
         async def watched() -> None:
             try:
@@ -116,7 +116,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
                 failed.set()
                 raise
 
-        tier3.mover.engine._revive = watched
+        tier3.io.engine._revive = watched
         await asyncio.to_thread(mortal.restart)
         with contextlib.suppress(OSError, TierUnavailable):
             await put(tier3, memory, 2)
@@ -124,7 +124,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         mortal.kill()
         manifest.write_text(good)
         await asyncio.to_thread(mortal.restart)
-        await until(tier3.mover.engine, lambda: tier3.mover.engine.serves)
+        await until(tier3.io.engine, lambda: tier3.io.engine.serves)
         await works_again(tier3, memory, 3)
         await get(tier3, memory, 1)
 
@@ -140,9 +140,9 @@ async def test_daemon_that_dies_while_it_has_abandoned_transfers(
         mortal.control.hang()
         read = asyncio.create_task(tier3.read(chunk(1)[0], memory.make()))
         writes = [asyncio.create_task(put(tier3, memory, number)) for number in range(10, 26)]
-        await until(tier3.mover.engine, lambda: tier3.mover.engine.in_flight == 17)
-        await until(tier3.mover.engine, lambda: not tier3.mover.engine.serves)
-        assert tier3.mover.engine.in_flight == 17, "the daemon may still touch their memory"
+        await until(tier3.io.engine, lambda: tier3.io.engine.in_flight == 17)
+        await until(tier3.io.engine, lambda: not tier3.io.engine.serves)
+        assert tier3.io.engine.in_flight == 17, "the daemon may still touch their memory"
         mortal.kill()
         await asyncio.to_thread(mortal.restart)
         outcomes = await asyncio.wait_for(asyncio.gather(read, *writes, return_exceptions=True), PATIENCE_S)
@@ -150,8 +150,8 @@ async def test_daemon_that_dies_while_it_has_abandoned_transfers(
         await written(tier3, memory, 50)
         for number in (50, 1, 2):
             await get(tier3, memory, number)
-        assert tier3.mover.engine.in_flight == 0
-        assert tier3.mover.engine.buffers._free.qsize() == tier3.mover.engine.buffers.count
+        assert tier3.io.engine.in_flight == 0
+        assert tier3.io.engine.buffers._free.qsize() == tier3.io.engine.buffers.count
 
 
 @needs_fuse
@@ -164,13 +164,13 @@ async def test_daemon_that_stops_while_a_tier_opens_is_one_sentence(
         (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
     )
     tier3 = Hf3fsTier(settings, FINGERPRINT)
-    open_engine = tier3.mover.prepare
+    open_engine = tier3.io.prepare
 
     async def then_it_stops() -> None:
         await open_engine()
         mortal.pause()
 
-    monkeypatch.setattr(tier3.mover, "prepare", then_it_stops)
+    monkeypatch.setattr(tier3.io, "prepare", then_it_stops)
     async with responsive():
         with pytest.raises(ConfigError, match="did not answer for 1 s"):
             await asyncio.wait_for(tier3.open(), PATIENCE_S)
@@ -190,18 +190,18 @@ async def test_opening_that_is_cancelled_does_not_wait_for_a_stopped_daemon(
         (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
     )
     tier3 = Hf3fsTier(settings, FINGERPRINT)
-    open_volume = tier3.shelves._open_volume
+    open_files = tier3.directories._open_files
 
-    async def stopped(volume: Any) -> None:
+    async def stopped(files: Any) -> None:
         mortal.pause()
-        await open_volume(volume)
+        await open_files(files)
 
-    monkeypatch.setattr(tier3.shelves, "_open_volume", stopped)
+    monkeypatch.setattr(tier3.directories, "_open_files", stopped)
     try:
         async with responsive():
             opening = asyncio.create_task(tier3.open())
             async with asyncio.timeout(PATIENCE_S):
-                while not (mortal_stopped(mortal) and tier3.shelves.metadata.unfinished):
+                while not (mortal_stopped(mortal) and tier3.directories.metadata.unfinished):
                     await asyncio.sleep(0)  # a turn of the loop
             opening.cancel()
             await asyncio.wait([opening], timeout=PATIENCE_S)
@@ -220,14 +220,14 @@ async def test_closing_does_not_wait_for_a_daemon_that_stops_while_it_is_taken_u
         await put(tier3, memory, 1)
         await tier3.scanned()
         reviving = asyncio.Event()
-        revive = tier3.mover.engine._revive
+        revive = tier3.io.engine._revive
 
         async def stopped() -> None:
             mortal.pause()
             reviving.set()
             await revive()
 
-        tier3.mover.engine._revive = stopped
+        tier3.io.engine._revive = stopped
         await asyncio.to_thread(mortal.restart)
         with contextlib.suppress(OSError, TierUnavailable):
             await put(tier3, memory, 2)

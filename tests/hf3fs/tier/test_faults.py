@@ -17,7 +17,7 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client import descriptors
-from tiercache.tiers.files import shelves
+from tiercache.tiers.files import directories
 from tiercache.tiers.hf3fs import Hf3fsTier, engine
 from tiercache.tiers.hf3fs import tier as tier_module
 
@@ -49,7 +49,7 @@ async def works_again(tier: Hf3fsTier, memory: Memory, number: int) -> None:
                 await put(tier, memory, number)
                 await get(tier, memory, number)
                 return
-            await tier.mover.engine.until(lambda: tier.mover.engine.serves)
+            await tier.io.engine.until(lambda: tier.io.engine.serves)
 
 
 def quarantined(tier: Hf3fsTier) -> list[Path]:
@@ -75,14 +75,14 @@ async def test_hanging_daemon_keeps_what_it_may_still_write_to(
                 assert isinstance(outcome, TierUnavailable)
         else:
             assert not any(read.done() for read in reads), "the slots are the daemon's"
-        assert tier.mover.engine.in_flight == 3
-        assert tier.mover.engine.buffers._free.qsize() == tier.mover.engine.buffers.count - 3
+        assert tier.io.engine.in_flight == 3
+        assert tier.io.engine.buffers._free.qsize() == tier.io.engine.buffers.count - 3
         emulator.control.resume()
-        await until(tier.mover.engine, lambda: tier.mover.engine.in_flight == 0)
+        await until(tier.io.engine, lambda: tier.io.engine.in_flight == 0)
         for outcome in await asyncio.gather(*reads, return_exceptions=True):
             assert isinstance(outcome, TierUnavailable)
-        assert tier.mover.engine.buffers._free.qsize() == tier.mover.engine.buffers.count
-        assert tier.mover.engine.restarts == 0
+        assert tier.io.engine.buffers._free.qsize() == tier.io.engine.buffers.count
+        assert tier.io.engine.restarts == 0
         for number in (1, 2, 3):
             await get(tier, memory, number)
         assert not quarantined(tier)
@@ -97,11 +97,11 @@ async def test_write_that_was_given_up_never_shows(
             await put(tier, memory, 1)
         assert await tier.read(chunk(1)[0], memory.make()) is None
         emulator.control.resume()
-        await until(tier.mover.engine, lambda: tier.mover.engine.in_flight == 0)
+        await until(tier.io.engine, lambda: tier.io.engine.in_flight == 0)
         assert await tier.read(chunk(1)[0], memory.make()) is None
         await put(tier, memory, 1)
         await get(tier, memory, 1)
-        await tier.shelves.metadata.submit(lambda: None)  # it removes things in their turn
+        await tier.directories.metadata.submit(lambda: None)  # it removes things in their turn
         assert not list(place.rglob("*.[0-9]*"))
 
 
@@ -114,11 +114,11 @@ async def test_lost_answers_cost_neither_buffers_nor_entries_for_good(
         writes = [put(tier, memory, number) for number in range(10, 26)]
         outcomes = await asyncio.gather(*writes, return_exceptions=True)
         assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
-        await until(tier.mover.engine, lambda: tier.mover.engine.restarts > 0)
+        await until(tier.io.engine, lambda: tier.io.engine.restarts > 0)
         await works_again(tier, memory, 2)
         await get(tier, memory, 1)
-        assert tier.mover.engine.buffers._free.qsize() == tier.mover.engine.buffers.count
-        assert tier.mover.engine.in_flight == 0
+        assert tier.io.engine.buffers._free.qsize() == tier.io.engine.buffers.count
+        assert tier.io.engine.in_flight == 0
         assert not quarantined(tier)
 
 
@@ -133,10 +133,10 @@ async def test_lost_read_is_an_error_and_its_memory_is_not_used_again(
         await asyncio.to_thread(emulator.control.until_struck, struck_before + 1)
         for _ in range(3):
             await get(tier, memory, 1)
-        await until(tier.mover.engine, lambda: any(each.ended.done() for each in tier.mover.engine._unfinished()))
+        await until(tier.io.engine, lambda: any(each.ended.done() for each in tier.io.engine._unfinished()))
         await asyncio.wait([lost], timeout=PATIENCE_S if memory.arena is None else 0.1)
         assert lost.done() is (memory.arena is None), "an arena's slot stays with the read"
-        assert tier.mover.engine.buffers._free.qsize() == tier.mover.engine.buffers.count - 1
+        assert tier.io.engine.buffers._free.qsize() == tier.io.engine.buffers.count - 1
     with pytest.raises(TierUnavailable):
         await lost
 
@@ -155,9 +155,9 @@ async def test_a_slot_of_a_lost_read_comes_back(
         await asyncio.wait([lost], timeout=PATIENCE_S)
         with pytest.raises(TierUnavailable):
             lost.result()
-        await until(tier.mover.engine, lambda: tier.mover.engine.restarts == 1 and tier.mover.engine.serves)
+        await until(tier.io.engine, lambda: tier.io.engine.restarts == 1 and tier.io.engine.serves)
         await get(tier, memory, 1)
-        assert tier.mover.engine.in_flight == 0
+        assert tier.io.engine.in_flight == 0
 
 
 async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
@@ -174,8 +174,8 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
         await asyncio.to_thread(mortal.restart)
         outcomes = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), PATIENCE_S)
         assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
-        await until(tier.mover.engine, lambda: tier.mover.engine.restarts == 1)
-        assert tier.mover.engine.in_flight == 0
+        await until(tier.io.engine, lambda: tier.io.engine.restarts == 1)
+        assert tier.io.engine.in_flight == 0
         for number in range(1, 9):
             await get(tier, memory, number)
         await works_again(tier, memory, 9)
@@ -235,7 +235,7 @@ async def test_paused_daemon_hangs_threads_and_not_the_loop(
         await works_again(tier, memory, 4)
         for number in (1, 2):
             await get(tier, memory, number)
-        assert tier.mover.engine.in_flight == 0
+        assert tier.io.engine.in_flight == 0
         assert not quarantined(tier)
 
 
@@ -244,14 +244,14 @@ async def test_paused_daemon_hangs_threads_and_not_the_loop(
 async def test_close_does_not_wait_for_a_paused_daemon(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (shelves, "_CLOSE_S")):
+    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (directories, "_CLOSE_S")):
         monkeypatch.setattr(module, name, 0.1)
     async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
         await put(tier3, memory, 1)
         mortal.pause()
         tasks = [asyncio.create_task(get(tier3, memory, 1)), asyncio.create_task(put(tier3, memory, 3))]
         async with asyncio.timeout(PATIENCE_S):
-            while not any(worker.unfinished for worker in (tier3.mover.file_threads, tier3.mover._readers)):
+            while not any(worker.unfinished for worker in (tier3.io.file_threads, tier3.io._readers)):
                 await asyncio.sleep(0)  # a turn of the loop
         closing = asyncio.create_task(tier3.close())
         await asyncio.wait_for(closing, 60)
@@ -350,19 +350,19 @@ async def test_length_that_lags_is_no_fault_of_the_file(opened: Opened, place: P
         path = tier.path(chunk(1)[0])
         whole = Path(path).read_bytes()
         os.unlink(path)
-        file = tier.mover.files.create(path)
-        buffers = tier.mover.engine.buffers
+        file = tier.io.files.create(path)
+        buffers = tier.io.engine.buffers
         buffers.view(0)[: len(whole)] = np.frombuffer(whole, dtype=np.uint8)[: buffers.place_bytes]
         parts = range(0, len(whole), buffers.place_bytes)
         for start in parts:
             length = min(buffers.place_bytes, len(whole) - start)
             buffers.view(0)[:length] = np.frombuffer(whole, dtype=np.uint8)[start : start + length]
-            moved = tier.mover.engine.transfer(file.descriptor, [(buffers.piece(0, 0, length), start)], read=False)
+            moved = tier.io.engine.transfer(file.descriptor, [(buffers.piece(0, 0, length), start)], read=False)
             assert await moved.ended == length
         assert os.stat(path).st_size == 0
         await get(tier, memory, 1)
         assert tier.statistics().corrupt == 0 and not quarantined(tier)
-        await asyncio.to_thread(tier.mover.files.release, file)
+        await asyncio.to_thread(tier.io.files.release, file)
 
 
 async def test_really_bad_file_is_quarantined_once(opened: Opened, place: Path, memory: Memory) -> None:
@@ -385,7 +385,7 @@ async def test_close_in_the_middle_blames_nobody(
         emulator.control.hang()
         reads = start_reading(tier, memory, 1, 2)
         write = asyncio.create_task(put(tier, memory, 3))
-        await until(tier.mover.engine, lambda: tier.mover.engine.in_flight == 3)
+        await until(tier.io.engine, lambda: tier.io.engine.in_flight == 3)
         await tier.close()
         for outcome in await asyncio.gather(*reads, write, return_exceptions=True):
             assert isinstance(outcome, TierUnavailable)

@@ -16,8 +16,8 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client.descriptors import _registered
+from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import PendingFile
-from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.hf3fs import Hf3fsTier
 
 CHUNKS = 99
@@ -58,20 +58,20 @@ async def test_chunk_has_its_name_only_when_nobody_can_write_to_it(
 ) -> None:
     """fsync, deregister, close, rename, in this order."""
     seen = []
-    fsync, finish_write = os.fsync, Volume.finish_write
+    fsync, finish_write = os.fsync, ChunkFiles.finish_write
 
     def watched_fsync(descriptor: int) -> None:
         seen.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), descriptor in _registered))
         fsync(descriptor)
 
-    def watched_finish(volume: Volume, pending: PendingFile, occupied_bytes: int) -> int:
+    def watched_finish(files: ChunkFiles, pending: PendingFile, occupied_bytes: int) -> int:
         open_files = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
         seen.append(("named", pending.path, pending.path in open_files))
         assert os.stat(pending.path).st_size == 4096 + CHUNK_BYTES
-        return finish_write(volume, pending, occupied_bytes)
+        return finish_write(files, pending, occupied_bytes)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(Volume, "finish_write", watched_finish)
+    monkeypatch.setattr(ChunkFiles, "finish_write", watched_finish)
     async with opened(place) as tier:
         key, payload = chunk(1)
         await tier.write(key, memory.make(payload), CHUNK_BYTES)
@@ -86,7 +86,7 @@ async def test_writing_chunk_is_seen_by_nobody(
     async with opened(place) as writer, opened(place) as reader:
         emulator.control.hang()
         write = asyncio.create_task(writer.write(key, memory.make(payload), CHUNK_BYTES))
-        await until(writer.mover.engine, lambda: writer.mover.engine.in_flight == 1)
+        await until(writer.io.engine, lambda: writer.io.engine.in_flight == 1)
         assert await reader.probe([key]) == 0
         assert await reader.read(key, memory.make()) is None
         emulator.control.resume()

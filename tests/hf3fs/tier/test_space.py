@@ -23,7 +23,7 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files import shelves
+from tiercache.tiers.files import directories
 from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
@@ -105,7 +105,7 @@ async def test_chunks_that_another_instance_deletes_do_not_stay_allocated(
 ) -> None:
     """Though this one has them open, and nobody asks it for anything."""
     swept = asyncio.Event()
-    monkeypatch.setattr(shelves, "_SWEEP_S", 0.1)
+    monkeypatch.setattr(directories, "_SWEEP_S", 0.1)
     place = mortal.mount / "chunks"
     async with opened(place, cap_bytes=4 << 20) as idle, opened(place, cap_bytes=4 << 20) as busy:
         await idle.scanned()
@@ -113,13 +113,13 @@ async def test_chunks_that_another_instance_deletes_do_not_stay_allocated(
         await put(idle, memory, *range(1, 41))
         for number in range(1, 41):
             await get(idle, memory, number)
-        assert len(idle.mover.files._kept) == 40
+        assert len(idle.io.files._kept) == 40
         await busy.scanned()
         for number in range(1, 41):
             await busy.probe([chunk(number)[0]])
         await put(busy, memory, *range(100, 160))
         assert busy.statistics().evicted >= 38
-        close_deleted = idle.mover.files.close_deleted
+        close_deleted = idle.io.files.close_deleted
         loop = asyncio.get_running_loop()
 
         def watched() -> int:
@@ -127,10 +127,10 @@ async def test_chunks_that_another_instance_deletes_do_not_stay_allocated(
             loop.call_soon_threadsafe(swept.set)
             return closed
 
-        monkeypatch.setattr(idle.mover.files, "close_deleted", watched)
+        monkeypatch.setattr(idle.io.files, "close_deleted", watched)
         await asyncio.wait_for(swept.wait(), 20)
-        assert not any(not os.fstat(file.descriptor).st_nlink for file in idle.mover.files._kept.values())
-        await asyncio.to_thread(mortal.control.until_open_files, open_before + len(idle.mover.files._kept))
+        assert not any(not os.fstat(file.descriptor).st_nlink for file in idle.io.files._kept.values())
+        await asyncio.to_thread(mortal.control.until_open_files, open_before + len(idle.io.files._kept))
         assert not deleted_bytes(mortal)
 
 
@@ -147,7 +147,7 @@ async def test_victims_are_closed_whichever_way_the_chunk_goes(
             elsewhere = page_aligned(CHUNK_BYTES)
             elsewhere[:] = payload
             assert await tier3.write(key, elsewhere, CHUNK_BYTES)
-        kept = [file.descriptor for file in tier3.mover.files._kept.values()]
+        kept = [file.descriptor for file in tier3.io.files._kept.values()]
         assert all(os.fstat(descriptor).st_nlink for descriptor in kept)
 
 
@@ -157,11 +157,11 @@ async def test_victims_are_closed_when_there_is_no_room_all_the_same(
     async with opened(place) as tier3:
         await put(tier3, memory, 1)
         await get(tier3, memory, 1)
-        volume = tier3.shelves.all[0].volume
-        volume.capacity.reserve = lambda *amounts_bytes: False  # type: ignore[method-assign]
+        files = tier3.directories.all[0].files
+        files.capacity.reserve = lambda *amounts_bytes: False  # type: ignore[method-assign]
         with pytest.raises(TierFull):
-            volume.begin_write(b"k" * 32, CHUNK_BYTES, Victims([(chunk(1)[0], file_bytes(CHUNK_BYTES))]))
-        assert not tier3.mover.files._kept
+            files.begin_write(b"k" * 32, CHUNK_BYTES, Victims([(chunk(1)[0], file_bytes(CHUNK_BYTES))]))
+        assert not tier3.io.files._kept
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ async def test_many_writes_on_a_full_device_make_room_and_use_it(
 async def test_file_has_nothing_of_what_lay_in_the_memory_before(opened: Opened, place: Path, memory: Memory) -> None:
     """Neither behind the header nor behind the payload."""
     async with opened(place) as tier3:
-        tier3.mover.engine.buffers.registered.memory[:] = 0xAB
+        tier3.io.engine.buffers.registered.memory[:] = 0xAB
         key, source = chunk(1)[0], memory.make(np.full(100, 7, dtype=np.uint8))
         assert await tier3.write(key, source[:4096], 100)
         content = Path(tier3.path(key)).read_bytes()
@@ -223,7 +223,7 @@ async def test_short_ring_write_is_an_error_and_no_chunk(
             await put(tier3, memory, 1)
         assert await tier3.probe([chunk(1)[0]]) == 0
         assert not list(place.rglob("*.[0-9]*"))
-        assert tier3.mover.engine.buffers._free.qsize() == tier3.mover.engine.buffers.count
+        assert tier3.io.engine.buffers._free.qsize() == tier3.io.engine.buffers.count
         await put(tier3, memory, 1)
         await get(tier3, memory, 1)
 

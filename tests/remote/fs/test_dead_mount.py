@@ -22,7 +22,7 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.shelves import FileSettings
+from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 CAP_BYTES = 64 * FILE_BYTES

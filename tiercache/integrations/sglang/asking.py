@@ -54,7 +54,7 @@ async def forget_all(cache: TierCache, deadline_s: float) -> int:
     try:
         async with asyncio.timeout_at(until_s):
             for tier in cache.tiers:
-                if isinstance(tier, FileTier) and tier.shelves.is_open:
+                if isinstance(tier, FileTier) and tier.directories.is_open:
                     keys |= await own_keys(tier)
                 elif tier.writes:
                     unlisted.append(tier.name)

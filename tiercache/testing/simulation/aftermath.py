@@ -11,8 +11,8 @@ from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.places import Place, is_good
 from tiercache.testing.simulation.plan import FILE_BYTES
-from tiercache.tiers.files.index import FollowedIndex
-from tiercache.tiers.files.scanning import Shelf
+from tiercache.tiers.files.index import RelistingLookup
+from tiercache.tiers.files.scanning import Directory
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.files import RegisteredFiles
 
@@ -39,45 +39,45 @@ def file_tiers(cache: TierCache) -> Iterator[tuple[str, FileTier]]:
 
 def is_followed(tier: FileTier) -> bool:
     """Return True if the index follows what lies in the directories."""
-    return isinstance(tier.shelves.knowledge, FollowedIndex)
+    return isinstance(tier.directories.lookup, RelistingLookup)
 
 
-def shelves(cache: TierCache) -> list[Shelf]:
-    return [shelf for _, tier in file_tiers(cache) for shelf in tier.shelves.all]
+def directories(cache: TierCache) -> list[Directory]:
+    return [directory for _, tier in file_tiers(cache) for directory in tier.directories.all]
 
 
-def place_of(shelf: Shelf, places: Sequence[Place]) -> Place:
-    return next(place for place in places if place.disk.owns(str(shelf.volume.root)))
+def place_of(directory: Directory, places: Sequence[Place]) -> Place:
+    return next(place for place in places if place.disk.owns(str(directory.files.root)))
 
 
 async def scans_end(node: Node) -> None:
     """A write may have begun one a moment ago."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + _SCANNED_S
-    while scanning := [shelf.volume.root for shelf in shelves(node.cache) if shelf.scanning is not None]:
+    while scanning := [directory.files.root for directory in directories(node.cache) if directory.scanning is not None]:
         if loop.time() > until_s:
             raise Violation(f"a scan that does not end: {scanning}")
         await asyncio.sleep(0.01)
 
 
-def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone: bool) -> None:
+def check_directories(node: Node, places: Sequence[Place], *, faultless: bool, alone: bool) -> None:
     """Of an open cache in which nothing is under way."""
-    for shelf in shelves(node.cache):
-        capacity, place = shelf.volume.capacity, place_of(shelf, places)
+    for directory in directories(node.cache):
+        capacity, place = directory.files.capacity, place_of(directory, places)
         found = place.look()
         writing = capacity.in_flight_bytes
-        pending = found.pending.get(shelf.volume._owner.name, 0)
+        pending = found.pending.get(directory.files._owner.name, 0)
         if writing > pending:
             raise Violation(f"{place.disk.root}: {writing} bytes are reserved for files, of which {pending} are there")
         if capacity._deleting_bytes:
             raise Violation(f"{place.disk.root}: {capacity._deleting_bytes} bytes are still about to be deleted")
-        if shelf.noted_while_scanning:
+        if directory.noted_while_scanning:
             raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
-        tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier.shelves.all)
-        known = set(shelf.index.keys)
+        tier = next(tier for _, tier in file_tiers(node.cache) if directory in tier.directories.all)
+        known = set(directory.index.keys)
         if (faultless and alone) or is_followed(tier):
-            there = found.chunks.keys() - tier.shelves.refused.keys()
-            if known - tier.shelves.refused.keys() != there:
+            there = found.chunks.keys() - tier.directories.refused.keys()
+            if known - tier.directories.refused.keys() != there:
                 raise Violation(
                     f"{place.disk.root}: not there, but in the index: {known - there}; not in it: {there - known}"
                 )
@@ -125,7 +125,7 @@ async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> Non
 
 
 def _lies(node: Node, tier: FileTier, key: int, places: Sequence[Place]) -> bool:
-    return any(node.keys[key] in place_of(shelf, places).look().chunks for shelf in tier.shelves.all)
+    return any(node.keys[key] in place_of(directory, places).look().chunks for directory in tier.directories.all)
 
 
 async def _swept(node: Node) -> None:
@@ -136,7 +136,7 @@ async def _swept(node: Node) -> None:
 
 def _keeps_files_open(node: Node) -> bool:
     tiers = [tier for _, tier in file_tiers(node.cache)]
-    return any(isinstance(getattr(tier.shelves.mover, "files", None), RegisteredFiles) for tier in tiers)
+    return any(isinstance(getattr(tier.directories.io, "files", None), RegisteredFiles) for tier in tiers)
 
 
 async def _read(node: Node, key: int, *, there: bool) -> None:
@@ -164,16 +164,18 @@ async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) 
     await store(node, keys, places)
     # Looked at anew in a quiet moment: beside writes, what they are about stays uncertain, and so does the counter while
     # another process is active. A put that finds room looks at nothing.
-    scans_s = [shelf.next_scan_s for shelf in shelves(node.cache)]
+    scans_s = [directory.next_scan_s for directory in directories(node.cache)]
     await asyncio.sleep(max(0.0, max(scans_s) - asyncio.get_running_loop().time()))
     for number, key in enumerate(keys[:_PUTS_IN_QUIET]):
-        if number >= 3 and not any(shelf.is_doubtful for shelf in shelves(node.cache)):
+        if number >= 3 and not any(directory.is_doubtful for directory in directories(node.cache)):
             break
         await store(node, [key], places)
         await asyncio.sleep(2.0)
     await store(node, keys, places)
-    for shelf, tier in [(shelf, found) for _, found in file_tiers(node.cache) for shelf in found.shelves.all]:
-        place = place_of(shelf, places)
+    for directory, tier in [
+        (directory, found) for _, found in file_tiers(node.cache) for directory in found.directories.all
+    ]:
+        place = place_of(directory, places)
         lowest = _LOWEST_SHARED_FILL if is_followed(tier) else _LOWEST_FILL
         lowest_bytes = place.cap_bytes * lowest - 3 * FILE_BYTES
         found = place.look()
@@ -195,16 +197,16 @@ async def check_reopened(
     for place in places:
         place.is_certain, place.kept_from_s = True, 0.0
         place.check(loop.time(), loop.time() - 1e6)
-    check_shelves(node, places, faultless=True, alone=True)
+    check_directories(node, places, faultless=True, alone=True)
     for name, tier in file_tiers(node.cache):
-        for shelf in tier.shelves.all:
-            place = place_of(shelf, places)
+        for directory in tier.directories.all:
+            place = place_of(directory, places)
             for raw, file in sorted(place.look().chunks.items()):
                 key = truth_keys[raw]
                 good = (place.disk.root, file.number) not in spoilt and is_good(raw, file)
-                if len(tier.shelves.all) == 1 and node.cache.tiers[0].name == name:
+                if len(tier.directories.all) == 1 and node.cache.tiers[0].name == name:
                     await _read(node, key, there=True) if good else await _read_bad(node, key, place)
-    check_shelves(node, places, faultless=False, alone=True)
+    check_directories(node, places, faultless=False, alone=True)
 
 
 async def _read_bad(node: Node, key: int, place: Place) -> None:

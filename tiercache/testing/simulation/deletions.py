@@ -50,6 +50,8 @@ def _may_believe(writer: TierWriter, name: bytes) -> bool:
     tier = writer.tier
     if isinstance(tier, RemoteTier):
         return False
-    shelves = tier.shelves.all if isinstance(tier, FileTier) else ()
-    looks = any(shelf.scanning or shelf._looking_around or name in shelf._looking for shelf in shelves)
+    directories = tier.directories.all if isinstance(tier, FileTier) else ()
+    looks = any(
+        directory.scanning or directory._looking_around or name in directory._looking for directory in directories
+    )
     return looks or writer.tier.offers(name) or writer.holds(name)

@@ -252,7 +252,7 @@ class Expected:
 
 def _evicted(tier: Tier) -> int:
     """Chunks that were evicted, and those that are being evicted: an elected instance counts them when they are deleted."""
-    leaving = sum(len(shelf._leaving) for shelf in tier.shelves.all) if isinstance(tier, FileTier) else 0
+    leaving = sum(len(directory._leaving) for directory in tier.directories.all) if isinstance(tier, FileTier) else 0
     return tier.statistics().evicted + leaving
 
 

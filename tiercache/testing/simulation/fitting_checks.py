@@ -12,9 +12,9 @@ from tiercache.memory.slots import Purpose
 from tiercache.scheduler.device_path import BATCHES_AT_ONCE
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files.io_posix import DeviceMover
+from tiercache.tiers.files.io_posix import DeviceIO
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.hf3fs.tier import RingMover
+from tiercache.tiers.hf3fs.tier import RingIO
 
 
 def check_fittings(cache: TierCache) -> None:
@@ -34,11 +34,11 @@ def check_fittings(cache: TierCache) -> None:
             "batches of gets": BATCHES_AT_ONCE - path._gets._value,
         }
     for tier in cache.tiers:
-        mover = tier.shelves.mover if isinstance(tier, FileTier) else None
-        if isinstance(mover, DeviceMover) and (files := mover.files) is not None:
+        io = tier.directories.io if isinstance(tier, FileTier) else None
+        if isinstance(io, DeviceIO) and (files := io.files) is not None:
             kept[f"pinned buffers of {tier.name}"] = files._threads - files._buffers.qsize()
-        if isinstance(mover, RingMover) and mover.engine is not None:
-            engine = mover.engine
+        if isinstance(io, RingIO) and io.engine is not None:
+            engine = io.engine
             unheard = engine.library.client.unheard  # each costs its place until the rings are made anew
             assert engine._buffers is not None
             lost = engine._buffers.count - engine._buffers._free.qsize()
@@ -46,8 +46,8 @@ def check_fittings(cache: TierCache) -> None:
                 f"missing rings of {tier.name}": not engine.serves,
                 f"transfers of {tier.name}": max(0, len(engine._unfinished()) - unheard),
                 f"transfer buffers of {tier.name}": max(0, lost - unheard),
-                f"calls of {tier.name}": mover.active,
-                f"files of dead mounts of {tier.name}": mover.files._orphans,
+                f"calls of {tier.name}": io.active,
+                f"files of dead mounts of {tier.name}": io.files._orphans,
             }
     left = {name: count for name, count in kept.items() if count}
     if left:

@@ -99,7 +99,7 @@ class Machine:
         """After the system."""
         replacements: list[tuple[str, str, Any]] = [
             ("tiercache.tiers.files.access", "mounts", self._mounts),
-            ("tiercache.tiers.files.volume", "TOP_LEVELS", self._top_levels),
+            ("tiercache.tiers.files.chunk_files", "TOP_LEVELS", self._top_levels),
             ("tiercache.tiers.files.index", "TOP_LEVELS", self._top_levels),
             # Of 1 MiB each there would be 128 slots, and more.
             ("tiercache.assembly", "MIB", _DEVICE_SLOT_BYTES),

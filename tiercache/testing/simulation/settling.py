@@ -6,7 +6,13 @@ import asyncio
 import functools
 from collections import Counter
 
-from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves, scans_end
+from tiercache.testing.simulation.aftermath import (
+    check_directories,
+    check_fills,
+    check_promises,
+    check_reopened,
+    scans_end,
+)
 from tiercache.testing.simulation.machine import place_of
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.plan import FILE_BYTES
@@ -57,7 +63,7 @@ async def settle(stage: Stage) -> None:
     for node in stage.nodes.values():
         await node.on_loop(functools.partial(scans_end, node))
     for node in stage.nodes.values():
-        check_shelves(node, stage.of_files, faultless=faultless, alone=len(stage.nodes) == 1)
+        check_directories(node, stage.of_files, faultless=faultless, alone=len(stage.nodes) == 1)
     for number in stage.nodes:
         await stage.close(number, 5.0)
     if stage.places:

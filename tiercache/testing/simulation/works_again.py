@@ -91,9 +91,11 @@ def _not_yet_well(cache: TierCache) -> dict[str, str]:
     if stuck := cache.statistics().stuck:
         left["stuck"] = str(stuck)
     for tier in cache.tiers:
-        for shelf in tier.shelves.all if isinstance(tier, FileTier) else ():
-            if not shelf.volume.capacity.trusted:  # a scan that failed is followed by another one after a second or more
-                left[f"count of {shelf.volume.root}"] = "not known"
+        for directory in tier.directories.all if isinstance(tier, FileTier) else ():
+            if (
+                not directory.files.capacity.trusted
+            ):  # a scan that failed is followed by another one after a second or more
+                left[f"count of {directory.files.root}"] = "not known"
     reader = cache.parts.reader
     for source in reader.tiers:
         asked = reader.in_flight or reader._questions or source.tier.traffic.questions

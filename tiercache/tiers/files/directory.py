@@ -1,7 +1,7 @@
 """Parts of one directory of chunk files: location, manifest, identity, publication, quarantine and scan.
 
 A configured directory is used itself if it has our manifest or holds only our files. If it holds foreign files or others can
-change it, `make_place` creates a subdirectory. `Publisher` names finished files, `Quarantine` keeps bad ones, `Surveyor`
+change it, `make_place` creates a subdirectory. `Publisher` names finished files, `Quarantine` keeps bad ones, `Scanner`
 scans, and `Identity` detects that a directory was deleted or mounted again. Everything is synchronous and runs in worker
 threads.
 """
@@ -51,6 +51,7 @@ from tiercache.tiers.files.owners import PENDING_NAME, Owner
 
 logger = logging.getLogger("tiercache.disk")
 
+
 class Victims(list[tuple[ChunkKey, int]]):
     """Evicted chunks to delete, with the bytes that each occupies."""
 
@@ -92,7 +93,7 @@ class PendingFile:
 
 @dataclass
 class Deleted:
-    """Result of `Volume.delete_all`, without chunks that were missing already."""
+    """Result of `ChunkFiles.delete_all`, without chunks that were missing already."""
 
     chunks: int = 0
     freed_bytes: int = 0
@@ -381,7 +382,7 @@ class Scanned:
         return np.argsort(-np.asarray(self.times_s), kind="stable")
 
 
-class Surveyor:
+class Scanner:
     """Scans the directories below `root` for `owner`, and gives our chunks the mode of `access`."""
 
     def __init__(self, root: Path, owner: Owner, access: Access, *, changes: bool = True) -> None:
@@ -783,7 +784,9 @@ def make_place(directory: Path, access: Access) -> Path:
             return root
         with contextlib.suppress(*ABSENT):
             if _of_others(below):
-                raise WrongFormat(f"{below} is not empty and has no {MANIFEST}: move it away, or name another directory")
+                raise WrongFormat(
+                    f"{below} is not empty and has no {MANIFEST}: move it away, or name another directory"
+                )
         logger.warning("%s %s; chunks are stored in %s", directory, reason, below)
     access.make_directory(below)
     access.enforce(below)
@@ -821,7 +824,9 @@ def _of_others(place: Path) -> list[str]:
     if _is_claimed(place):
         return []
     try:
-        private = require_directory(place / ".tiercache").st_uid == os.geteuid() and bool(os.listdir(place / ".tiercache"))
+        private = require_directory(place / ".tiercache").st_uid == os.geteuid() and bool(
+            os.listdir(place / ".tiercache")
+        )
     except OSError:
         private = False
     names = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name)]

@@ -1,8 +1,8 @@
 """The index of a directory, and how it follows changes by other processes.
 
-`OwnIndex` holds what this instance stored or found, and asks the directory for other keys; `Deletions` removes what others
-on this host delete, as inotify reports it. `FollowedIndex` answers from memory: a `Refresher` per directory lists changed
-subdirectories periodically.
+`ProbingLookup` holds what this instance stored or found, and asks the directory for other keys; `Deletions` removes what
+others on this host delete, as inotify reports it. `RelistingLookup` answers from memory: a `Refresher` per directory lists
+changed subdirectories periodically.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.files.access import ABSENT, occupied_bytes, opened_directory, require_directory
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import Directories, Lookup
 from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS, has_our_header
-from tiercache.tiers.files.scanning import Shelf
-from tiercache.tiers.files.shelves import Knowledge, Shelves
-from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.files.scanning import Directory
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -67,7 +67,9 @@ class Inotify:
     def watch(self, directory: Path, mask: int) -> int:
         """Watch a directory and return the number in its events. Idempotent. May block on the mount. Raises OSError, also if
         no watch is left (fs.inotify.max_user_watches)."""
-        number = self._libc.inotify_add_watch(self._descriptor, os.fsencode(directory), mask | _ONLY_DIRECTORIES | _NO_LINKS)
+        number = self._libc.inotify_add_watch(
+            self._descriptor, os.fsencode(directory), mask | _ONLY_DIRECTORIES | _NO_LINKS
+        )
         return self._checked(number, str(directory))
 
     def happened(self) -> list[Happening]:
@@ -107,10 +109,12 @@ class Deletions:
     are not reported.
     """
 
-    def __init__(self, shelves: Shelves, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
-        """`on_stored`: see `Knowledge.follow_deletions`."""
-        self._shelves = shelves
-        self._shelf = shelf
+    def __init__(
+        self, directories: Directories, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None
+    ) -> None:
+        """`on_stored`: see `Lookup.follow_deletions`."""
+        self._directories = directories
+        self._directory = directory
         self._on_stored = on_stored
         self._mask = _CHUNKS if on_stored is None else _CHUNKS | MOVED_TO
         self._gone: dict[ChunkKey, None] = {}
@@ -121,7 +125,7 @@ class Deletions:
         self._is_elsewhere = False
         """True if the watched directory is no longer at its path."""
         self._news = asyncio.Event()
-        shelf.on_other_volume = self._begin_elsewhere
+        directory.on_other_files = self._begin_elsewhere
 
     async def follow(self) -> None:
         """Follow until cancelled. Ends with a warning if no watch is left."""
@@ -149,7 +153,7 @@ class Deletions:
                     await self._news.wait()
         finally:
             loop.remove_reader(inotify.fileno())
-            self._shelves.metadata.later(inotify.close)  # a hung thread may use it
+            self._directories.metadata.later(inotify.close)  # a hung thread may use it
 
     def _begin_elsewhere(self) -> None:
         self._is_elsewhere = True
@@ -158,7 +162,7 @@ class Deletions:
     def _give_up(self, error: OSError) -> None:
         logger.warning(
             "%s: what others delete there is noticed only when it is asked for: %s (fs.inotify.max_user_instances, "
-            "fs.inotify.max_user_watches: 257 a directory)", self._shelf.volume.root, error,
+            "fs.inotify.max_user_watches: 257 a directory)", self._directory.files.root, error,
         )  # fmt: skip
 
     def _note(self, inotify: Inotify) -> None:
@@ -169,7 +173,7 @@ class Deletions:
                 self._is_short = True
             elif happening.mask & _CHUNKS and CHUNK_NAME.fullmatch(happening.name):
                 key = bytes.fromhex(happening.name)
-                if key in self._shelf.index or self._shelf.is_looked_for(key):
+                if key in self._directory.index or self._directory.is_looked_for(key):
                     self._gone[key] = None
             elif self._on_stored is not None and happening.mask & MOVED_TO and CHUNK_NAME.fullmatch(happening.name):
                 self._on_stored(bytes.fromhex(happening.name))
@@ -184,7 +188,9 @@ class Deletions:
             new = TOP_LEVELS if self._is_short else list(self._new)
             self._is_short, self._new = False, set()
             try:
-                found = await self._shelves.metadata.submit(_watch, inotify, self._shelf.volume, new, self._mask, came)
+                found = await self._directories.metadata.submit(
+                    _watch, inotify, self._directory.files, new, self._mask, came
+                )
                 if self._on_stored is not None:
                     for key in found:
                         self._on_stored(key)
@@ -197,26 +203,26 @@ class Deletions:
     async def _look_through(self, numbers: set[int]) -> None:
         """Check all known chunks in these subdirectories, one slice per turn of the loop."""
         for number in sorted(numbers):
-            known = self._shelf.index.keys.part(number)
+            known = self._directory.index.keys.part(number)
             for start in range(0, len(known), _AT_ONCE):
-                keys = [key for key in known[start : start + _AT_ONCE] if key in self._shelf.index]
+                keys = [key for key in known[start : start + _AT_ONCE] if key in self._directory.index]
                 if keys:
                     await self._look_for(keys)
             await asyncio.sleep(0)
 
     async def _look_for(self, keys: list[ChunkKey]) -> None:
-        shelf, volume, index = self._shelf, self._shelf.volume, self._shelf.index
-        began = {key: shelf.look_for(key) for key in keys}
+        directory, files, index = self._directory, self._directory.files, self._directory.index
+        began = {key: directory.look_for(key) for key in keys}
         try:
-            missing = await self._shelves.metadata.submit(_missing, volume, keys)
+            missing = await self._directories.metadata.submit(_missing, files, keys)
         except BaseException:
             self._gone.update(dict.fromkeys(keys))
             raise
         finally:
-            latest = {key for key, since in began.items() if shelf.looked(key, since)}
+            latest = {key for key, since in began.items() if directory.looked(key, since)}
         # Chunks that exist again have new files.
-        self._shelves.deleted(keys)
-        if shelf.index is index:
+        self._directories.deleted(keys)
+        if directory.index is index:
             for key in missing:
                 if key in latest:
                     index.remove(key)
@@ -227,32 +233,34 @@ class Deletions:
 _NUMBERS = {name: number for number, name in enumerate(TOP_LEVELS)}
 
 
-def _watch(inotify: Inotify, volume: Volume, names: Sequence[str], mask: int, came: Container[str]) -> list[ChunkKey]:
+def _watch(
+    inotify: Inotify, files: ChunkFiles, names: Sequence[str], mask: int, came: Container[str]
+) -> list[ChunkKey]:
     """Watch the root and the existing ones of these subdirectories. Blocks. Raises FileNotFoundError without a root.
 
     Return the chunks in those that just `came`, which may precede the watch.
     """
-    inotify.watch(volume.root, _ROOT)
+    inotify.watch(files.root, _ROOT)
     found = []
     for name in names:
         with contextlib.suppress(*ABSENT):
-            inotify.watch(volume.root / name, mask)
+            inotify.watch(files.root / name, mask)
             if name in came:
-                chunks = filter(CHUNK_NAME.fullmatch, os.listdir(volume.root / name))
+                chunks = filter(CHUNK_NAME.fullmatch, os.listdir(files.root / name))
                 found += [bytes.fromhex(chunk) for chunk in chunks]
     return found
 
 
-def _missing(volume: Volume, keys: list[ChunkKey]) -> list[ChunkKey]:
+def _missing(files: ChunkFiles, keys: list[ChunkKey]) -> list[ChunkKey]:
     """Return the keys without files. Blocks."""
     found = []
     for key in keys:
         try:
-            os.lstat(volume.path(key))
+            os.lstat(files.path(key))
         except ABSENT:
             found.append(key)
         except OSError as error:  # unknown
-            logger.debug("%s: %s", volume.root, error)
+            logger.debug("%s: %s", files.root, error)
     return found
 
 
@@ -278,14 +286,14 @@ class Refresher:
 
     def __init__(
         self,
-        shelf: Shelf,
+        directory: Directory,
         workers: Workers,
         refresh_s: float,
         ignored: Container[ChunkKey],
         on_gone: Callable[[list[ChunkKey]], None],
         on_refresh: Callable[[], None],
     ) -> None:
-        self.shelf = shelf
+        self.directory = directory
         self.refresh_s = refresh_s
         self.listings = 0
         """Number of subdirectory listings."""
@@ -326,7 +334,7 @@ class Refresher:
                 failing = False
             except (OSError, TierUnavailable) as error:
                 if not failing:
-                    logger.warning("%s could not be listed: %s", self.shelf.volume.root, error)
+                    logger.warning("%s could not be listed: %s", self.directory.files.root, error)
                 failing = True
                 self._calls_s.clear()  # failed calls do not lengthen the pause
             self._ended = self._begun
@@ -342,40 +350,40 @@ class Refresher:
 
     async def _refresh(self) -> None:
         loop = asyncio.get_running_loop()
-        volume, index = self.shelf.volume, self.shelf.index
+        files, index = self.directory.files, self.directory.index
         assert isinstance(index, SharedIndex)
         if index is not self._index:
             # The directory was replaced.
             self._index, self._freshness = index, Freshness(_SETTLE_S)
-        await self._ask(volume, volume.capacity.refresh)
-        times_ns = await self._ask(volume, directory_times_ns, volume)
+        await self._ask(files, files.capacity.refresh)
+        times_ns = await self._ask(files, directory_times_ns, files)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
-            with self.shelf.looking_around() as gone:
-                await self._list(volume, index, directory, gone)
-            if index is not self.shelf.index:
+            with self.directory.looking_around() as gone:
+                await self._list(files, index, directory, gone)
+            if index is not self.directory.index:
                 return
             self._freshness.listed(directory, began_s)
 
-    async def _list(self, volume: Volume, index: SharedIndex, directory: int, gone: Container[ChunkKey]) -> None:
+    async def _list(self, files: ChunkFiles, index: SharedIndex, directory: int, gone: Container[ChunkKey]) -> None:
         """Update the index from a subdirectory. The listing may contain keys that are `gone`."""
         before = index.group(directory)
-        listed = await self._ask(volume, list_keys, volume, directory)
+        listed = await self._ask(files, list_keys, files, directory)
         self.listings += 1
-        if index is not self.shelf.index:
+        if index is not self.directory.index:
             return
         if dropped := index.drop(before, listed):
             self._on_gone(dropped)
         unknown = [key for key in index.unknown(listed) if key not in self._ignored]
         for found in _steps(unknown):
-            for key, size_bytes in await self._ask(volume, sizes, volume, found):
+            for key, size_bytes in await self._ask(files, sizes, files, found):
                 if key not in index and key not in gone:
                     index.add(key, size_bytes)
 
-    async def _ask(self, volume: Volume, call: Callable[..., T], *arguments: object) -> T:
+    async def _ask(self, files: ChunkFiles, call: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        answer = await answered(self._workers.submit(call, *arguments), str(volume.root))
+        answer = await answered(self._workers.submit(call, *arguments), str(files.root))
         self._calls_s.append(loop.time() - began_s)
         return answer
 
@@ -386,10 +394,10 @@ def _steps(keys: Iterable[ChunkKey]) -> Iterable[list[ChunkKey]]:
         yield step
 
 
-def directory_times_ns(volume: Volume) -> list[int]:
+def directory_times_ns(files: ChunkFiles) -> list[int]:
     """Return the modification time of each of the 256 subdirectories; 0 if missing. Blocks."""
     times_ns = []
-    root = str(volume.root)
+    root = str(files.root)
     for top in TOP_LEVELS:
         try:
             times_ns.append(require_directory(f"{root}/{top}").st_mtime_ns)
@@ -398,27 +406,27 @@ def directory_times_ns(volume: Volume) -> list[int]:
     return times_ns
 
 
-def list_keys(volume: Volume, directory: int) -> set[ChunkKey]:
+def list_keys(files: ChunkFiles, directory: int) -> set[ChunkKey]:
     """Return the chunks in a subdirectory by name. Blocks."""
     try:
-        with opened_directory(volume.root / TOP_LEVELS[directory], to_list=True) as opened:
+        with opened_directory(files.root / TOP_LEVELS[directory], to_list=True) as opened:
             names = os.listdir(opened)
     except ABSENT:
         return set()
     return {bytes.fromhex(name) for name in names if CHUNK_NAME.fullmatch(name)}
 
 
-def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
+def sizes(files: ChunkFiles, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
     """Return the bytes that each chunk occupies, without missing and invalid files. Blocks."""
     found = []
     for key in keys:
-        path = volume.path(key)
+        path = files.path(key)
         try:
             status = os.lstat(path)
         except ABSENT:
             continue
         fits = status.st_size >= file_bytes(1) and status.st_size % 4096 == 0
-        if fits and (volume.surveyor.trusts(status) or has_our_header(path)):
+        if fits and (files.scanner.trusts(status) or has_our_header(path)):
             found.append((key, occupied_bytes(status)))
     return found
 
@@ -435,98 +443,100 @@ _PROBED = 1024
 """Keys per call in a thread."""
 
 
-class OwnIndex(Knowledge):
+class ProbingLookup(Lookup):
     """Contains what this instance stored or found. A probe looks up other keys in the directory."""
 
-    def __init__(self, shelves: Shelves) -> None:
-        self._shelves = shelves
+    def __init__(self, directories: Directories) -> None:
+        self._directories = directories
 
     def make_index(self) -> CappedIndex:
-        return CappedIndex(self._shelves.settings.tenant_share_bytes)
+        return CappedIndex(self._directories.settings.tenant_share_bytes)
 
-    def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
-        deletions = Deletions(self._shelves, shelf, on_stored)
-        self._shelves.begin(deletions.follow(), f"deletions-{shelf.volume.root}")
+    def follow_deletions(self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
+        deletions = Deletions(self._directories, directory, on_stored)
+        self._directories.begin(deletions.follow(), f"deletions-{directory.files.root}")
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        shelves = self._shelves
-        position = shelves.prefix(keys)
+        directories = self._directories
+        position = directories.prefix(keys)
         while position < len(keys):
             part = keys[position : position + _PROBED]
             await self._look_for(part, gaps=False)
-            there = shelves.prefix(part)
+            there = directories.prefix(part)
             position += there
             if there < len(part):
                 break
         return position
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        unknown = [key for key in keys if not self._shelves.contains(key)]
+        unknown = [key for key in keys if not self._directories.contains(key)]
         for start in range(0, len(unknown), _PROBED):
             await self._look_for(unknown[start : start + _PROBED], gaps=True)
-        return [self._shelves.contains(key) for key in keys]
+        return [self._directories.contains(key) for key in keys]
 
     async def _look_for(self, keys: Sequence[ChunkKey], *, gaps: bool) -> None:
         """Add existing chunks of `keys` to the index; without `gaps`, stop at the first missing one."""
-        shelves = self._shelves
-        unknown = [(shelves.places(key), key) for key in keys if key not in shelves.refused]
+        directories = self._directories
+        unknown = [(directories.places(key), key) for key in keys if key not in directories.refused]
         with contextlib.ExitStack() as looking:
-            gone = {shelf: looking.enter_context(shelf.looking_around()) for shelf in shelves.all}
-            found = await shelves.metadata.submit(_existing, unknown, gaps)
-        for key, shelf, size_bytes in found:
-            if key not in shelf.index and key not in gone[shelf]:
-                shelf.add(key, size_bytes)
+            gone = {directory: looking.enter_context(directory.looking_around()) for directory in directories.all}
+            found = await directories.metadata.submit(_existing, unknown, gaps)
+        for key, directory, size_bytes in found:
+            if key not in directory.index and key not in gone[directory]:
+                directory.add(key, size_bytes)
 
 
-class FollowedIndex(OwnIndex):
+class RelistingLookup(ProbingLookup):
     """Answers lookups from memory, for mounts with slow metadata calls. A task keeps it fresh."""
 
-    def __init__(self, shelves: Shelves, refresh_s: float = 1.0) -> None:
+    def __init__(self, directories: Directories, refresh_s: float = 1.0) -> None:
         """`refresh_s`: the shortest time between two refreshes without a hint."""
-        super().__init__(shelves)
-        self.refreshers: dict[Shelf, Refresher] = {}
+        super().__init__(directories)
+        self.refreshers: dict[Directory, Refresher] = {}
         self._refresh_s = refresh_s
-        self._watchers = Workers(f"{shelves.name}-refresh", len(shelves.settings.directories))
+        self._watchers = Workers(f"{directories.name}-refresh", len(directories.settings.directories))
 
     def make_index(self) -> CappedIndex:
-        return SharedIndex(self._shelves.settings.tenant_share_bytes)
+        return SharedIndex(self._directories.settings.tenant_share_bytes)
 
-    def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
+    def follow_deletions(self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         """Do nothing: the refresher sees deletions."""
 
-    def begin(self, shelf: Shelf) -> None:
-        shelves = self._shelves
+    def begin(self, directory: Directory) -> None:
+        directories = self._directories
 
         def refreshed() -> None:
-            shelves.trim_soon(shelf)
-            shelves.replace_soon(shelf)
+            directories.trim_soon(directory)
+            directories.replace_soon(directory)
 
-        refresher = Refresher(shelf, self._watchers, self._refresh_s, shelves.refused, shelves.deleted, refreshed)
-        self.refreshers[shelf] = refresher
-        shelves.begin(self._follow(shelf, refresher), f"refresh-{shelf.volume.root}")
+        refresher = Refresher(
+            directory, self._watchers, self._refresh_s, directories.refused, directories.deleted, refreshed
+        )
+        self.refreshers[directory] = refresher
+        directories.begin(self._follow(directory, refresher), f"refresh-{directory.files.root}")
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         """Probe from memory, or the mount until the first scan has ended."""
-        shelves = self._shelves
-        position = shelves.prefix(keys)
+        directories = self._directories
+        position = directories.prefix(keys)
         if position < len(keys):
-            shelf = shelves.places(keys[position])[0]
-            if not shelf.scanned:
+            directory = directories.places(keys[position])[0]
+            if not directory.scanned:
                 return await super().probe(keys)
-            self.missed(shelf)
+            self.missed(directory)
         return position
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        shelves = self._shelves
-        first = {shelves.places(key)[0] for key in keys if not shelves.contains(key)}
-        if not all(shelf.scanned for shelf in first):
+        directories = self._directories
+        first = {directories.places(key)[0] for key in keys if not directories.contains(key)}
+        if not all(directory.scanned for directory in first):
             return await super().probe_each(keys)
-        for shelf in first:
-            self.missed(shelf)
-        return [shelves.contains(key) for key in keys]
+        for directory in first:
+            self.missed(directory)
+        return [directories.contains(key) for key in keys]
 
-    def missed(self, shelf: Shelf) -> None:
-        self.refreshers[shelf].hint()
+    def missed(self, directory: Directory) -> None:
+        self.refreshers[directory].hint()
 
     async def refreshed(self) -> None:
         await asyncio.gather(*(refresher.refreshed() for refresher in self.refreshers.values()))
@@ -534,18 +544,18 @@ class FollowedIndex(OwnIndex):
     def close(self) -> None:
         self._watchers.close()
 
-    async def _follow(self, shelf: Shelf, refresher: Refresher) -> None:
-        await self._shelves.first_scan(shelf)
+    async def _follow(self, directory: Directory, refresher: Refresher) -> None:
+        await self._directories.first_scan(directory)
         await refresher.run()
 
 
-def _existing(unknown: list[tuple[list[Shelf], ChunkKey]], gaps: bool) -> list[tuple[ChunkKey, Shelf, int]]:
+def _existing(unknown: list[tuple[list[Directory], ChunkKey]], gaps: bool) -> list[tuple[ChunkKey, Directory, int]]:
     """Return the directories and sizes of existing chunks; without `gaps`, stop at the first missing one. Blocks."""
-    found: list[tuple[ChunkKey, Shelf, int]] = []
-    for shelves, key in unknown:
-        for shelf in shelves:
-            if occupied_bytes := shelf.volume.occupied_by(key):
-                found.append((key, shelf, occupied_bytes))
+    found: list[tuple[ChunkKey, Directory, int]] = []
+    for directories, key in unknown:
+        for directory in directories:
+            if occupied_bytes := directory.files.occupied_by(key):
+                found.append((key, directory, occupied_bytes))
                 break
         else:
             if not gaps:

@@ -1,6 +1,6 @@
 """I/O backends that run one large blocking call per chunk in a worker thread.
 
-`ThreadMover` serves host memory; `DeviceMover` also moves device memory through `DeviceFiles` or `KvikioFiles`. Prefetches
+`PosixIO` serves host memory; `DeviceIO` also moves device memory through `DeviceFiles` or `KvikioFiles`. Prefetches
 have their own threads: `Precedence` pauses them between parts of a chunk while a demand read is in flight.
 """
 
@@ -21,11 +21,11 @@ from tiercache.device.device import Device
 from tiercache.device.driver import Tensor
 from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.workers import Workers, wait_shielded
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import ChunkIO, Directories
 from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.format import EVERYBODYS, DeviceTurns
 from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, probe_gds
-from tiercache.tiers.files.shelves import Mover, Shelves
-from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -95,20 +95,22 @@ class _Pause:
             self._left_s -= time.monotonic() - began_s
 
 
-class ThreadMover(Mover):
+class PosixIO(ChunkIO):
     """pread and pwrite between host memory and files."""
 
-    def __init__(self, shelves: Shelves, writers: int | None = None, writes_at_device: int | None = None) -> None:
+    def __init__(
+        self, directories: Directories, writers: int | None = None, writes_at_device: int | None = None
+    ) -> None:
         """`writers`: write threads; by default the number of read threads. `writes_at_device`: concurrent transfers to a
         directory's device; by default no limit."""
-        threads = shelves.settings.threads
+        threads = directories.settings.threads
         self.places = places_of(threads)
-        self._shelves = shelves
-        self._readers = Workers(f"{shelves.name}-read", threads)
-        self._prefetchers = Workers(f"{shelves.name}-prefetch", threads)
+        self._directories = directories
+        self._readers = Workers(f"{directories.name}-read", threads)
+        self._prefetchers = Workers(f"{directories.name}-prefetch", threads)
         """Separate, so that reads always find threads."""
         self._precedence = Precedence()
-        self._writers = Workers(f"{shelves.name}-write", writers or threads)
+        self._writers = Workers(f"{directories.name}-write", writers or threads)
         self._writes_at_device = writes_at_device
         self._turns: dict[Path, DeviceTurns] = {}
 
@@ -125,31 +127,33 @@ class ThreadMover(Mover):
     def prefetches_apart(self) -> bool:
         return True
 
-    def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        return self._precedence.read(self._readers.submit(volume.read, key, into))
+    def read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        return self._precedence.read(self._readers.submit(files.read, key, into))
 
-    def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(volume.read, key, into, pause))
+    def prefetch(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(files.read, key, into, pause))
 
     def hurry(self, key: ChunkKey) -> None:
         self._precedence.hurry(key)
 
     def write(
-        self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
         turns = EVERYBODYS
         if self._writes_at_device is not None:
-            turns = self._turns.setdefault(volume.root, DeviceTurns(self._writes_at_device))
-        return self._writers.submit(volume.write, key, payload, payload_bytes, victims, turns)
+            turns = self._turns.setdefault(files.root, DeviceTurns(self._writes_at_device))
+        return self._writers.submit(files.write, key, payload, payload_bytes, victims, turns)
 
 
-class DeviceMover(ThreadMover):
+class DeviceIO(PosixIO):
     """Also moves device memory, through cuFile if GPUDirect Storage works, else through pinned host memory. `open` decides.
     Without a device it serves host memory only."""
 
-    def __init__(self, shelves: Shelves, device: Device | None, way: str, files: DeviceFiles | None = None) -> None:
+    def __init__(
+        self, directories: Directories, device: Device | None, way: str, files: DeviceFiles | None = None
+    ) -> None:
         """`way`: auto (cuFile if it works), cufile (or ConfigError), posix (pinned memory). `files` skips the probe."""
-        super().__init__(shelves)
+        super().__init__(directories)
         self.device = device
         self.files: DeviceFiles | None = None
         self._way = way
@@ -163,17 +167,17 @@ class DeviceMover(ThreadMover):
         if self._given_files is not None:
             await self._take(self._given_files)
             return
-        shelves = self._shelves
+        directories = self._directories
         if self.device is None:
             logger.warning(
-                "%s: no GPU is in use here: chunks go through host memory, like the disk tier's", shelves.option
+                "%s: no GPU is in use here: chunks go through host memory, like the disk tier's", directories.option
             )
             return
         driver, pool = self.device.driver, self.device.pool
-        directories, chunk_bytes = shelves.settings.directories, shelves.settings.chunk_bytes
-        threads = 2 * shelves.settings.threads
+        paths, chunk_bytes = directories.settings.directories, directories.settings.chunk_bytes
+        threads = 2 * directories.settings.threads
         if self._way != "posix":
-            reason = await probe_gds(directories, driver)
+            reason = await probe_gds(paths, driver)
             if not reason:
                 try:
                     await self._take(KvikioFiles(driver, pool.memory, chunk_bytes, threads))
@@ -182,52 +186,54 @@ class DeviceMover(ThreadMover):
                     reason = str(error)
             if self._way == "cufile":
                 raise ConfigError(
-                    f"{shelves.option}: GPUDirect Storage does not work with {', '.join(map(str, directories))}: {reason}. "
+                    f"{directories.option}: GPUDirect Storage does not work with {', '.join(map(str, paths))}: {reason}. "
                     "Set use_gds: false to go through pinned host memory instead"
                 )
-            logger.warning("%s: no GPUDirect Storage (%s): going through pinned host memory", shelves.option, reason)
+            logger.warning(
+                "%s: no GPUDirect Storage (%s): going through pinned host memory", directories.option, reason
+            )
         await self._take(DeviceFiles(driver, chunk_bytes, threads))
 
     async def close(self) -> None:
         files, self.files = self.files, None
         if files is not None:
-            self._shelves.metadata.later(files.close)
+            self._directories.metadata.later(files.close)
         await super().close()
 
     def describe(self) -> str:
         return self.files.name if self.files is not None else "host memory only"
 
-    def read_device(self, volume: Volume, key: ChunkKey, into: Tensor) -> asyncio.Future[int | None]:
-        files, fingerprint = self._files(), self._shelves.fingerprint
+    def read_device(self, files: ChunkFiles, key: ChunkKey, into: Tensor) -> asyncio.Future[int | None]:
+        device_files, fingerprint = self._device_files(), self._directories.fingerprint
 
         def read() -> int | None:
-            return volume.read_by(key, lambda path: files.read(path, key, fingerprint, into, direct=volume.direct))
+            return files.read_by(key, lambda path: device_files.read(path, key, fingerprint, into, direct=files.direct))
 
         return self._readers.submit(read)
 
     def write_device(
-        self, volume: Volume, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        files, fingerprint = self._files(), self._shelves.fingerprint
+        device_files, fingerprint = self._device_files(), self._directories.fingerprint
 
         def create(path: str) -> int:
-            return files.write(
-                path, key, fingerprint, payload, payload_bytes, direct=volume.direct, durable=volume.durable
+            return device_files.write(
+                path, key, fingerprint, payload, payload_bytes, direct=files.direct, durable=files.durable
             )
 
-        return self._writers.submit(volume.write_by, key, payload_bytes, victims, create)
+        return self._writers.submit(files.write_by, key, payload_bytes, victims, create)
 
-    def _files(self) -> DeviceFiles:
+    def _device_files(self) -> DeviceFiles:
         if self.files is None:
-            raise DeviceError(f"{self._shelves.name}: there is no device; only host memory is served")
+            raise DeviceError(f"{self._directories.name}: there is no device; only host memory is served")
         return self.files
 
     async def _take(self, files: DeviceFiles) -> None:
         """Open `files` and use them. Closes them on failure or cancellation."""
         try:
-            await wait_shielded(self._shelves.metadata.submit(files.open))
+            await wait_shielded(self._directories.metadata.submit(files.open))
         except BaseException:
-            self._shelves.metadata.later(files.close)
+            self._directories.metadata.later(files.close)
             raise
         self.files = files
 

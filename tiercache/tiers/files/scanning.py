@@ -1,6 +1,6 @@
 """The state of one open directory, and the scan that fills its index while the tier serves.
 
-`Shelf` holds a `Volume` with its index and resolves the races between scans, lookups and deletions. `scan` lists the
+`Directory` holds a `ChunkFiles` with its index and resolves the races between scans, lookups and deletions. `scan` lists the
 directory in worker threads, merges the result into the index in short steps on the event loop, and corrects the capacity
 counter.
 """
@@ -20,8 +20,8 @@ import xxhash
 from tiercache.core.index import PARTS, CappedIndex, pause_s
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import Workers
+from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import Scanned, Victims
-from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -37,13 +37,13 @@ _DOUBT_SHARE = 32
 """A counter is doubtful if it exceeds the known bytes by more than the cap divided by this."""
 
 
-class Shelf:
-    """A volume, its index, and the operations in flight on them. Belongs to the event loop."""
+class Directory:
+    """A directory, its index, and the operations in flight on them. Belongs to the event loop."""
 
-    def __init__(self, volume: Volume, index: CappedIndex) -> None:
-        self.volume = volume
+    def __init__(self, files: ChunkFiles, index: CappedIndex) -> None:
+        self.files = files
         self.index = index
-        self.on_other_volume: Callable[[], None] | None = None
+        self.on_other_files: Callable[[], None] | None = None
         """Called when another directory or mount has replaced the open one."""
         self.scanned = False
         """True if a scan has seen every file of the directory."""
@@ -63,30 +63,30 @@ class Shelf:
         self.explained_bytes = 0
         """Counted bytes that the last scan found outside the index: directories, quarantine and others' writes."""
         self.replacing = asyncio.Lock()
-        self.seed = xxhash.xxh3_64_intdigest(str(volume.root).encode())
+        self.seed = xxhash.xxh3_64_intdigest(str(files.root).encode())
 
-    def begin_anew(self, volume: Volume, index: CappedIndex) -> None:
+    def begin_anew(self, files: ChunkFiles, index: CappedIndex) -> None:
         """Use another directory with an empty index."""
         known, self.index = self.index, index
         self.scanned, self.explained_bytes = False, 0
-        self.take(volume)
+        self.take(files)
         index.on_change = known.on_change
         if index.on_change is not None:
             for key in known.keys:
                 index.on_change(key)
 
-    def take(self, volume: Volume) -> Volume:
-        """Use another volume. Return the one it replaces."""
-        taken, self.volume = self.volume, volume
-        if self.on_other_volume is not None:
-            self.on_other_volume()
+    def take(self, files: ChunkFiles) -> ChunkFiles:
+        """Use another directory. Return the one it replaces."""
+        taken, self.files = self.files, files
+        if self.on_other_files is not None:
+            self.on_other_files()
         return taken
 
     @property
     def is_doubtful(self) -> bool:
         """True if the counter exceeds the bytes that are known to exist."""
-        unexplained_bytes = self.volume.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
-        return unexplained_bytes > self.volume.cap_bytes // _DOUBT_SHARE
+        unexplained_bytes = self.files.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
+        return unexplained_bytes > self.files.cap_bytes // _DOUBT_SHARE
 
     def trimmed(self, task: asyncio.Task[None]) -> None:
         """Clear `trimming` when the task ends."""
@@ -206,58 +206,58 @@ def _tell(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
         loop.call_soon_threadsafe(end.set)
 
 
-async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
+async def scan(directory: Directory, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
     """Update the index from the files and correct the counter. Return None if the directory was replaced meanwhile.
 
     `first`: order the index by file times. Later scans keep its order, and insert new chunks as the least recently used.
     Raises OSError, TierUnavailable.
     """
-    volume, index = shelf.volume, shelf.index
+    files, index = directory.files, directory.index
     loop = asyncio.get_running_loop()
     calls_s: list[float] = []
-    shelf.begin_scan()
+    directory.begin_scan()
     known = await _keys(index)
     found = Scanned()
     try:
         began_s = loop.time()
-        mark, directories = await workers.submit(volume.begin_scan)
+        mark, directories = await workers.submit(files.begin_scan)
         calls_s.append(loop.time() - began_s)
         for start in range(0, len(directories), workers.threads):
             tops = directories[start : start + workers.threads]
             began_s = loop.time()
-            parts = await asyncio.gather(*(workers.submit(volume.surveyor.scan, top) for top in tops))
+            parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
             calls_s.append(loop.time() - began_s)
             for part in parts:
                 if first:
-                    await _add(shelf, index, part, np.arange(len(part.keys)), ignored)
-                    shelf.scan_found()
+                    await _add(directory, index, part, np.arange(len(part.keys)), ignored)
+                    directory.scan_found()
                 found.add(part)
         began_s = loop.time()
-        found.counted_bytes += await workers.submit(volume.quarantined.occupied_bytes)
+        found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)
         calls_s.append(loop.time() - began_s)
         newest_first = await workers.submit(found.newest_first)
         new, gone, explained_bytes = await _compare(found, newest_first, known, ignored)
-        if shelf.volume is not volume:
+        if directory.files is not files:
             return None  # the replacement has its own scan
         if first:
-            await _age(shelf, index, found, new)
+            await _age(directory, index, found, new)
         else:
-            await _add(shelf, index, found, new, ignored)
-        await _forget(shelf, index, gone)
-        changed_bytes = await workers.submit(volume.recount, mark, found.counted_bytes)
+            await _add(directory, index, found, new, ignored)
+        await _forget(directory, index, gone)
+        changed_bytes = await workers.submit(files.recount, mark, found.counted_bytes)
     finally:
         if not first:
-            shelf.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
+            directory.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
     # Only bytes that were seen explain the counter: what other processes have reserved they give back later.
-    shelf.explained_bytes = max(0, min(explained_bytes, volume.capacity.used_bytes - index.used_bytes))
-    found.strays += volume.strays_removed
-    volume.strays_removed = 0
+    directory.explained_bytes = max(0, min(explained_bytes, files.capacity.used_bytes - index.used_bytes))
+    found.strays += files.strays_removed
+    files.strays_removed = 0
     logger.info(
         "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
-        volume.root, len(found.keys), found.strays, found.foreign,
+        files.root, len(found.keys), found.strays, found.foreign,
     )  # fmt: skip
     if changed_bytes and not first:
-        logger.info("%s: the capacity counter was corrected by %d bytes", volume.root, changed_bytes)
+        logger.info("%s: the capacity counter was corrected by %d bytes", files.root, changed_bytes)
     return found
 
 
@@ -305,12 +305,12 @@ async def _compare(
 
 
 async def _add(
-    shelf: Shelf, index: CappedIndex, found: Scanned, positions: np.ndarray, ignored: Collection[ChunkKey]
+    directory: Directory, index: CappedIndex, found: Scanned, positions: np.ndarray, ignored: Collection[ChunkKey]
 ) -> None:
     keys, sizes = found.keys, found.sizes
 
     def add(step: np.ndarray) -> None:
-        noted = shelf.noted_while_scanning
+        noted = directory.noted_while_scanning
         for position in step.tolist():
             key = keys[position]
             if key not in index and key not in ignored and key not in noted:
@@ -319,20 +319,20 @@ async def _add(
     await _in_steps(positions, add)
 
 
-async def _age(shelf: Shelf, index: CappedIndex, found: Scanned, positions: np.ndarray) -> None:
+async def _age(directory: Directory, index: CappedIndex, found: Scanned, positions: np.ndarray) -> None:
     keys = found.keys
 
     def age(step: np.ndarray) -> None:
-        noted = shelf.noted_while_scanning
+        noted = directory.noted_while_scanning
         index.age([key for position in step.tolist() if (key := keys[position]) not in noted])
 
     await _in_steps(positions, age)
 
 
-async def _forget(shelf: Shelf, index: CappedIndex, keys: Sequence[ChunkKey]) -> None:
+async def _forget(directory: Directory, index: CappedIndex, keys: Sequence[ChunkKey]) -> None:
     def forget(step: Sequence[ChunkKey]) -> None:
         for key in step:
-            if key not in shelf.noted_while_scanning:
+            if key not in directory.noted_while_scanning:
                 index.remove(key)
 
     await _in_steps(keys, forget)

@@ -1,7 +1,7 @@
 """The file tier: one file per chunk in one or several directories, under a physical cap.
 
-This is the asynchronous half: it decides and counts, and hands whole operations to worker threads; `volume.py` is the half
-that blocks. File systems differ in two parts (`shelves.py`): how bytes move, and what is known of a directory.
+This is the asynchronous half: it decides and counts, and hands whole operations to worker threads; `chunk_files.py` is the
+half that blocks. File systems differ in two parts (`directories.py`): how bytes move, and what is known of a directory.
 A tier for one file system is a choice of these.
 
 The mount of a directory may be away. A tier that opens late is there from the start, and used once its mount answers. A
@@ -37,12 +37,12 @@ from tiercache.tiers.files.access import (
     mount_of,
     warn_of_missing_mount,
 )
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, Lookup, give_up_bytes
 from tiercache.tiers.files.directory import NameTaken, Victims, reads_back
 from tiercache.tiers.files.format import NO_ROOM
-from tiercache.tiers.files.index import OwnIndex
-from tiercache.tiers.files.scanning import Shelf
-from tiercache.tiers.files.shelves import FileSettings, Knowledge, Mover, Shelves, give_up_bytes
-from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.files.index import ProbingLookup
+from tiercache.tiers.files.scanning import Directory
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -60,10 +60,10 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 """Bounds of the pause between two attempts to open a tier whose mount is away."""
 
-BeginRead = Callable[[Volume], "asyncio.Future[int | None]"]
-"""Begins what does as `Volume.read`."""
-BeginWrite = Callable[[Volume, Victims], "asyncio.Future[int]"]
-"""Begins what does as `Volume.write`; called several times, perhaps."""
+BeginRead = Callable[[ChunkFiles], "asyncio.Future[int | None]"]
+"""Begins what does as `ChunkFiles.read`."""
+BeginWrite = Callable[[ChunkFiles, Victims], "asyncio.Future[int]"]
+"""Begins what does as `ChunkFiles.write`; called several times, perhaps."""
 
 
 class FileTier(DeviceTier):
@@ -73,8 +73,8 @@ class FileTier(DeviceTier):
         option: str,
         settings: FileSettings,
         fingerprint: bytes,
-        mover: Callable[[Shelves], Mover],
-        knowledge: Callable[[Shelves], Knowledge] = OwnIndex,
+        io: Callable[[Directories], ChunkIO],
+        lookup: Callable[[Directories], Lookup] = ProbingLookup,
         *,
         metadata_threads: int = 1,
         late_s: float | None = None,
@@ -86,11 +86,11 @@ class FileTier(DeviceTier):
         """
         self.name = name
         self.option = option
-        self.shelves = Shelves(name, option, settings, fingerprint, metadata_threads, mover, knowledge)
+        self.directories = Directories(name, option, settings, fingerprint, metadata_threads, io, lookup)
         self.traits = self._traits()
         self.admission = Admission(settings.admission)
         self.governor = Governor(settings.bytes_per_day)
-        self._statistics = self.shelves.counters
+        self._statistics = self.directories.counters
         self._said_uncounted = False
         self._unreadable: set[ChunkKey] = set()
         """The first files that could not be read since a read succeeded, at most `_FILES_TO_DOUBT`."""
@@ -101,17 +101,17 @@ class FileTier(DeviceTier):
     @property
     def settings(self) -> FileSettings:
         """With the true cap, once the tier is open."""
-        return self.shelves.settings
+        return self.directories.settings
 
     @property
     def serves_device(self) -> bool:
-        return self.shelves.mover.serves_device
+        return self.directories.io.serves_device
 
     async def open(self) -> None:
         """Raises ConfigError for what does not pass by waiting. Cancelled, it closes again."""
         try:
             if self._late_s is None:
-                await self.shelves.open(only_reads=not self.writes)
+                await self.directories.open(only_reads=not self.writes)
             else:
                 await self._open_late(self._late_s)
         except (Exception, asyncio.CancelledError):  # not GeneratorExit: nothing would run what waits
@@ -124,14 +124,14 @@ class FileTier(DeviceTier):
         if opening is not None:
             opening.cancel()
             await asyncio.wait([opening], timeout=self._late_s)
-        await self.shelves.mover.close()
-        await self.shelves.close()
+        await self.directories.io.close()
+        await self.directories.close()
 
     def describe(self) -> str:
         places = ", ".join(str(directory) for directory in self.settings.directories)
-        if not self.shelves.is_open:
+        if not self.directories.is_open:
             return f"{self.name} ({places})"
-        way = self.shelves.mover.describe()
+        way = self.directories.io.describe()
         most = f"at most {self.settings.cap_bytes / 2**30:.2f} GB" if self.writes else "only read"
         return f"{self.name} ({places}, {most}{way and ', '}{way})"
 
@@ -167,14 +167,14 @@ class FileTier(DeviceTier):
         try:
             # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
             access = ACCESS[self.settings.file_access] if self.writes else None
-            for mount in await self.shelves.metadata.submit(_mounts_of, self.settings.directories, access):
+            for mount in await self.directories.metadata.submit(_mounts_of, self.settings.directories, access):
                 option, _ = local_locks(mount)
                 if option:
                     logger.warning(
                         "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
                         self.name, mount.point, option,
                     )  # fmt: skip
-            await self.shelves.open(only_reads=not self.writes)
+            await self.directories.open(only_reads=not self.writes)
         except (OSError, ConfigError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if not isinstance(cause, OSError):
@@ -197,138 +197,139 @@ class FileTier(DeviceTier):
         is_late = self._late_s is not None
         if is_late and self._opening is None:
             raise TierUnavailable(f"{self.name}: closed")
-        if is_late and not self.shelves.is_open:
+        if is_late and not self.directories.is_open:
             raise TierUnavailable(f"{self.describe()} cannot be reached")
         try:
             yield
         except OSError as error:
-            self.shelves.mover.failed(error)
+            self.directories.io.failed(error)
             if is_late and (error.errno in _AWAY or isinstance(error, FileNotFoundError)):
                 raise TierUnavailable(f"{self.name}: {error}") from error
             raise
 
     def contains(self, key: ChunkKey) -> bool:
-        return self.shelves.contains(key)
+        return self.directories.contains(key)
 
     def offered(self) -> Sequence[Container[ChunkKey]]:
-        return self.shelves.known() if self.traffic.refuses_none else super().offered()
+        return self.directories.known() if self.traffic.refuses_none else super().offered()
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
-        self.shelves.tell(on_change)
+        self.directories.tell(on_change)
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return self.shelves.prefix(keys)
+        return self.directories.prefix(keys)
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         with self._at_mount():
-            return await self.shelves.knowledge.probe(keys)
+            return await self.directories.lookup.probe(keys)
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._at_mount():
-            return await self.shelves.knowledge.probe_each(keys)
+            return await self.directories.lookup.probe_each(keys)
 
     def statistics(self) -> TierStatistics:
-        shelves = self.shelves
+        directories = self.directories
         counters = TierStatistics(**vars(self._statistics))
-        counters.evicted = shelves.evicted + self._evicted_for_quotas
-        counters.stored_bytes = shelves.compression.stored_bytes or counters.written_bytes
-        counters.resident = sum(len(shelf.index) for shelf in shelves.all)
+        counters.evicted = directories.evicted + self._evicted_for_quotas
+        counters.stored_bytes = directories.compression.stored_bytes or counters.written_bytes
+        counters.resident = sum(len(directory.index) for directory in directories.all)
         counters.occupied_bytes = sum(
-            shelf.volume.capacity.used_bytes if self.writes else shelf.index.used_bytes for shelf in shelves.all
+            directory.files.capacity.used_bytes if self.writes else directory.index.used_bytes
+            for directory in directories.all
         )
-        counters.tenants = shown(added_up(shelf.index.tenant_statistics() for shelf in shelves.all))
+        counters.tenants = shown(added_up(directory.index.tenant_statistics() for directory in directories.all))
         return counters
 
     async def scanned(self) -> None:
         """Wait until the index is complete (for tests and tools; the tier serves before that)."""
-        await self.shelves.scanned()
+        await self.directories.scanned()
 
     async def refreshed(self) -> None:
         """Wait until the index has what other instances did before this call, where it follows them (for tests and
         tools)."""
         await self.scanned()
-        await self.shelves.knowledge.refreshed()
+        await self.directories.lookup.refreshed()
 
     def path(self, key: ChunkKey) -> str:
         """The file that holds `key`, or would."""
-        return self.shelves.path(key)
+        return self.directories.path(key)
 
     # Reading
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._read(key, lambda volume: self.shelves.mover.read(volume, key, into))
+        return await self._read(key, lambda files: self.directories.io.read(files, key, into))
 
     async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._read(key, lambda volume: self.shelves.mover.prefetch(volume, key, into))
+        return await self._read(key, lambda files: self.directories.io.prefetch(files, key, into))
 
     def hurry(self, key: ChunkKey) -> None:
-        self.shelves.mover.hurry(key)
+        self.directories.io.hurry(key)
 
     async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
-        return await self._read(key, lambda volume: self.shelves.mover.read_device(volume, key, into))
+        return await self._read(key, lambda files: self.directories.io.read_device(files, key, into))
 
     async def _read(self, key: ChunkKey, read: BeginRead) -> int | None:
         with self._at_mount():
-            length, shelves = None, self.shelves.places(key)
-            is_known = key in shelves[0].index
-            for shelf in shelves:
-                length = await self._read_from(shelf, key, read)
+            length, directories = None, self.directories.places(key)
+            is_known = key in directories[0].index
+            for directory in directories:
+                length = await self._read_from(directory, key, read)
                 if length is not None:
                     break
         if not is_known:
-            self.shelves.knowledge.missed(shelves[0])
+            self.directories.lookup.missed(directories[0])
         if length is None:
             self._statistics.read_misses += 1
             return None
         self._statistics.reads += 1
         self._statistics.read_bytes += length
-        self.shelves.refused.pop(key, None)
+        self.directories.refused.pop(key, None)
         return length
 
-    async def _read_from(self, shelf: Shelf, key: ChunkKey, read: BeginRead) -> int | None:
-        began = shelf.look_for(key)
+    async def _read_from(self, directory: Directory, key: ChunkKey, read: BeginRead) -> int | None:
+        began = directory.look_for(key)
         try:
-            length = await wait_shielded(read(shelf.volume))
+            length = await wait_shielded(read(directory.files))
         except CorruptChunk as error:
-            self._found_bad(shelf, key)
+            self._found_bad(directory, key)
             logger.warning("a chunk failed verification: %s", error)
             raise
         except OSError as error:
-            if not await self._is_files_fault(shelf.volume, key, error):
+            if not await self._is_files_fault(directory.files, key, error):
                 raise
-            self._found_bad(shelf, key)
+            self._found_bad(directory, key)
             logger.warning("a chunk cannot be read: %s", error)
-            await self.shelves.metadata.submit(shelf.volume.set_aside, key)
-            raise CorruptChunk(f"{shelf.volume.path(key)}: cannot be read: {error}") from error
+            await self.directories.metadata.submit(directory.files.set_aside, key)
+            raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
         finally:
-            is_latest = shelf.looked(key, began)
-            self.shelves.catch_up_soon(shelf)
+            is_latest = directory.looked(key, began)
+            self.directories.catch_up_soon(directory)
         self._unreadable.clear()
         if length is None:
             if is_latest:  # else it was stored after we had looked
-                shelf.index.remove(key)
+                directory.index.remove(key)
             return None
-        if key in shelf.index:
-            shelf.index.touch(key)
-            shelf.note(key)
+        if key in directory.index:
+            directory.index.touch(key)
+            directory.note(key)
         # Else the scan, or a probe, takes it up with the bytes that it occupies: a compressed one has fewer than were read.
         return length
 
-    def _found_bad(self, shelf: Shelf, key: ChunkKey) -> None:
-        shelf.index.remove(key)
-        self.shelves.refuse(key)
+    def _found_bad(self, directory: Directory, key: ChunkKey) -> None:
+        directory.index.remove(key)
+        self.directories.refuse(key)
         self._statistics.corrupt += 1
 
-    async def _is_files_fault(self, volume: Volume, key: ChunkKey, error: OSError) -> bool:
+    async def _is_files_fault(self, files: ChunkFiles, key: ChunkKey, error: OSError) -> bool:
         """An unreadable file costs itself, however many lie together; a device that reads nothing at all has failed."""
         if isinstance(error, NotAFile) or error.errno in _FILES_OWN_FAULT:
             return True
-        if error.errno not in self.shelves.mover.perhaps_files:
+        if error.errno not in self.directories.io.perhaps_files:
             return False
         if len(self._unreadable) < _FILES_TO_DOUBT:
             self._unreadable.add(key)
         if len(self._unreadable) >= _FILES_TO_DOUBT:
-            if not await self.shelves.metadata.submit(reads_back, volume.root):
+            if not await self.directories.metadata.submit(reads_back, files.root):
                 return False
             self._unreadable.clear()
         return True
@@ -336,49 +337,51 @@ class FileTier(DeviceTier):
     # Writing
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
-        mover = self.shelves.mover
+        io = self.directories.io
         return await self._write(
-            key, payload_bytes, lambda volume, victims: mover.write(volume, key, payload, payload_bytes, victims)
+            key, payload_bytes, lambda files, victims: io.write(files, key, payload, payload_bytes, victims)
         )
 
     async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
-        mover = self.shelves.mover
+        io = self.directories.io
         return await self._write(
-            key, payload_bytes, lambda volume, victims: mover.write_device(volume, key, payload, payload_bytes, victims)
+            key, payload_bytes, lambda files, victims: io.write_device(files, key, payload, payload_bytes, victims)
         )
 
     async def _write(self, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
         if not self.writes:
             return False
         with self._at_mount():
-            return await self._write_to(self.shelves.places(key)[0], key, payload_bytes, write)
+            return await self._write_to(self.directories.places(key)[0], key, payload_bytes, write)
 
-    async def _write_to(self, shelf: Shelf, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
-        await shelf.left(key)
-        if key in shelf.index:
-            shelf.index.touch(key)
+    async def _write_to(self, directory: Directory, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
+        await directory.left(key)
+        if key in directory.index:
+            directory.index.touch(key)
             return True
         self.admission.used(key)
         needed_bytes = file_bytes(payload_bytes)
-        if needed_bytes > shelf.volume.cap_bytes:
+        if needed_bytes > directory.files.cap_bytes:
             return False
-        if not shelf.volume.capacity.trusted:
+        if not directory.files.capacity.trusted:
             # Files without a count: the cap cannot be kept before they are counted.
             if not self._said_uncounted:
                 self._said_uncounted = True
-                logger.warning("%s: its count of bytes is missing; nothing is written before a scan", shelf.volume.root)
-            self.shelves.scan_soon(shelf)
+                logger.warning(
+                    "%s: its count of bytes is missing; nothing is written before a scan", directory.files.root
+                )
+            self.directories.scan_soon(directory)
             return False
         now_s = asyncio.get_running_loop().time()
-        index = shelf.index
+        index = directory.index
         if not index.fits(key, needed_bytes):
             return False
         if not self.admission.admits(key) or not self.governor.allows(needed_bytes, now_s):
             return False
-        began, is_latest = shelf.look_for(key), False
+        began, is_latest = directory.look_for(key), False
         index.expect(key, needed_bytes)
         try:
-            occupied_bytes = await self._write_evicting(shelf, key, needed_bytes, write)
+            occupied_bytes = await self._write_evicting(directory, key, needed_bytes, write)
         except BaseException as error:
             self.governor.give_back(needed_bytes)
             self._statistics.write_failures += 1
@@ -388,66 +391,70 @@ class FileTier(DeviceTier):
             return False
         finally:
             index.expect(key, -needed_bytes)
-            is_latest = shelf.looked(key, began)
-            self.shelves.catch_up_soon(shelf)
-        self.shelves.refused.pop(key, None)
-        if is_latest or key in shelf.index:  # else it was seen before we heard of it, and evicted
-            shelf.add(key, occupied_bytes)
-        shelf.note(key)
+            is_latest = directory.looked(key, began)
+            self.directories.catch_up_soon(directory)
+        self.directories.refused.pop(key, None)
+        if is_latest or key in directory.index:  # else it was seen before we heard of it, and evicted
+            directory.add(key, occupied_bytes)
+        directory.note(key)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         return True
 
-    async def _write_evicting(self, shelf: Shelf, key: ChunkKey, needed_bytes: int, write: BeginWrite) -> int:
-        deficit_bytes = shelf.volume.capacity.used_bytes + needed_bytes - shelf.volume.cap_bytes
+    async def _write_evicting(self, directory: Directory, key: ChunkKey, needed_bytes: int, write: BeginWrite) -> int:
+        deficit_bytes = directory.files.capacity.used_bytes + needed_bytes - directory.files.cap_bytes
         attempt = 0
         while attempt < _ATTEMPTS:
-            own_bytes = give_up_bytes(shelf.index.lacking_bytes(key), needed_bytes)
-            victims = await self.shelves.make_room(shelf, needed_bytes, deficit_bytes - own_bytes)
+            own_bytes = give_up_bytes(directory.index.lacking_bytes(key), needed_bytes)
+            victims = await self.directories.make_room(directory, needed_bytes, deficit_bytes - own_bytes)
             # Chosen only now: what was chosen before a wait would be lost if that failed.
-            own = shelf.index.evict_own(key, give_up_bytes(shelf.index.lacking_bytes(key), needed_bytes))
+            own = directory.index.evict_own(key, give_up_bytes(directory.index.lacking_bytes(key), needed_bytes))
             self._evicted_for_quotas += len(own)
             victims += own
-            volume = shelf.volume
+            files = directory.files
             try:
                 try:
-                    with shelf.leaving(victims):
-                        return await wait_shielded(write(volume, victims))
+                    with directory.leaving(victims):
+                        return await wait_shielded(write(files, victims))
                 finally:
-                    for left, occupied_bytes in victims.left if shelf.volume is volume else ():
-                        shelf.index.add(left, occupied_bytes)  # as the newest: all others go before it is tried again
+                    for left, occupied_bytes in victims.left if directory.files is files else ():
+                        directory.index.add(
+                            left, occupied_bytes
+                        )  # as the newest: all others go before it is tried again
             except TierFull:
                 # Victims that another instance had deleted were no attempt, and are out of the index now.
                 attempt += not victims.were_gone or bool(victims.left)
-                deficit_bytes = max(needed_bytes, volume.capacity.used_bytes + needed_bytes - volume.cap_bytes)
+                deficit_bytes = max(needed_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
             except FileNotFoundError:
-                await self.shelves.reopen(shelf, volume)
+                await self.directories.reopen(directory, files)
                 deficit_bytes = 0
                 attempt += 1
             except OSError as error:
-                if await self.shelves.is_replaced(volume, error):
-                    await self.shelves.reopen(shelf, volume)
+                if await self.directories.is_replaced(files, error):
+                    await self.directories.reopen(directory, files)
                     attempt += 1
                     continue
                 if error.errno not in NO_ROOM:
                     raise
                 # The device is fuller than our cap allows for: make room at our own expense, then say so.
                 attempt += not victims.were_gone
-                if await self.shelves.close_deleted():
+                if await self.directories.close_deleted():
                     deficit_bytes = 0
                     continue
                 deficit_bytes = needed_bytes << max(0, attempt - 1)
-                if deficit_bytes > shelf.index.used_bytes:
-                    await self.shelves.scanned_soon(shelf)  # others may have filled it since we looked what is there
-                if not shelf.index.used_bytes:
-                    raise TierFull(f"{volume.root}: {error.strerror}, and nothing of ours is left to evict") from error
-                deficit_bytes = min(deficit_bytes, shelf.index.used_bytes)
-        raise TierFull(f"{shelf.volume.root}: no room after {_ATTEMPTS} attempts")
+                if deficit_bytes > directory.index.used_bytes:
+                    await self.directories.scanned_soon(
+                        directory
+                    )  # others may have filled it since we looked what is there
+                if not directory.index.used_bytes:
+                    raise TierFull(f"{files.root}: {error.strerror}, and nothing of ours is left to evict") from error
+                deficit_bytes = min(deficit_bytes, directory.index.used_bytes)
+        raise TierFull(f"{directory.files.root}: no room after {_ATTEMPTS} attempts")
 
     def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
         # Also what was hot: a chunk that leaves the hot cache after a hundred uses should not have left here long before.
-        for shelf in self.shelves.all:
-            shelf.index.touch_prefix(keys)
+        for directory in self.directories.all:
+            directory.index.touch_prefix(keys)
         if self.settings.admission == "all":
             return ()
         wanted = []
@@ -469,26 +476,26 @@ class FileTier(DeviceTier):
         # From every directory: it may lie, too, where it was stored before others were added. What we do not know of may be
         # somebody else's. Whoever stops waiting leaves it to the thread.
         places = []
-        for shelf in self.shelves.all:
-            places.append((shelf.volume, shelf.index.remove(key)))
-            shelf.note(key)
+        for directory in self.directories.all:
+            places.append((directory.files, directory.index.remove(key)))
+            directory.note(key)
         try:
             with self._at_mount():
-                return await self.shelves.metadata.submit(_remove, places, key)
+                return await self.directories.metadata.submit(_remove, places, key)
         finally:
             # Who looked at the directory meanwhile may have seen it still.
-            for shelf in self.shelves.all:
-                shelf.removed(key)
-                self.shelves.catch_up_soon(shelf)
+            for directory in self.directories.all:
+                directory.removed(key)
+                self.directories.catch_up_soon(directory)
 
     def _traits(self) -> Traits:
-        mover = self.shelves.mover
+        io = self.directories.io
         return Traits(
             durable=True,
             shared=True,
-            read_concurrency=mover.places,
-            write_concurrency=mover.write_places,
-            prefetches_apart=mover.prefetches_apart,
+            read_concurrency=io.places,
+            write_concurrency=io.write_places,
+            prefetches_apart=io.prefetches_apart,
         )
 
 
@@ -503,12 +510,12 @@ def _mounts_of(directories: Sequence[Path], access: Access | None) -> list[Mount
     return list(dict.fromkeys(mount_of(directory) for directory in directories))
 
 
-def _remove(places: list[tuple[Volume, int | None]], key: ChunkKey) -> bool:
+def _remove(places: list[tuple[ChunkFiles, int | None]], key: ChunkKey) -> bool:
     """Whether the chunk was anywhere. A directory that fails keeps it in no other; its error is raised at the end."""
     gone, failure = False, None
-    for volume, occupied_bytes in places:
+    for files, occupied_bytes in places:
         try:
-            gone = volume.remove(key, occupied_bytes) or gone
+            gone = files.remove(key, occupied_bytes) or gone
         except (OSError, TierUnavailable) as error:
             failure = error
     if failure is not None:

@@ -27,12 +27,12 @@ from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
 from tiercache.tiers.compression import unpacked
 from tiercache.tiers.files.access import ABSENT
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings
 from tiercache.tiers.files.directory import MANIFEST, PendingFile, Victims
 from tiercache.tiers.files.format import host_checksum, verify_chunk
 from tiercache.tiers.files.io_posix import places_of
-from tiercache.tiers.files.shelves import FileSettings, Mover, Shelves
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, load_library
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.ring import (
@@ -59,26 +59,26 @@ _MAYBE_BAD_FILE = frozenset({errno.EBADF, errno.EIO})
 """Results of a ring that say the descriptor is unknown, or that something other than an RPC failed."""
 
 
-class RingMover(Mover):
+class RingIO(ChunkIO):
     """Moves chunks by rings. If the arena itself is registered, payloads outside of it go through the mount."""
 
     sees_remounts = True
-    perhaps_files = Mover.perhaps_files - {errno.EREMOTEIO}  # a failed RPC of a ring says nothing about the file
+    perhaps_files = ChunkIO.perhaps_files - {errno.EREMOTEIO}  # a failed RPC of a ring says nothing about the file
 
-    def __init__(self, shelves: Shelves, mount: Path | None, rings: RingSettings, iov_bytes: int) -> None:
+    def __init__(self, directories: Directories, mount: Path | None, rings: RingSettings, iov_bytes: int) -> None:
         """If `mount` is None, the mount of the directories is taken."""
-        threads = shelves.settings.threads
-        self._shelves = shelves
+        threads = directories.settings.threads
+        self._directories = directories
         self.places = places_of(threads)
-        self._readers = Workers(f"{shelves.name}-read", threads)
+        self._readers = Workers(f"{directories.name}-read", threads)
         """Verify chunks that rings have read, and read the others through the mount."""
-        self._writers = Workers(f"{shelves.name}-write", threads)
+        self._writers = Workers(f"{directories.name}-write", threads)
         self.arena: Arena | None = None
         """Arena of the payloads, set before `prepare`. If it is shared memory, rings move them without a copy."""
         self.engine: RingEngine | None = None
         self.files: RegisteredFiles
         self.active: set[asyncio.Task[Any]] = set()
-        self.file_threads = Workers(f"{shelves.name}-files", _IN_FLIGHT)
+        self.file_threads = Workers(f"{directories.name}-files", _IN_FLIGHT)
         self._mount = mount
         if rings.io_depth > 1:
             logger.warning(
@@ -93,15 +93,15 @@ class RingMover(Mover):
         """Limits how many of the threads that make files hash and copy at a time."""
 
     async def prepare(self) -> None:
-        shelves = self._shelves
+        directories = self._directories
         library = load_library()
         try:
-            mount = await shelves.metadata.submit(self._find_mount, library)
+            mount = await directories.metadata.submit(self._find_mount, library)
         except OSError as error:
-            raise ConfigError(f"{shelves.option}: {error}") from error
+            raise ConfigError(f"{directories.option}: {error}") from error
         arena = registered_arena(self.arena) if self.arena is not None else None
         self.files = RegisteredFiles(library)
-        place_bytes = HEADER_BYTES if arena is not None else file_bytes(shelves.settings.chunk_bytes)
+        place_bytes = HEADER_BYTES if arena is not None else file_bytes(directories.settings.chunk_bytes)
         size_bytes = _HEADERS_BYTES if arena is not None else self._iov_bytes
 
         def make_buffers() -> Buffers:
@@ -112,7 +112,7 @@ class RingMover(Mover):
             await engine.open()
         except OSError as error:
             hint = "; this 3FS may take no negative hf3fs_io_depth" if self._rings.io_depth < 0 else ""
-            raise ConfigError(f"{shelves.option}: 3FS at {mount} refuses rings: {error}{hint}") from error
+            raise ConfigError(f"{directories.option}: 3FS at {mount} refuses rings: {error}{hint}") from error
         self.engine = engine
         self.places = max(1, min(_IN_FLIGHT, engine.buffers.count // 2))
 
@@ -122,8 +122,10 @@ class RingMover(Mover):
             await engine.close()
             if self.active:
                 await asyncio.wait(self.active, timeout=_CLOSE_S)
-            roots = [shelf.volume.root for shelf in self._shelves.all] or self._shelves.settings.directories
-            self._shelves.metadata.later(self.files.close, str(roots[0] / MANIFEST))
+            roots = [
+                directory.files.root for directory in self._directories.all
+            ] or self._directories.settings.directories
+            self._directories.metadata.later(self.files.close, str(roots[0] / MANIFEST))
         for workers in (self.file_threads, self._readers, self._writers):
             workers.close()
 
@@ -134,26 +136,26 @@ class RingMover(Mover):
     def describe(self) -> str:
         return f"rings, {'no copy' if self.engine is not None and self.engine.arena is not None else 'one copy'}"
 
-    def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        return self._begin(self._ring_read(volume, key, into))
+    def read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        return self._begin(self._ring_read(files, key, into))
 
     def write(
-        self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        return self._begin(self._ring_write(volume, key, payload, payload_bytes, victims))
+        return self._begin(self._ring_write(files, key, payload, payload_bytes, victims))
 
     def forget(self, path: str) -> None:
         self.files.forget(path)
 
     def deleted(self, keys: Sequence[ChunkKey]) -> None:
-        self._shelves.metadata.submit(self._forget, [self._shelves.path(key) for key in keys])
+        self._directories.metadata.submit(self._forget, [self._directories.path(key) for key in keys])
 
     def _forget(self, paths: Sequence[str]) -> None:
         for path in paths:
             self.files.forget(path)
 
     async def close_deleted(self) -> int:
-        return await self._shelves.metadata.submit(self.files.close_deleted)
+        return await self._directories.metadata.submit(self.files.close_deleted)
 
     def failed(self, error: OSError) -> None:
         """Examine the daemon if a call failed as on a dead mount: rings may be idle and notice nothing."""
@@ -167,8 +169,8 @@ class RingMover(Mover):
 
     def _find_mount(self, library: Any) -> Path:
         """Return the mount of all directories. Blocks. Raises ConfigError if it is none of 3FS or not the same for all."""
-        option, found = self._shelves.option, {}
-        for directory in self._shelves.settings.directories:
+        option, found = self._directories.option, {}
+        for directory in self._directories.settings.directories:
             place = directory
             while not place.exists():
                 place = place.parent
@@ -183,12 +185,12 @@ class RingMover(Mover):
 
     async def _revive(self) -> None:
         """Drop all that is open on the mount of the previous daemon, and open the directories anew."""
-        await self._shelves.metadata.submit(self.files.forget_all)
-        await self._shelves.remount()
+        await self._directories.metadata.submit(self.files.forget_all)
+        await self._directories.remount()
 
     def _engine(self) -> RingEngine:
         if self.engine is None:
-            raise TierUnavailable(f"{self._shelves.name} is closed")
+            raise TierUnavailable(f"{self._directories.name} is closed")
         return self.engine
 
     def _out_of_reach(self, memory: np.ndarray) -> bool:
@@ -197,23 +199,23 @@ class RingMover(Mover):
         return arena is not None and _inside(arena, memory, memory.nbytes) is None
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work, name=f"tiercache-{self._shelves.name}")
+        task = asyncio.create_task(work, name=f"tiercache-{self._directories.name}")
         self.active.add(task)
         task.add_done_callback(self.active.discard)
         return task
 
     # Reading
 
-    async def _ring_read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> int | None:
-        path = volume.path(key)
+    async def _ring_read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> int | None:
+        path = files.path(key)
         if self._out_of_reach(into):
-            return await self._readers.submit(volume.read, key, into)
+            return await self._readers.submit(files.read, key, into)
         file = self.files.kept(path)
         if file is None:
             try:
-                file = await self.file_threads.submit(self._open_to_read, volume, path)
+                file = await self.file_threads.submit(self._open_to_read, files, path)
             except ABSENT:
-                if not await self._shelves.metadata.submit(volume.identity.is_here_or_deleted):
+                if not await self._directories.metadata.submit(files.identity.is_here_or_deleted):
                     raise
                 return None
         try:
@@ -226,17 +228,17 @@ class RingMover(Mover):
             doubt = f"{path}: {error.strerror}, says the daemon"
         # The file is bad only if it is also bad when it is opened anew, has its true length, and is read without rings.
         logger.info("%s; reading it again through the mount", doubt)
-        return await self._readers.submit(self._read_through_mount, volume, key, path, into)
+        return await self._readers.submit(self._read_through_mount, files, key, path, into)
 
-    def _open_to_read(self, volume: Volume, path: str) -> RegisteredFile:
-        volume.require_place(path)
+    def _open_to_read(self, files: ChunkFiles, path: str) -> RegisteredFile:
+        files.require_place(path)
         return self.files.open_to_read(path)
 
-    def _read_through_mount(self, volume: Volume, key: ChunkKey, path: str, into: np.ndarray) -> int | None:
+    def _read_through_mount(self, files: ChunkFiles, key: ChunkKey, path: str, into: np.ndarray) -> int | None:
         self.files.forget(path)
         with contextlib.suppress(FileNotFoundError):
             self.files.refresh(path)
-        return volume.read(key, into)
+        return files.read(key, into)
 
     async def _transfer_in(self, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray) -> int:
         """Read by a ring as many bytes as there is room for, since `stat` may lag, and verify them. Releases `file`."""
@@ -266,7 +268,7 @@ class RingMover(Mover):
         """Verify a chunk and unpack it into `into`. `view` is a transfer buffer with its header, and with its payload unless
         that is `in_place` in `into`."""
         if not view.nbytes:
-            raise TierUnavailable(f"{self._shelves.name} is closed")
+            raise TierUnavailable(f"{self._directories.name} is closed")
         raw_header = view[:PACKED_BYTES].data
         if in_place:
             checksum = host_checksum(into)
@@ -275,7 +277,7 @@ class RingMover(Mover):
             def checksum(payload_bytes: int) -> int:
                 return copy_with_checksum(view[HEADER_BYTES:][:payload_bytes], into)
 
-        header = verify_chunk(path, raw_header, key, self._shelves.fingerprint, moved_bytes, moved_bytes, checksum)
+        header = verify_chunk(path, raw_header, key, self._directories.fingerprint, moved_bytes, moved_bytes, checksum)
         return unpacked(header, into)
 
     def _release_once_over(
@@ -287,7 +289,7 @@ class RingMover(Mover):
             if buffers is not None and place >= 0:
                 buffers.give_back(place)
             if self.files.drop(file):
-                self._shelves.metadata.later(self.files.close_file, file.descriptor)
+                self._directories.metadata.later(self.files.close_file, file.descriptor)
 
         if transfer is None or transfer.over.done():
             release()
@@ -297,10 +299,10 @@ class RingMover(Mover):
     # Writing
 
     async def _ring_write(
-        self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> int:
         if self._out_of_reach(payload):
-            return await self._writers.submit(volume.write, key, payload, payload_bytes, victims)
+            return await self._writers.submit(files.write, key, payload, payload_bytes, victims)
         engine = self._engine()
         buffers = engine.buffers
         place = await buffers.take(self._rings.timeout_s)
@@ -308,11 +310,11 @@ class RingMover(Mover):
         direct = _inside(engine.arena, padded, padded.nbytes)
 
         def begin() -> tuple[PendingFile, RegisteredFile]:
-            pending = volume.begin_write(key, payload_bytes, victims)
+            pending = files.begin_write(key, payload_bytes, victims)
             try:
                 view = buffers.view(place)
                 if not view.nbytes:
-                    raise TierUnavailable(f"{self._shelves.name} is closed")
+                    raise TierUnavailable(f"{self._directories.name} is closed")
                 with self._hashing:
                     if direct is None:
                         target = view[HEADER_BYTES : HEADER_BYTES + padded.nbytes]
@@ -320,12 +322,12 @@ class RingMover(Mover):
                         target[payload_bytes:] = 0
                     else:
                         checksum = payload_checksum(padded[:payload_bytes])
-                packed = Header(key, self._shelves.fingerprint, payload_bytes, checksum).pack()
+                packed = Header(key, self._directories.fingerprint, payload_bytes, checksum).pack()
                 view[:PACKED_BYTES] = np.frombuffer(packed, dtype=np.uint8)
                 view[PACKED_BYTES:HEADER_BYTES] = 0
-                return pending, volume.make(pending, self.files.create)
+                return pending, files.make(pending, self.files.create)
             except BaseException:
-                volume.discard(pending)
+                files.discard(pending)
                 raise
 
         try:
@@ -342,31 +344,31 @@ class RingMover(Mover):
         except OSError:
             # The transfer is over. The next attempt may need the space of its file.
             buffers.give_back(place)
-            await self.file_threads.submit(self._discard, volume, pending, file)
+            await self.file_threads.submit(self._discard, files, pending, file)
             raise
         except BaseException:
             # The name is removed. The descriptor stays open while the daemon may write, so that its inode is not reused.
-            self._shelves.metadata.later(volume.discard, pending)
+            self._directories.metadata.later(files.discard, pending)
             self._release_once_over(file, buffers, place, transfer)
             raise
         buffers.give_back(place)
-        return await self.file_threads.submit(self._publish, volume, pending, file)
+        return await self.file_threads.submit(self._publish, files, pending, file)
 
-    def _discard(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> None:
+    def _discard(self, files: ChunkFiles, pending: PendingFile, file: RegisteredFile) -> None:
         with contextlib.suppress(OSError):
-            volume.discard(pending)
+            files.discard(pending)
         self.files.release(file)
 
-    def _publish(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> int:
+    def _publish(self, files: ChunkFiles, pending: PendingFile, file: RegisteredFile) -> int:
         """Release `file` and then give it its final name, when no process can write to it any more."""
         try:
-            occupied_bytes = self.files.settle(file, durable=self._shelves.settings.durable)
+            occupied_bytes = self.files.settle(file, durable=self._directories.settings.durable)
         except BaseException:
-            volume.discard(pending)
+            files.discard(pending)
             raise
         finally:
             self.files.release(file)
-        return volume.finish_write(pending, occupied_bytes or pending.reserved_bytes)
+        return files.finish_write(pending, occupied_bytes or pending.reserved_bytes)
 
 
 def _inside(arena: RegisteredMemory | None, memory: np.ndarray, length_bytes: int) -> Piece | None:
@@ -408,17 +410,17 @@ class Hf3fsTier(FileTier):
             "hf3fs_base_path",
             settings,
             fingerprint,
-            lambda shelves: RingMover(shelves, settings.mount, settings.rings, settings.iov_bytes),
+            lambda directories: RingIO(directories, settings.mount, settings.rings, settings.iov_bytes),
         )
 
     @property
-    def mover(self) -> RingMover:
-        mover = self.shelves.mover
-        assert isinstance(mover, RingMover)
-        return mover
+    def io(self) -> RingIO:
+        io = self.directories.io
+        assert isinstance(io, RingIO)
+        return io
 
     def use_arena(self, arena: Arena) -> None:
-        self.mover.arena = arena
+        self.io.arena = arena
 
     async def open(self) -> None:
         try:

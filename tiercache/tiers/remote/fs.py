@@ -16,8 +16,8 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tiercache.tiers.files.index import FollowedIndex
-from tiercache.tiers.files.io_posix import ThreadMover
+from tiercache.tiers.files.index import RelistingLookup
+from tiercache.tiers.files.io_posix import PosixIO
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.weka import METADATA_THREADS, WekaSettings
@@ -81,8 +81,8 @@ class FsTier(FileTier):
             remote.key("base_path"),
             settings,
             remote.fingerprint,
-            ThreadMover,
-            lambda shelves: FollowedIndex(shelves, settings.refresh_s),
+            PosixIO,
+            lambda directories: RelistingLookup(directories, settings.refresh_s),
             metadata_threads=METADATA_THREADS,
             late_s=remote.timeout_s,
         )

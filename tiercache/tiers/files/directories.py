@@ -1,8 +1,8 @@
 """The directories of a file tier: opening, scanning, eviction, and replacement.
 
-`Shelves` owns one `Shelf` per configured directory and belongs to the event loop; blocking calls run in `MetadataWorkers`. A
-`Mover` moves the bytes and a `Knowledge` looks keys up; the tier combines the three. Background tasks scan, trim above caps
-and quotas, retry failed deletions, and reopen a directory that was emptied, deleted or mounted again.
+`Directories` owns one `Directory` per configured path and belongs to the event loop; blocking calls run in
+`MetadataWorkers`. A `ChunkIO` moves the bytes and a `Lookup` looks keys up; the tier combines the three. Background tasks
+scan, trim above caps and quotas, retry failed deletions, and reopen a directory that was emptied, deleted or mounted again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
+from tiercache.tiers.files.chunk_files import ChunkFiles, OnlyRead
 from tiercache.tiers.files.directory import Victims, WrongFormat, default_cap, found_place, make_place
-from tiercache.tiers.files.scanning import Shelf, scan
-from tiercache.tiers.files.volume import OnlyRead, Volume
+from tiercache.tiers.files.scanning import Directory, scan
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -147,7 +147,7 @@ class FileSettings:
     tenant_bytes: int = 0
     """Quota of each tenant in all directories together, in equal shares; 0: no quota."""
     beside: bool = True
-    """Write temporary files beside the chunks, see `Volume`."""
+    """Write temporary files beside the chunks, see `ChunkFiles`."""
 
     @property
     def tenant_share_bytes(self) -> int:
@@ -159,14 +159,14 @@ class FileSettings:
         return min(_LARGEST_STEP_BYTES, cap_bytes // _STEPS)
 
 
-class Mover(ABC):
-    """I/O backend: moves bytes between memory and files. Calls keep the contracts of `Volume.read` and `Volume.write`.
-    Cancelling a future does not stop its operation."""
+class ChunkIO(ABC):
+    """I/O backend: moves bytes between memory and files. Calls keep the contracts of `ChunkFiles.read` and
+    `ChunkFiles.write`. Cancelling a future does not stop its operation."""
 
     places: int
     """Concurrent reads. Set by `open`."""
     sees_remounts = False
-    """True if the backend itself detects another mount in place of its own and calls `Shelves.remount`."""
+    """True if the backend itself detects another mount in place of its own and calls `Directories.remount`."""
     perhaps_files = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
     """Read errors that the file or the device may have caused."""
 
@@ -200,35 +200,35 @@ class Mover(ABC):
         return ""
 
     @abstractmethod
-    def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        """Read a chunk like `Volume.read`."""
+    def read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        """Read a chunk like `ChunkFiles.read`."""
 
     @property
     def prefetches_apart(self) -> bool:
         """See `Traits.prefetches_apart`."""
         return False
 
-    def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+    def prefetch(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
         """Read with less priority; the call may pause during reads."""
-        return self.read(volume, key, into)
+        return self.read(files, key, into)
 
     def hurry(self, key: ChunkKey) -> None:  # noqa: B027
         """See `Tier.hurry`."""
 
     @abstractmethod
     def write(
-        self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        """Write a chunk like `Volume.write`."""
+        """Write a chunk like `ChunkFiles.write`."""
 
-    def read_device(self, volume: Volume, key: ChunkKey, into: Tensor) -> asyncio.Future[int | None]:
-        """Read a chunk into device memory like `Volume.read`."""
+    def read_device(self, files: ChunkFiles, key: ChunkKey, into: Tensor) -> asyncio.Future[int | None]:
+        """Read a chunk into device memory like `ChunkFiles.read`."""
         raise DeviceError("there is no device; only host memory is served")
 
     def write_device(
-        self, volume: Volume, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        """Write a chunk from device memory like `Volume.write`."""
+        """Write a chunk from device memory like `ChunkFiles.write`."""
         raise DeviceError("there is no device; only host memory is served")
 
     def forget(self, path: str) -> None:  # noqa: B027
@@ -248,14 +248,14 @@ class Mover(ABC):
         """Note that a directory was replaced."""
 
 
-class Knowledge(ABC):
+class Lookup(ABC):
     """Looks keys up in the directories and keeps the indexes fresh."""
 
     @abstractmethod
     def make_index(self) -> CappedIndex:
         """Return an empty index."""
 
-    def begin(self, shelf: Shelf) -> None:  # noqa: B027 - only shared directories need it
+    def begin(self, directory: Directory) -> None:  # noqa: B027 - only shared directories need it
         """Start to keep a directory's index fresh."""
 
     @abstractmethod
@@ -266,11 +266,11 @@ class Knowledge(ABC):
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """See `Tier.probe_each`."""
 
-    def missed(self, shelf: Shelf) -> None:  # noqa: B027
+    def missed(self, directory: Directory) -> None:  # noqa: B027
         """Note a read of a chunk that was in no index."""
 
     def follow_deletions(  # noqa: B027 - what follows everything needs nothing for it
-        self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None
+        self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None
     ) -> None:
         """Remove from the index what other processes delete. Call `on_stored` for chunks stored by any process, as far as
         the kernel reports them."""
@@ -306,7 +306,7 @@ def give_up_bytes(lacking_bytes: int, needed_bytes: int) -> int:
     return 2 * needed_bytes if lacking_bytes > _OVER_THE_CAP * needed_bytes else max(0, lacking_bytes)
 
 
-class Shelves:
+class Directories:
     """All directories of a tier. Methods run on the event loop; blocking calls run in `metadata`."""
 
     def __init__(
@@ -316,16 +316,16 @@ class Shelves:
         settings: FileSettings,
         fingerprint: bytes,
         metadata_threads: int,
-        mover: Callable[[Shelves], Mover],
-        knowledge: Callable[[Shelves], Knowledge],
+        io: Callable[[Directories], ChunkIO],
+        lookup: Callable[[Directories], Lookup],
     ) -> None:
-        """`option` is the configuration key of the directories, for messages. `mover` and `knowledge` are factories that
-        must not access the other parts yet."""
+        """`option` is the configuration key of the directories, for messages. `io` and `lookup` are factories that must not
+        access the other parts yet."""
         self.name = name
         self.option = option
         self.settings = settings
         self.fingerprint = fingerprint
-        self.all: list[Shelf] = []
+        self.all: list[Directory] = []
         self.compression = Compression(
             settings.compression, settings.item_bytes, concurrency=settings.threads, tier=name
         )
@@ -335,12 +335,12 @@ class Shelves:
         self.metadata = MetadataWorkers(name, metadata_threads)
         self.closed = False
         self._only_reads = False
-        self._unclosed: list[Shelf] = []
+        self._unclosed: list[Directory] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._scans: set[asyncio.Task[None]] = set()
         self._on_change: Callable[[ChunkKey], None] | None = None
-        self.mover = mover(self)
-        self.knowledge = knowledge(self)
+        self.io = io(self)
+        self.lookup = lookup(self)
         self.evicted = 0
         """Chunks evicted by this instance for caps and quotas."""
 
@@ -352,29 +352,29 @@ class Shelves:
             await self._open_all()
         except BaseException:
             self.all.clear()
-            self._close_volumes()
+            self._close_files()
             raise
-        for shelf in self.all:
-            self.begin_scan(shelf, first=True)
-            self.knowledge.begin(shelf)
+        for directory in self.all:
+            self.begin_scan(directory, first=True)
+            self.lookup.begin(directory)
         if self._on_change is not None:
             self.tell(self._on_change)
         self.begin(self._sweep(), f"sweep-{self.name}")
 
     async def _open_all(self) -> None:
-        await self.mover.prepare()
-        places = [await self._place_of(directory) for directory in self.settings.directories]
+        await self.io.prepare()
+        places = [await self._place_of(path) for path in self.settings.directories]
         if not self.settings.cap_bytes and not self._only_reads:
             self.settings = replace(self.settings, cap_bytes=await self._default_cap(places))
         share_bytes = self.settings.cap_bytes // len(self.settings.directories)
         for place in places:
-            volume = self.make_volume(place, share_bytes)
-            await self._open_volume(volume)
-            shelf = Shelf(volume, self.knowledge.make_index())
-            self.all.append(shelf)
-            self._unclosed.append(shelf)
-            self._require_another(volume)
-        await self.mover.open()
+            files = self.make_files(place, share_bytes)
+            await self._open_files(files)
+            directory = Directory(files, self.lookup.make_index())
+            self.all.append(directory)
+            self._unclosed.append(directory)
+            self._require_another(files)
+        await self.io.open()
 
     async def close(self) -> None:
         """Cancel background tasks and close the directories. Waits a bounded time for hung calls."""
@@ -383,13 +383,13 @@ class Shelves:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.knowledge.close()
-        self._close_volumes()
+        self.lookup.close()
+        self._close_files()
         await self.metadata.cleaned_up()
 
-    def _close_volumes(self) -> None:
+    def _close_files(self) -> None:
         while self._unclosed:
-            self.metadata.later(self._unclosed.pop().volume.close)
+            self.metadata.later(self._unclosed.pop().files.close)
 
     @property
     def is_open(self) -> bool:
@@ -407,18 +407,18 @@ class Shelves:
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         """Report changes like `Tier.tell`. May be called before `open`."""
         self._on_change = on_change
-        for shelf in self.all:
-            shelf.index.on_change = on_change
-            self.knowledge.follow_deletions(shelf)
+        for directory in self.all:
+            directory.index.on_change = on_change
+            self.lookup.follow_deletions(directory)
 
     # Locating chunks
 
     def contains(self, key: ChunkKey) -> bool:
-        return any(key in shelf.index for shelf in self.all)
+        return any(key in directory.index for directory in self.all)
 
     def known(self) -> Sequence[Container[ChunkKey]]:
         """Return the keys in each directory's index."""
-        return [shelf.index.keys for shelf in self.all]
+        return [directory.index.keys for directory in self.all]
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """See `Tier.prefix`."""
@@ -429,7 +429,7 @@ class Shelves:
                 return position
         return len(keys)
 
-    def places(self, key: ChunkKey) -> list[Shelf]:
+    def places(self, key: ChunkKey) -> list[Directory]:
         """Return the directory that is known to hold a chunk, else all of them, the likeliest first.
 
         Rendezvous hashing (Thaler and Ravishankar) ranks them: each gets an equal share, and an added directory takes its
@@ -437,14 +437,14 @@ class Shelves:
         """
         if len(self.all) == 1:
             return self.all
-        for shelf in self.all:
-            if key in shelf.index:
-                return [shelf]
-        return sorted(self.all, key=lambda shelf: xxhash.xxh3_64_intdigest(key, shelf.seed), reverse=True)
+        for directory in self.all:
+            if key in directory.index:
+                return [directory]
+        return sorted(self.all, key=lambda directory: xxhash.xxh3_64_intdigest(key, directory.seed), reverse=True)
 
     def path(self, key: ChunkKey) -> str:
         """Return the path where `key` is or would be stored."""
-        return self.places(key)[0].volume.path(key)
+        return self.places(key)[0].files.path(key)
 
     def refuse(self, key: ChunkKey) -> None:
         self.refused[key] = None
@@ -453,36 +453,36 @@ class Shelves:
 
     def deleted(self, keys: list[ChunkKey]) -> None:
         """Close the files of chunks that any process deletes or deleted."""
-        self.mover.deleted(keys)
+        self.io.deleted(keys)
 
     async def close_deleted(self) -> int:
         """Close deleted files. Return their number."""
-        return await self.mover.close_deleted()
+        return await self.io.close_deleted()
 
     # Scans
 
-    def begin_scan(self, shelf: Shelf, *, first: bool) -> None:
+    def begin_scan(self, directory: Directory, *, first: bool) -> None:
         if self.closed:
             return
-        task = shelf.scanning = self.begin(self._scan(shelf, first), f"scan-{shelf.volume.root}")
+        task = directory.scanning = self.begin(self._scan(directory, first), f"scan-{directory.files.root}")
         self._scans.add(task)
         task.add_done_callback(self._scans.discard)
 
-    def scan_soon(self, shelf: Shelf) -> None:
+    def scan_soon(self, directory: Directory) -> None:
         """Start a scan unless one runs or the last one was recent."""
-        if shelf.scanning is None and asyncio.get_running_loop().time() >= shelf.next_scan_s:
-            self.begin_scan(shelf, first=False)
+        if directory.scanning is None and asyncio.get_running_loop().time() >= directory.next_scan_s:
+            self.begin_scan(directory, first=False)
 
-    async def scanned_soon(self, shelf: Shelf, *, pause: bool = False) -> bool:
+    async def scanned_soon(self, directory: Directory, *, pause: bool = False) -> bool:
         """Call `scan_soon` and wait a bounded time. Return True if a scan ended.
 
         `pause`: a short pause that the last scan has left is waited for as well, by a write that knows no victim.
         """
-        pause_s = shelf.next_scan_s - asyncio.get_running_loop().time()
-        if pause and shelf.scanning is None and 0 < pause_s <= _SCAN_WAIT_S:
+        pause_s = directory.next_scan_s - asyncio.get_running_loop().time()
+        if pause and directory.scanning is None and 0 < pause_s <= _SCAN_WAIT_S:
             await asyncio.sleep(pause_s)
-        self.scan_soon(shelf)
-        scanning = shelf.scanning
+        self.scan_soon(directory)
+        scanning = directory.scanning
         if scanning is None:
             return False
         return bool((await asyncio.wait([scanning], timeout=_SCAN_WAIT_S))[0])
@@ -491,106 +491,110 @@ class Shelves:
         """Wait for all running scans."""
         await asyncio.gather(*self._scans)
 
-    async def first_scan(self, shelf: Shelf) -> None:
+    async def first_scan(self, directory: Directory) -> None:
         """Wait until the directory has been scanned once."""
-        while not shelf.scanned and self._scans:
+        while not directory.scanned and self._scans:
             await asyncio.wait(self._scans)
 
-    async def _scan(self, shelf: Shelf, first: bool) -> None:
-        volume = shelf.volume
+    async def _scan(self, directory: Directory, first: bool) -> None:
+        files = directory.files
         is_missing = False
         try:
-            found = await scan(shelf, self.metadata.background, self.refused, first=first)
+            found = await scan(directory, self.metadata.background, self.refused, first=first)
             if found is not None:
                 self.counters.strays += found.strays
         except (OSError, TierUnavailable) as error:
             is_missing = isinstance(error, FileNotFoundError)
-            logger.warning("%s could not be scanned: %s", volume.root, error)
+            logger.warning("%s could not be scanned: %s", files.root, error)
         finally:
-            if shelf.volume is volume:
-                shelf.scan_found(all_of_it=True)
-                self.catch_up_soon(shelf)
+            if directory.files is files:
+                directory.scan_found(all_of_it=True)
+                self.catch_up_soon(directory)
         if is_missing:
-            await self._replace(shelf, volume)
+            await self._replace(directory, files)
         else:
-            await self._trim(shelf)
+            await self._trim(directory)
 
     # Making room
 
-    async def make_room(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
+    async def make_room(self, directory: Directory, needed_bytes: int, deficit_bytes: int) -> Victims:
         """Return the victims of a write of `needed_bytes` that lacks `deficit_bytes`, the least recently used chunks of the
         index. Raises TierFull."""
-        volume, index = shelf.volume, shelf.index
-        if not shelf.scanned:
+        files, index = directory.files, directory.index
+        if not directory.scanned:
             # The index is incomplete, so a higher counter is not suspicious.
-            await shelf.knows(give_up_bytes(deficit_bytes, needed_bytes), _FIRST_FOUND_S)
-        elif deficit_bytes > 0 and shelf.is_doubtful:
-            if 2 * index.used_bytes > volume.cap_bytes:
-                self.scan_soon(shelf)
-            elif await self.scanned_soon(shelf):
-                deficit_bytes = min(deficit_bytes, volume.capacity.used_bytes + needed_bytes - volume.cap_bytes)
+            await directory.knows(give_up_bytes(deficit_bytes, needed_bytes), _FIRST_FOUND_S)
+        elif deficit_bytes > 0 and directory.is_doubtful:
+            if 2 * index.used_bytes > files.cap_bytes:
+                self.scan_soon(directory)
+            elif await self.scanned_soon(directory):
+                deficit_bytes = min(deficit_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
         deficit_bytes = give_up_bytes(deficit_bytes, needed_bytes)
-        if deficit_bytes > index.used_bytes and shelf.volume is volume:
-            known_bytes = volume.capacity.used_bytes
-            await self.metadata.submit(volume.capacity.refresh)
-            deficit_bytes -= known_bytes - volume.capacity.used_bytes
-        if deficit_bytes > index.used_bytes and shelf.volume is volume and await self.scanned_soon(shelf, pause=True):
-            deficit_bytes = min(deficit_bytes, volume.capacity.used_bytes + needed_bytes - volume.cap_bytes)
-        if shelf.volume is not volume:
+        if deficit_bytes > index.used_bytes and directory.files is files:
+            known_bytes = files.capacity.used_bytes
+            await self.metadata.submit(files.capacity.refresh)
+            deficit_bytes -= known_bytes - files.capacity.used_bytes
+        if (
+            deficit_bytes > index.used_bytes
+            and directory.files is files
+            and await self.scanned_soon(directory, pause=True)
+        ):
+            deficit_bytes = min(deficit_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
+        if directory.files is not files:
             return Victims()  # the new directory has its own deficit
         if deficit_bytes > index.used_bytes:
             raise TierFull(
-                f"{volume.root}: {volume.capacity.used_bytes} of {volume.cap_bytes} bytes are in use and only "
+                f"{files.root}: {files.capacity.used_bytes} of {files.cap_bytes} bytes are in use and only "
                 f"{index.used_bytes} of them are known chunks"
             )
-        return self._evict(shelf, deficit_bytes)
+        return self._evict(directory, deficit_bytes)
 
-    def trim_soon(self, shelf: Shelf) -> None:
+    def trim_soon(self, directory: Directory) -> None:
         """Evict in the background what exceeds tenants' quotas; other instances may have written it."""
-        if not self.closed and not self._only_reads and shelf.trimming is None and shelf.index.excess_bytes > 0:
-            shelf.trimming = self.begin(self._trim(shelf), f"trim-{shelf.volume.root}")
-            shelf.trimming.add_done_callback(shelf.trimmed)
+        if not self.closed and not self._only_reads and directory.trimming is None and directory.index.excess_bytes > 0:
+            directory.trimming = self.begin(self._trim(directory), f"trim-{directory.files.root}")
+            directory.trimming.add_done_callback(directory.trimmed)
 
-    async def _trim(self, shelf: Shelf) -> None:
+    async def _trim(self, directory: Directory) -> None:
         """Evict what exceeds the cap or a quota, in steps, so that writes can run in between."""
-        volume = shelf.volume
-        while shelf.volume is volume and not self._only_reads:
-            excess_bytes = max(volume.capacity.used_bytes - volume.cap_bytes, shelf.index.excess_bytes)
-            victims = self._evict(shelf, excess_bytes, _TRIM_STEP)
+        files = directory.files
+        while directory.files is files and not self._only_reads:
+            excess_bytes = max(files.capacity.used_bytes - files.cap_bytes, directory.index.excess_bytes)
+            victims = self._evict(directory, excess_bytes, _TRIM_STEP)
             if not victims:
                 return
-            with shelf.leaving(victims):
-                done = await self.metadata.background.submit(volume.delete_all, victims)
-            self.catch_up_soon(shelf)
+            with directory.leaving(victims):
+                done = await self.metadata.background.submit(files.delete_all, victims)
+            self.catch_up_soon(directory)
             if done.error is not None:
-                logger.warning("%s: chunks could not be evicted: %s", volume.root, done.error)
+                logger.warning("%s: chunks could not be evicted: %s", files.root, done.error)
                 for key, occupied_bytes in done.left:
-                    shelf.index.add(key, occupied_bytes)
+                    directory.index.add(key, occupied_bytes)
                 return
 
-    def _evict(self, shelf: Shelf, needed_bytes: int, most: int | None = None) -> Victims:
-        victims = Victims(shelf.index.evict(needed_bytes, most))
+    def _evict(self, directory: Directory, needed_bytes: int, most: int | None = None) -> Victims:
+        victims = Victims(directory.index.evict(needed_bytes, most))
         self.evicted += len(victims)
         return victims
 
     # Retries
 
-    def catch_up_soon(self, shelf: Shelf) -> None:
+    def catch_up_soon(self, directory: Directory) -> None:
         """Start to retry failed deletions and counter updates. Other instances cannot use freed bytes that stay counted, and
         this one may have nothing to write."""
-        if not self.closed and shelf.catching_up is None and shelf.volume.is_behind:
-            shelf.catching_up = self.begin(self._catch_up(shelf), f"catch-up-{shelf.volume.root}")
+        if not self.closed and directory.catching_up is None and directory.files.is_behind:
+            directory.catching_up = self.begin(self._catch_up(directory), f"catch-up-{directory.files.root}")
 
-    async def _catch_up(self, shelf: Shelf) -> None:
-        volume = shelf.volume
+    async def _catch_up(self, directory: Directory) -> None:
+        files = directory.files
         try:
             await asyncio.sleep(_CATCH_UP_S)
-            while shelf.volume is volume and volume.is_behind:
+            while directory.files is files and files.is_behind:
                 with contextlib.suppress(TierUnavailable):  # no thread could be started
-                    await self.metadata.change(volume.catch_up)
+                    await self.metadata.change(files.catch_up)
                 await asyncio.sleep(_CATCH_UP_S)
         finally:
-            shelf.catching_up = None
+            directory.catching_up = None
 
     async def _sweep(self) -> None:
         """Periodically close deleted files and return freed bytes, also while this instance is idle."""
@@ -600,71 +604,71 @@ class Shelves:
                 await self.close_deleted()
             except Exception as error:  # the next sweep tries again
                 logger.info("%s: could not close deleted files: %s", self.name, error)
-            for shelf in self.all:
-                self.catch_up_soon(shelf)
+            for directory in self.all:
+                self.catch_up_soon(directory)
 
     # Replaced directories
 
-    async def is_replaced(self, volume: Volume, error: OSError) -> bool:
+    async def is_replaced(self, files: ChunkFiles, error: OSError) -> bool:
         """Return True if our open files are on a dead mount and another mount has taken its place."""
-        if self.mover.sees_remounts or error.errno not in _DEAD_MOUNT:
+        if self.io.sees_remounts or error.errno not in _DEAD_MOUNT:
             return False
-        return await self.metadata.submit(volume.answers)
+        return await self.metadata.submit(files.answers)
 
-    async def reopen(self, shelf: Shelf, stale: Volume) -> None:
-        """Replace the volume of a directory that was emptied, deleted or replaced. `stale` is the volume that the caller
-        used; concurrent calls for the same one replace it once."""
-        self.mover.suspect()
-        async with shelf.replacing:
-            if shelf.volume is stale:
+    async def reopen(self, directory: Directory, stale: ChunkFiles) -> None:
+        """Open a directory again that was emptied, deleted or replaced. `stale` is what the caller used; concurrent
+        calls for the same one replace it once."""
+        self.io.suspect()
+        async with directory.replacing:
+            if directory.files is stale:
                 was_deleted = await self.metadata.change(stale.identity.make_anew, stale.access)
                 mounted_anew = await self.metadata.submit(stale.is_mounted_anew)
                 logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
                 try:
-                    fresh = await self._opened_anew(shelf)
+                    fresh = await self._opened_anew(directory)
                 except ConfigError as error:
                     raise TierUnavailable(f"{self.name}: {error}") from error
                 if self.closed:
                     self.metadata.later(fresh.close)
                     raise TierUnavailable(f"{self.name} is closed")
-                shelf.begin_anew(fresh, self.knowledge.make_index())
+                directory.begin_anew(fresh, self.lookup.make_index())
                 self.metadata.later(stale.close)
-                self.begin_scan(shelf, first=True)
-        if not shelf.volume.capacity.trusted:
-            await self.scanned_soon(shelf)
-            if not shelf.volume.capacity.trusted:
+                self.begin_scan(directory, first=True)
+        if not directory.files.capacity.trusted:
+            await self.scanned_soon(directory)
+            if not directory.files.capacity.trusted:
                 raise TierUnavailable(f"{self.name}: the chunks in {stale.root} are being counted")
 
     async def remount(self) -> None:
         """Reopen all directories on the new mount. The indexes stay valid."""
-        for shelf in self.all:
-            async with shelf.replacing:
-                fresh = await self._opened_anew(shelf)
-                self.metadata.later(shelf.take(fresh).close)
+        for directory in self.all:
+            async with directory.replacing:
+                fresh = await self._opened_anew(directory)
+                self.metadata.later(directory.take(fresh).close)
                 # Writes that the old mount lost are still counted until a scan.
-                self.begin_scan(shelf, first=False)
+                self.begin_scan(directory, first=False)
 
-    def replace_soon(self, shelf: Shelf) -> None:
+    def replace_soon(self, directory: Directory) -> None:
         """Replace a directory whose counter is missing, also if nothing writes to it. Creates no directory: a moved one may
         come back."""
-        if shelf.volume.capacity.missing and not shelf.replacing.locked():
-            replacing = self._replace(shelf, shelf.volume, may_make=False)
-            self.begin(replacing, f"replace-{shelf.volume.root}")
+        if directory.files.capacity.missing and not directory.replacing.locked():
+            replacing = self._replace(directory, directory.files, may_make=False)
+            self.begin(replacing, f"replace-{directory.files.root}")
 
-    async def _replace(self, shelf: Shelf, stale: Volume, *, may_make: bool = True) -> None:
+    async def _replace(self, directory: Directory, stale: ChunkFiles, *, may_make: bool = True) -> None:
         """Call `reopen` if the directory was wiped. `may_make`: also if it is missing."""
         try:
             is_there = may_make or await self.metadata.submit(stale.root.is_dir)
             if is_there and await self.metadata.submit(stale.is_wiped):
-                await self.reopen(shelf, stale)
+                await self.reopen(directory, stale)
         except (OSError, TierUnavailable) as error:
             logger.info("%s: %s", stale.root, error)
 
     # Opening
 
-    def make_volume(self, directory: Path, cap_bytes: int) -> Volume:
+    def make_files(self, directory: Path, cap_bytes: int) -> ChunkFiles:
         settings = self.settings
-        volume = (OnlyRead if self._only_reads else Volume)(
+        files = (OnlyRead if self._only_reads else ChunkFiles)(
             directory,
             cap_bytes,
             self.fingerprint,
@@ -676,8 +680,8 @@ class Shelves:
             access=ACCESS[settings.file_access],
             compression=self.compression,
         )
-        volume.on_delete = self.mover.forget
-        return volume
+        files.on_delete = self.io.forget
+        return files
 
     async def _place_of(self, directory: Path) -> Path:
         """Return the root that stores the chunks of a configured directory."""
@@ -690,28 +694,28 @@ class Shelves:
         except OSError as error:
             raise ConfigError(f"{self.option}: {directory} cannot be used: {error}") from error
 
-    async def _opened_anew(self, shelf: Shelf) -> Volume:
+    async def _opened_anew(self, directory: Directory) -> ChunkFiles:
         """Open the directory that has the configured path now, under the same rules as at the start. Raises ConfigError."""
-        place = await self._place_of(self.settings.directories[self.all.index(shelf)])
-        fresh = self.make_volume(place, shelf.volume.cap_bytes)
-        await self._open_volume(fresh)
+        place = await self._place_of(self.settings.directories[self.all.index(directory)])
+        fresh = self.make_files(place, directory.files.cap_bytes)
+        await self._open_files(fresh)
         return fresh
 
-    async def _open_volume(self, volume: Volume) -> None:
+    async def _open_files(self, files: ChunkFiles) -> None:
         try:
-            await self.metadata.opened(volume.open, volume.close)
+            await self.metadata.opened(files.open, files.close)
         except WrongFormat as error:
             raise ConfigError(f"{self.option}: {error}") from error
         except OSError as error:
-            raise ConfigError(f"{self.option}: {volume.root} cannot be used: {error}") from error
+            raise ConfigError(f"{self.option}: {files.root} cannot be used: {error}") from error
 
-    def _require_another(self, volume: Volume) -> None:
+    def _require_another(self, files: ChunkFiles) -> None:
         """Raise ConfigError if the directory equals an earlier one under another name."""
-        directories = self.settings.directories
-        for shelf, directory in zip(self.all, directories, strict=False):
-            if shelf.volume is not volume and shelf.volume.identity.is_same(volume.identity):
+        paths = self.settings.directories
+        for directory, path in zip(self.all, paths, strict=False):
+            if directory.files is not files and directory.files.identity.is_same(files.identity):
                 raise ConfigError(
-                    f"{self.option}: {directory} and {directories[len(self.all) - 1]} are one directory, which would be "
+                    f"{self.option}: {path} and {paths[len(self.all) - 1]} are one directory, which would be "
                     "filled twice; name it once"
                 )
 

@@ -1,8 +1,8 @@
 """The chunk files of one directory: read, write, delete, quarantine and count them.
 
-`Volume` is synchronous, may block, and runs in worker threads. A write deletes its victims, reserves bytes with `Capacity`,
-writes a temporary file and publishes it under the name of its key. A read verifies the file and quarantines a bad one.
-`OnlyRead` changes nothing in the directory and counts nothing.
+`ChunkFiles` is synchronous, may block, and runs in worker threads. A write deletes its victims, reserves bytes with
+`Capacity`, writes a temporary file and publishes it under the name of its key. A read verifies the file and quarantines a
+bad one. `OnlyRead` changes nothing in the directory and counts nothing.
 
 ```
 <root>/tiercache.json            manifest: the format of this directory
@@ -55,7 +55,7 @@ from tiercache.tiers.files.directory import (
     PendingFile,
     Publisher,
     Quarantine,
-    Surveyor,
+    Scanner,
     Victims,
     check_manifest,
     reads_directly,
@@ -83,7 +83,7 @@ _TRIES = 4
 """Attempts to create our own files on a full device. Each failure deletes a chunk."""
 
 
-class Volume:
+class ChunkFiles:
     def __init__(
         self,
         root: Path,
@@ -117,7 +117,7 @@ class Volume:
         self._temporary = root.joinpath(*TEMPORARY)
         self._owner = Owner(root, TOP_LEVELS, self._owns)
         self.quarantined = Quarantine(root / "quarantine", access)
-        self.surveyor = Surveyor(root, self._owner, access)
+        self.scanner = Scanner(root, self._owner, access)
         self._undeleted: deque[PendingFile] = deque()
         """Temporary files of failed writes that could not be deleted, or may exist. They stay counted."""
         self._is_closed = False
@@ -142,7 +142,7 @@ class Volume:
         there = frozenset(os.listdir(self.root))
         tops = [top for top in TOP_LEVELS if top in there]
         for name in (*tops, "quarantine"):
-            self.surveyor.enforce_mode(name)
+            self.scanner.enforce_mode(name)
         if not tops:
             if self._beside:
                 spread(self.root)
@@ -157,7 +157,12 @@ class Volume:
         self._owner.settle(self.access)
         if not hasattr(self, "capacity"):
             self.capacity = Capacity(
-                self._private / "ledger", self.cap_bytes, self._step_bytes, self._owner, self.access, synced=self._many_hosts
+                self._private / "ledger",
+                self.cap_bytes,
+                self._step_bytes,
+                self._owner,
+                self.access,
+                synced=self._many_hosts,
             )
         self.require_manifest()
 
@@ -176,7 +181,7 @@ class Volume:
             with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
                 for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
                     with suppress(FileNotFoundError):
-                        if self.surveyor.remove(name, directory):
+                        if self.scanner.remove(name, directory):
                             logger.warning("%s: the device is full; chunk %s made room for our files", self.root, name)
                             return True
         return False
@@ -246,7 +251,9 @@ class Volume:
         `read_chunk_file` defines `pause`."""
         return self.read_by(
             key,
-            lambda path: read_chunk(path, key, self.fingerprint, into, self.compression, direct=self.direct, pause=pause),
+            lambda path: read_chunk(
+                path, key, self.fingerprint, into, self.compression, direct=self.direct, pause=pause
+            ),
         )
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
@@ -277,7 +284,9 @@ class Volume:
         The victims are deleted in any case."""
         with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
             way = partial(write_chunk, direct=self.direct, durable=self.durable, turns=turns)
-            return self.write_by(key, stored.header.payload_bytes, victims, lambda path: way(path, stored, self.compression))
+            return self.write_by(
+                key, stored.header.payload_bytes, victims, lambda path: way(path, stored, self.compression)
+            )
 
     def write_by(self, key: ChunkKey, payload_bytes: int, victims: Victims, create: Callable[[str], int]) -> int:
         """`write` through `create`, which writes the whole file at a new path and returns the bytes that it occupies; on
@@ -468,7 +477,7 @@ class Volume:
         try:
             if self.is_wiped():
                 return  # the path may lead to a foreign directory now
-            if not self.surveyor.is_ours(path):
+            if not self.scanner.is_ours(path):
                 return
             self.quarantined.take(path)
         except FileNotFoundError:
@@ -532,7 +541,7 @@ class Volume:
         above, name = os.path.split(path)
         try:
             with opened_directory(above) as directory:
-                return self.surveyor.remove(name, directory)
+                return self.scanner.remove(name, directory)
         except ABSENT:
             return False
         finally:
@@ -553,13 +562,13 @@ class NoCapacity(Capacity):
         return True
 
 
-class OnlyRead(Volume):
-    """A `Volume` that changes nothing in its directory."""
+class OnlyRead(ChunkFiles):
+    """A `ChunkFiles` that changes nothing in its directory."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.capacity = NoCapacity()
-        self.surveyor = Surveyor(self.root, self._owner, self.access, changes=False)
+        self.scanner = Scanner(self.root, self._owner, self.access, changes=False)
 
     def open(self) -> None:
         """Check the manifest. A missing directory is no error: a writer may create it later. Raises OSError, WrongFormat."""

@@ -24,12 +24,12 @@ SHELVES: dict[str, dict[bytes, bytes]] = {}
 
 
 class ShelfTier(MemoryTier):
-    """Somebody's tier: as many as share a `directory` see the same chunks."""
+    """Somebody's tier: as many as share a `shelf` see the same chunks."""
 
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings.name, Traits(shared=True))
         self.settings = settings
-        self.chunks = SHELVES.setdefault(settings.options.get("directory", ""), {})
+        self.chunks = SHELVES.setdefault(settings.options.get("shelf", ""), {})
 
 
 def not_a_tier(settings: RemoteSettings) -> str:
@@ -38,7 +38,7 @@ def not_a_tier(settings: RemoteSettings) -> str:
 
 class TestShelfTier(TierContract):
     async def make_tier(self, place: Path) -> Tier:
-        return make_remote(settings_of(directory=str(place)), module_path=__name__, class_name="ShelfTier")
+        return make_remote(settings_of(shelf=str(place)), module_path=__name__, class_name="ShelfTier")
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +46,14 @@ def _empty_shelves() -> None:
     SHELVES.clear()
 
 
-def settings_of(type_name: str = "directory", **options: str) -> RemoteSettings:
+def settings_of(type_name: str = "shelf", **options: str) -> RemoteSettings:
     return RemoteSettings(type_name, type_name, LAYOUT.fingerprint, LAYOUT.chunk_bytes, options=options)
 
 
 def config_of(**roles: str) -> Config:
     settings = {}
     for name, role in roles.items():
-        own = {"module_path": __name__, "class_name": "ShelfTier", "directory": name, "role": role}
+        own = {"module_path": __name__, "class_name": "ShelfTier", "shelf": name, "role": role}
         settings |= {f"{name}.{option}": value for option, value in own.items()}
     return Config(
         max_local_cpu_size=0.001, remote_storage_plugins=tuple(roles), remote_storage_plugin_settings=settings
@@ -65,7 +65,7 @@ async def test_roles_decide_where_chunks_go_and_where_they_come_from() -> None:
         (key,) = cache.keys(TOKENS)
         await cache.put(key, PAYLOAD)
         await cache.flush()
-    assert {name: list(directory) for name, directory in SHELVES.items()} == {"one": [key], "two": [key], "three": []}
+    assert {name: list(shelf) for name, shelf in SHELVES.items()} == {"one": [key], "two": [key], "three": []}
 
     SHELVES["three"] = SHELVES.pop("one")
     async with TierCache.open(config_of(one="both", two="write", three="read"), LAYOUT) as cache:
@@ -169,7 +169,7 @@ class DeadTier(ShelfTier):
 async def test_tier_that_fails_keeps_no_other_from_forgetting_nor_from_closing() -> None:
     settings = {}
     for name, class_name in (("dead", "DeadTier"), ("well", "ShelfTier")):
-        own = {"module_path": __name__, "class_name": class_name, "directory": name}
+        own = {"module_path": __name__, "class_name": class_name, "shelf": name}
         settings |= {f"{name}.{option}": value for option, value in own.items()}
     config = Config(
         max_local_cpu_size=0.001, remote_storage_plugins=("dead", "well"), remote_storage_plugin_settings=settings

@@ -524,7 +524,7 @@ class Driver:
             "import asyncio, pathlib, sys, time\n"
             "from tiercache.tiers.disk import DiskTier\n"
             "from tiercache.tiers.files.capacity import counted_in\n"
-            "from tiercache.tiers.files.shelves import FileSettings\n"
+            "from tiercache.tiers.files.directories import FileSettings\n"
             "root = pathlib.Path(sys.argv[1])\n"
             "def occupied(): return sum(path.lstat().st_blocks * 512 for path in root.rglob('*'))\n"
             "while counted_in(root / '.tiercache' / 'ledger') > occupied(): time.sleep(0.01)\n"

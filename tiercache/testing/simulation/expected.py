@@ -49,6 +49,8 @@ class Began:
     """Who had begun by then; 0 where others were under way, so that what comes of it is not its doing alone."""
     lost: tuple[int, ...]
     """What each writer had not written by then, or its tier could not read any more, and counted."""
+    orphans: bool
+    """Whether one of its keys was hot after one that was not: such a chunk may go for the slots of those before it."""
 
 
 class Expected:
@@ -113,6 +115,7 @@ class Expected:
             losses=self._losses(keys),
             callers=self.begun if quiet else 0,
             lost=tuple(_counted_as_lost(writer) for writer in cache.parts.fan_out.writers),
+            orphans=cache.cpu.prefix(names := [self.keys[key] for key in keys]) < sum(map(cache.cpu.contains, names)),
         )
 
     def watch_reads(self) -> None:
@@ -196,7 +199,7 @@ class Expected:
     def used(self, began: Began, groups: list[tuple[int, ...]] | None) -> None:
         """With LRU, the prefixes that were used last are hot, as far as they fit into four fifths of the arena."""
         cpu = self.cache.cpu
-        disturbed = began.callers != self.begun or self.on_device or cpu._order.policy != "LRU"
+        disturbed = began.callers != self.begun or began.orphans or self.on_device or cpu._order.policy != "LRU"
         if groups is None or disturbed or not cpu.keep or not self._is_open():
             self.recent.clear()
             return

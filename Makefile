@@ -1,6 +1,7 @@
 # make demo   what the cache does, with real vLLM and a real model, on this machine; DEMO='--tokens 2000' asks for less
-# make test   all tests but those that need a system package which is not there; a line at the end names the packages
-# make system-test   only the tests that need a system package, or do more where it is
+# make test   the tests of every part, with few starts of engines; a line at the end names what was left out
+# make test-all   all tests, with those of every kind of engine and of README's commands
+# make test-rest   what `make test` leaves out, and all that needs a system package or does more where it is
 # make lint   ruff and mypy
 # make docs   the site of docs/, in build/site
 # make bench  ceilings and ours in one run; BENCH='--quick' and the like go to tiercache bench
@@ -23,16 +24,19 @@ EVERY_TEST := $(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder
 # What a GPU machine has: a Python with torch for CUDA in it.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test system-test long-test lint docs bench gpu-check setup test-setup clean
+.PHONY: demo test test-all test-rest long-test lint docs bench gpu-check setup test-setup clean
 
 demo: setup
 	@$(BIN)/python -m tiercache.demo $(DEMO)
 
 test: test-setup
+	$(EVERY_TEST) -m 'not slow'
+
+test-all: test-setup
 	$(EVERY_TEST)
 
-system-test: test-setup
-	$(EVERY_TEST) -m system_packages
+test-rest: test-setup
+	$(EVERY_TEST) -m 'slow or system_packages'
 
 long-test: test-setup
 	LONG_TESTS=1 TEST_REQUESTS=1000 $(PYTEST) --timeout 3600 \

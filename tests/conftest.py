@@ -122,13 +122,34 @@ _TOGETHER = {
     "tests/readme": "",
 }
 """Folders whose tests share what is dear to make (one vLLM's answers, a server), as groups; "": each test for itself."""
+_SLOW = (
+    "tests/bench/test_bench.py",
+    "tests/campaign/test_that_it_can_fail.py",
+    "tests/demo",
+    "tests/readme/test_readme.py::test_command",
+    "tests/readme/test_readme.py::test_program",
+    "tests/readme/test_makefile.py",
+    *(
+        f"tests/vllm/test_{name}.py"
+        for name in (
+            "disaggregated", "end_to_end", "every_request", "forms_of_answers", "images", "offloading_engine",
+            "parallel", "recurrent_states", "same_weights", "sliding_windows", "versions",
+        )
+    ),
+)  # fmt: skip
+"""Not in `make test`: README's commands, and engines of every kind. Engines that stay there: tests/vllm/test_control.py,
+test_failed_loads.py, test_published_events.py, test_server_metrics.py."""
 _FIRST = ("tests/vllm", "tests/readme", "tests/demo", "tests/bench", "tests/simulation/test_seeds.py")
 """What takes longest begins first, so that no process has it left at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `pytest -n 2 --dist loadgroup`: the tests of a file run in one process, and folders as `_TOGETHER` says."""
+    """Marks what is slow. For `pytest -n 2 --dist loadgroup`: the tests of a file run in one process, and folders as
+    `_TOGETHER` says."""
+    for item in items:
+        if item.nodeid.startswith(_SLOW):
+            item.add_marker("slow")
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:

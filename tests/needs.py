@@ -94,6 +94,7 @@ def is_there(need: str) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(name, ...): left out where the machine lacks one of them (tests/needs.py)")
     config.addinivalue_line("markers", "uses(package, ...): runs without these system packages, and does more with them")
+    config.addinivalue_line("markers", "slow: not in `make test`, but in `make test-rest`; set by tests/conftest.py")
     config.addinivalue_line("markers", "system_packages: needs or uses a system package; set by tests/needs.py")
     config.pluginmanager.register(_LeftOut(config))
 

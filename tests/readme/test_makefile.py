@@ -15,7 +15,8 @@ from tiercache import Config
 
 MAKE = f"make -o setup -o test-setup VENV={sys.prefix}"
 """As after `make test-setup`, which has tests of its own."""
-RUN = {"demo", "test", "system-test", "long-test", "lint", "docs", "bench", "gpu-check", "setup", "test-setup", "clean"}
+TESTS = {"test", "test-all", "test-rest", "long-test"}
+RUN = {"demo", "lint", "docs", "bench", "gpu-check", "setup", "test-setup", "clean", *TESTS}
 
 
 def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
@@ -43,7 +44,11 @@ def test_demo(shell: Shell, place: Path) -> None:
 
 
 def test_test(shell: Shell) -> None:
-    """On one file: all of them are what runs here."""
+    """On two files: all of them are what runs here."""
+    options = "tests/core/test_keys_and_layout.py tests/bench/test_bench.py -p no:cacheprovider -n 0"
+    for target, runs in {"test": (True, False), "test-all": (True, True), "test-rest": (False, True)}.items():
+        said = shell(f"{MAKE} {target}", PYTEST_ADDOPTS=f"{options} --collect-only").stdout
+        assert ("test_keys_and_layout.py" in said, "test_bench.py" in said) == runs, target
     said = shell(f"{MAKE} test", PYTEST_ADDOPTS="tests/core/test_keys_and_layout.py -p no:cacheprovider -n 0").stdout
     assert re.search(r"^\d+ passed", said, re.MULTILINE)
 

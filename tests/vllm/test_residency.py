@@ -147,8 +147,8 @@ def test_nobody_listens_where_nobody_wants_to_know(tmp_path: Path) -> None:
     try:
         assert thread.cache.cpu._on_change is None
         (disk,) = thread.cache.tiers
-        (shelf,) = disk.directories.all  # type: ignore[attr-defined]
-        assert shelf.index.on_change is None
+        (directory,) = disk.directories.all  # type: ignore[attr-defined]
+        assert directory.index.on_change is None
         assert not [path for path in Path("/proc/self/fd").iterdir() if is_inotify(path)]
     finally:
         thread.close(5.0)

@@ -50,7 +50,7 @@ class Began:
     lost: tuple[int, ...]
     """What each writer had not written by then, or its tier could not read any more, and counted."""
     orphans: bool
-    """Whether one of its keys was hot after one that was not: such a chunk may go for the slots of those before it."""
+    """True if one of its keys was hot behind one that was not. Such a chunk may be evicted for the one before it."""
 
 
 class Expected:
@@ -96,6 +96,7 @@ class Expected:
         loop = asyncio.get_running_loop()
         cache = self.cache
         keys = operation.keys
+        names = [self.keys[key] for key in keys]
         there = 0
         while there < len(keys) and self._is_there(keys[there]):
             there += 1
@@ -115,7 +116,7 @@ class Expected:
             losses=self._losses(keys),
             callers=self.begun if quiet else 0,
             lost=tuple(_counted_as_lost(writer) for writer in cache.parts.fan_out.writers),
-            orphans=cache.cpu.prefix(names := [self.keys[key] for key in keys]) < sum(map(cache.cpu.contains, names)),
+            orphans=cache.cpu.prefix(names) < sum(map(cache.cpu.contains, names)),
         )
 
     def watch_reads(self) -> None:

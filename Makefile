@@ -5,6 +5,8 @@
 # make lint   ruff and mypy
 # make docs   the site of docs/, in build/site
 # make bench  ceilings and ours in one run; BENCH='--quick' and the like go to tiercache bench
+# make bench-peers  the same with servers, emulators, engines and LMCache; PEERS='--only redis' says which
+# make torture  whole caches on simulated clocks, threads and devices, with faults; TORTURE='--minutes 5' and the like
 # make gpu-check   the tests and figures of device memory, on a machine with a CUDA GPU; sets nothing up, needs no network
 #
 # All share .venv; `make test` adds Python packages that only tests use. On a machine without a GPU, this spares several GB of
@@ -24,7 +26,7 @@ EVERY_TEST := $(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder
 # What a GPU machine has: a Python with torch for CUDA in it.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test test-all test-rest long-test lint docs bench gpu-check setup test-setup clean
+.PHONY: demo test test-all test-rest long-test lint docs bench bench-peers torture gpu-check setup test-setup clean
 
 demo: setup
 	@$(BIN)/python -m tiercache.demo $(DEMO)
@@ -55,9 +57,15 @@ docs: setup
 bench: setup
 	$(BIN)/tiercache bench $(BENCH)
 
+bench-peers: test-setup
+	$(BIN)/python -m tests.bench $(PEERS)
+
+torture: setup
+	$(BIN)/python -m tests.torture $(TORTURE)
+
 gpu-check:
 	@mkdir -p build
-	$(GPU_PYTHON) -m tiercache.bench.gpu --json build/gpu-check.json
+	$(GPU_PYTHON) -m tests.bench.gpu --json build/gpu-check.json
 
 setup: $(STAMP)
 

@@ -9,6 +9,7 @@ It runs vLLM's server on the CPU with the small model of `make demo`, and 3FS as
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,6 @@ from tiercache.demo.model import prepare_model
 from tiercache.demo.question import Answer, ask, long_message
 from tiercache.demo.server import Server, serving
 from tiercache.signals import ended_by_signals
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 CONFIG = """\
 chunk_size: 256
@@ -45,6 +45,9 @@ def main(
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiercache-hf3fs-")))
         if base_path is None:
+            sys.path.insert(0, str(Path(__file__).parents[1]))
+            from tests.hf3fs_emulator import Hf3fsEmulator
+
             emulator = stack.enter_context(Hf3fsEmulator())
             os.environ.update(emulator.environment)
             base_path = emulator.mount / "kv"

@@ -113,7 +113,8 @@ class _LeftOut:
             if any(name in SYSTEM_PACKAGES for name in [*_named(item, "needs"), *_named(item, "uses")]):
                 item.add_marker("system_packages")
         yield
-        kept, left_out = [], []
+        kept: list[pytest.Item] = []
+        left_out: list[pytest.Item] = []
         for item in items:
             missing = [need for need in dict.fromkeys(_named(item, "needs")) if not is_there(need)]
             self._counts.update(missing)

@@ -86,22 +86,13 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     directory: Annotated[Path, typer.Option(help="Where the disk is measured.")] = Path("bench-data"),
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of ceiling and ours.")] = 5,
-    only: Annotated[
-        str,
-        typer.Option(
-            help="Comma list of: core, cpu, disk, prefetch, loop, restart; "
-            "only when named: compression, hf3fs, redis, mooncake, s3, vllm."
-        ),
-    ] = "",
+    only: Annotated[str, typer.Option(help="Comma list of: core, cpu, disk, prefetch, loop, restart.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")] = False,
-    peer: Annotated[str, typer.Option(help="Also measure this peer (lmcache).")] = "",
-    peer_python: Annotated[Path | None, typer.Option(help="A Python that has the peer installed.")] = None,
-    chunks: Annotated[Path | None, typer.Option(help="Chunks to compress, such as demo/kv; else generated ones.")] = None,
 ) -> None:
     """Ceilings of this machine and ours, interleaved in one run."""
-    from tiercache.bench.command import bench_command
+    from tiercache.bench.command import Options, bench_command
 
-    raise typer.Exit(bench_command(json_file, directory, pairs, only, quick, peer, peer_python, chunks))
+    raise typer.Exit(bench_command(Options(json_file, directory, pairs, only, quick))[0])
 
 
 @app.command()
@@ -199,47 +190,6 @@ def top(
     from tiercache.control.top import top_command
 
     raise typer.Exit(top_command(socket, every_s, once))
-
-
-@app.command()
-def torture(
-    seeds: Annotated[int | None, typer.Option(min=1, help="So many seeds; without --minutes: 1000.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0, help="For so long at most.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Only this one, with all that happens in it.")] = None,
-    first: Annotated[int, typer.Option("--from", min=0, help="The first seed.")] = 0,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
-    tier: Annotated[str, typer.Option(help="module:Class of a tier of your own, which takes part in every seed.")] = "",
-    option: Annotated[
-        list[str] | None, typer.Option(help="name=value for it; {place} is a simulated directory.")
-    ] = None,
-    real: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="True processes, files and servers instead, in DIR; one minute.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Test whole caches on simulated clocks, threads and devices, by seed."""
-    if real is not None:
-        from tiercache.testing.campaign.__main__ import campaign_command
-
-        raise typer.Exit(campaign_command(real, 1.0 if minutes is None else minutes, seed))
-    try:
-        import greenlet  # noqa: F401
-    except ImportError as error:
-        missing = f"torture needs greenlet, which cannot be imported ({error})"
-        print(f"{missing}: pip install 'tiercache[torture]'", file=sys.stderr)
-        raise typer.Exit(2) from None
-    from tiercache.testing.simulation.command import Torture, torture_command
-    from tiercache.testing.simulation.seeds import Own
-
-    for each in option or []:
-        if "=" not in each:
-            raise typer.BadParameter(f"--option: expected name=value, found {each!r}")
-    own = Own(tier, dict(each.split("=", 1) for each in option or []))
-    if tier:
-        sys.path.insert(0, str(Path.cwd()))  # where `python -m` would find it
-    if problem := own.problem():
-        raise typer.BadParameter(f"--tier: {problem}")
-    raise typer.Exit(torture_command(Torture(seeds, minutes, seed, first, jobs, own, as_json)))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`python -m tiercache.bench.gpu` in host memory: all checks pass, figures have names, a failure loses nothing else."""
+"""`python -m tests.bench.gpu` in host memory: all checks pass, figures have names, a failure loses nothing else."""
 
 import json
 import subprocess
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tiercache.bench.gpu.command import _run
-from tiercache.bench.gpu.report import TARGETS, Amount, Report
+from tests.bench.gpu.command import _run
+from tests.bench.gpu.report import TARGETS, Amount, Report
 
 PARTS = "paged,events,model,ttft,overlap,gds"
 
 
 def gpu_bench(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tiercache.bench.gpu", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.bench.gpu", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 

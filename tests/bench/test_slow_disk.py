@@ -1,14 +1,14 @@
-"""The disk of `tiercache bench --only vllm` that can be slowed down: a real mount, and a real cache on it."""
+"""The disk of `python -m tests.bench --only vllm` that can be slowed down: a real mount, and a real cache on it."""
 
 from pathlib import Path
 
+from tests.bench.vllm.servers import Side
+from tests.bench.vllm.slow_disk import SlowDisk
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
-from tiercache.bench.vllm.servers import Side
-from tiercache.bench.vllm.slow_disk import SlowDisk
 from tiercache.bench.workload import MIB, config_of, items_of, layout_of, new_keys, payloads
 from tiercache.cache import TierCache
 from tiercache.demo.server import Server
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 pytestmark = needs_fuse
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiercache.bench.vllm.offloading import Side, flip, is_right, table, truncate
-from tiercache.bench.vllm.offloading_engines import Answer
+from tests.bench.vllm.offloading import Side, flip, is_right, table, truncate
+from tests.bench.vllm.offloading_engines import Answer
 
 RIGHT = Answer([1, 2, 3, 4, 5], [-0.1, -0.2, -0.3, -0.4, -0.5], 0, 0.1)
 

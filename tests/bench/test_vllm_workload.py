@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.bench.figures import Figures
-from tiercache.bench.vllm.goals import GOALS, compared_with_goals
-from tiercache.bench.vllm.installed import require_installed
-from tiercache.bench.vllm.servers import Side
-from tiercache.bench.vllm.slow_disk import SLOWER, call_s
-from tiercache.bench.vllm.steps import steps_s
-from tiercache.bench.vllm.workload import (
+from tests.bench.vllm.goals import GOALS, compared_with_goals
+from tests.bench.vllm.installed import require_installed
+from tests.bench.vllm.servers import Side
+from tests.bench.vllm.slow_disk import SLOWER, call_s
+from tests.bench.vllm.steps import steps_s
+from tests.bench.vllm.workload import (
     ANSWER_TOKENS,
     BLOCK_TOKENS,
     CLIENTS,
@@ -30,6 +29,7 @@ from tiercache.bench.vllm.workload import (
     questions,
     with_hang_ups,
 )
+from tiercache.bench.figures import Figures
 from tiercache.demo.server import Server
 from tiercache.errors import TierCacheError
 
@@ -133,6 +133,6 @@ async def test_a_server_is_busy_with_all_of_its_processes_and_settled_without() 
 
 
 def test_what_is_missing_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache.bench.vllm.installed.find_spec", lambda name: None if name == "vllm" else name)
+    monkeypatch.setattr("tests.bench.vllm.installed.find_spec", lambda name: None if name == "vllm" else name)
     with pytest.raises(TierCacheError, match=r"^--only vllm needs vllm: install vLLM's CPU build and tiercache\[demo\], as"):
         require_installed()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.torture.campaign.command import run_campaign
+from tests.torture.campaign.plan import PARTS, PLACES
+from tests.torture.campaign.usage import left_behind
 from tiercache.errors import ConfigError
-from tiercache.testing.campaign.command import run_campaign
-from tiercache.testing.campaign.plan import PARTS, PLACES
-from tiercache.testing.campaign.usage import left_behind
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def test_all_parts_survive_a_short_campaign(short_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_campaign_ends_soon_and_leaves_nothing(short_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "tiercache.testing.campaign", str(short_path), "--minutes", "10", "--seed", "3"]
+    command = [sys.executable, "-m", "tests.torture.campaign", str(short_path), "--minutes", "10", "--seed", "3"]
     campaign = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     while not list(short_path.glob("campaign-3-*/disk/chunks/??")):  # at work
         assert campaign.poll() is None
@@ -51,7 +51,7 @@ def test_killed_campaign_takes_its_workers_with_it(short_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "tiercache.testing.campaign",
+        "tests.torture.campaign",
         str(short_path),
         "--minutes",
         "10",

@@ -9,10 +9,10 @@ from math import inf
 import numpy as np
 import pytest
 
-from tiercache.testing.campaign.payloads import CHUNK_BYTES, KEYS_A_SLOT, SLOTS, difference, key_of, payload_of
-from tiercache.testing.campaign.plan import PARTS, PLACES, rounds
-from tiercache.testing.campaign.promises import Promises
-from tiercache.testing.campaign.usage import SOAK_S, Usage, growth, usage_of
+from tests.torture.campaign.payloads import CHUNK_BYTES, KEYS_A_SLOT, SLOTS, difference, key_of, payload_of
+from tests.torture.campaign.plan import PARTS, PLACES, rounds
+from tests.torture.campaign.promises import Promises
+from tests.torture.campaign.usage import SOAK_S, Usage, growth, usage_of
 
 EVERYTHING = range(SLOTS * KEYS_A_SLOT)
 

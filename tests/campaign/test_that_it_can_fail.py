@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.testing.campaign import crew, referee
-from tiercache.testing.campaign.command import run_campaign
-from tiercache.testing.campaign.processes import NurseryFailed
-from tiercache.testing.campaign.report import Report
+from tests.torture.campaign import crew, referee
+from tests.torture.campaign.command import run_campaign
+from tests.torture.campaign.processes import NurseryFailed
+from tests.torture.campaign.report import Report
 
 SECONDS = 60.0
 """A campaign ends with the round in which something is found."""

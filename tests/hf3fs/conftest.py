@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hf3fs_emulator import install
 from tests.leaks import PATIENCE_S
-from tiercache.testing.hf3fs import install
 
 install()
 

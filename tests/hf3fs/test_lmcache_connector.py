@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
 @pytest.mark.parametrize(("kind", "mode"), [pytest.param("fuse", "plugin", marks=needs_fuse), ("directory", "url")])

@@ -16,7 +16,7 @@ from tiercache import Config
 MAKE = f"make -o setup -o test-setup VENV={sys.prefix}"
 """As after `make test-setup`, which has tests of its own."""
 TESTS = {"test", "test-all", "test-rest", "long-test"}
-RUN = {"demo", "lint", "docs", "bench", "gpu-check", "setup", "test-setup", "clean", *TESTS}
+RUN = {"demo", "lint", "docs", "bench", "bench-peers", "torture", "gpu-check", "setup", "test-setup", "clean", *TESTS}
 
 
 def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
@@ -73,6 +73,15 @@ def test_docs(shell: Shell) -> None:
     assert "put_many" in api and "Store a chunk, and return True once it is hot" in api
     pages = "".join(page.read_text() for page in site.rglob("*.html"))
     assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?https?://", pages) == [], "it loads nothing from elsewhere"
+
+
+def test_torture(shell: Shell) -> None:
+    assert "0 failed" in shell(f"{MAKE} torture TORTURE='--seeds 4'").stdout
+
+
+def test_bench_of_what_needs_more_than_this_machine(shell: Shell) -> None:
+    said = shell(f"{MAKE} bench-peers PEERS='--quick --pairs 1 --only core,compression'").stdout
+    assert "lookup.keys_per_s" in said and "compression." in said
 
 
 def test_bench_in_full_size(shell: Shell) -> None:

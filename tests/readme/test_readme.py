@@ -201,9 +201,10 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     r"tiercache config explain FILE": explain,
     r"tiercache (stat|verify) DIR": stored,
     rf"tiercache bench {PLAIN}": bench,
-    r"python -m tiercache\.bench\.gpu --cpu": gpu_bench,
+    rf"python -m tests\.bench {PLAIN}": bench,
+    r"python -m tests\.bench\.gpu --cpu": gpu_bench,
     rf"tiercache replay {PLAIN}\.jsonl {PLAIN}": replay,
-    rf"tiercache torture {PLAIN}": torture,
+    rf"python -m tests\.torture {PLAIN}": torture,
     r"python examples/(hf3fs_serve|redis_shared)\.py": example,
     r"python examples/transformers_chat\.py": chat_example,
     r"python examples/serve_fastapi\.py": serve_example,
@@ -219,7 +220,7 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
 
 
 NEEDS = {
-    r"tiercache torture --real .*": pytest.mark.uses("redis-server"),
+    r"python -m tests\.torture --real .*": pytest.mark.uses("redis-server"),
     r"python examples/hf3fs_serve\.py": pytest.mark.uses("fuse3"),
     r"python examples/redis_shared\.py": pytest.mark.needs("redis-server"),
     r"python examples/serve_fastapi\.py": pytest.mark.needs("curl"),

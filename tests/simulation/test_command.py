@@ -1,17 +1,23 @@
-"""`tiercache torture`, as a user runs it."""
+"""`python -m tests.torture`, as a user runs it."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
-from tests.cli.conftest import tiercache
-from tiercache.testing.simulation.command import Torture, torture_command
+from tests.torture.simulation.command import Torture, torture_command
 from tiercache.tiers.cpu import CpuTier
 
 
+def torture(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.torture", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
 def test_some_seeds_in_two_processes() -> None:
-    done = tiercache("torture", "--seeds", 8, "--jobs", 2)
+    done = torture("--seeds", 8, "--jobs", 2)
     assert done.returncode == 0, done.stderr
     assert not done.stderr  # nothing is left to be cleaned up at the end
     assert "8 seeds in" in done.stdout
@@ -21,21 +27,21 @@ def test_some_seeds_in_two_processes() -> None:
 
 
 def test_one_seed_with_all_that_happens_in_it_is_the_same_each_time() -> None:
-    first, second = (tiercache("torture", "--seed", 2).stdout for _ in range(2))
+    first, second = (torture("--seed", 2).stdout for _ in range(2))
     assert first == second
     assert "put" in first
     assert "digest" in first
 
 
 def test_json() -> None:
-    found = json.loads(tiercache("torture", "--seeds", 2, "--jobs", 1, "--from", 7, "--json").stdout)
+    found = json.loads(torture("--seeds", 2, "--jobs", 1, "--from", 7, "--json").stdout)
     assert (found["seeds"], found["failed"], found["failure"]) == (2, [], None)
     assert found["operations"] >= 600
     assert found["chunks"] > found["operations"]
 
 
 def test_minutes_end_it() -> None:
-    found = json.loads(tiercache("torture", "--minutes", 0.0001, "--jobs", 1, "--json").stdout)
+    found = json.loads(torture("--minutes", 0.0001, "--jobs", 1, "--json").stdout)
     assert 1 <= found["seeds"] <= 8
 
 
@@ -48,18 +54,7 @@ def test_a_seed_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert any("of its 300 operations are enough:" in line for line in lines)
     assert "kind=forget" in said
     seed = next(line.split()[1] for line in lines if "fails: Violation" in line)
-    assert lines[-1] == f"once more: tiercache torture --seed {seed}"
-
-
-def test_without_greenlet_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from tiercache.cli import app
-
-    monkeypatch.setitem(__import__("sys").modules, "greenlet", None)
-    asked = CliRunner().invoke(app, ["torture", "--seeds", "1"])
-    assert asked.exit_code == 2
-    assert "pip install 'tiercache[torture]'" in asked.output
+    assert lines[-1] == f"once more: python -m tests.torture --seed {seed}"
 
 
 def test_no_line_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +67,7 @@ def test_no_line_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_a_tier_of_somebodys_own_takes_part() -> None:
-    done = tiercache("torture", "--seed", 1, "--tier", "tests.simulation.own_tiers:Dictionary")
+    done = torture("--seed", 1, "--tier", "tests.simulation.own_tiers:Dictionary")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert "own" in done.stdout
 
@@ -86,6 +81,6 @@ def test_a_tier_of_somebodys_own_takes_part() -> None:
     ],
 )
 def test_a_tier_that_is_not_there(tier: str, said: str) -> None:
-    wrong = tiercache("torture", "--seed", 1, "--tier", tier)
+    wrong = torture("--seed", 1, "--tier", tier)
     assert wrong.returncode == 2
     assert said in wrong.stderr

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tiercache.testing.simulation.fittings import Fittings
-from tiercache.testing.simulation.plan import Operation, Setting
-from tiercache.testing.simulation.run import run_seed
+from tests.torture.simulation.fittings import Fittings
+from tests.torture.simulation.plan import Operation, Setting
+from tests.torture.simulation.run import run_seed
 
 
 def operation(kind: str, *keys: int, **values: Any) -> Operation:

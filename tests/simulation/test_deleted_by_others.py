@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tiercache.testing.simulation.plan import Operation, Setting, cap_bytes
-from tiercache.testing.simulation.run import run_seed
+from tests.torture.simulation.plan import Operation, Setting, cap_bytes
+from tests.torture.simulation.run import run_seed
 from tiercache.tiers.files.tier import FileTier
 
 

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.torture.simulation.files import Disk, FileCalls, Torn
 from tiercache.core.keys import KEY_BYTES
 from tiercache.testing.contract import page_aligned
-from tiercache.testing.simulation.files import Disk, FileCalls, Torn
 from tiercache.tiers.files import directory as directory_module
 from tiercache.tiers.files import format as chunk_format
 from tiercache.tiers.files.chunk_files import ChunkFiles

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.torture.simulation.files import Disk, FileCalls
+from tests.torture.simulation.process import Process
+from tests.torture.simulation.system import ROOT, System
+from tests.torture.simulation.weather import Weather
+from tests.torture.simulation.world import World
 from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.testing.simulation.files import Disk, FileCalls
-from tiercache.testing.simulation.process import Process
-from tiercache.testing.simulation.system import ROOT, System
-from tiercache.testing.simulation.weather import Weather
-from tiercache.testing.simulation.world import World
 
 SLOTS = 128
 CHUNK_BYTES = 16384

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tiercache.testing.simulation.gathering import gather
-from tiercache.testing.simulation.process import Process
-from tiercache.testing.simulation.world import SimulationError, World
+from tests.torture.simulation.gathering import gather
+from tests.torture.simulation.process import Process
+from tests.torture.simulation.world import SimulationError, World
 
 
 def run(world: World, main: Callable[[], Awaitable[Any]]) -> Process:
@@ -107,7 +107,7 @@ def test_what_a_callback_raises_is_kept_as_nobodys() -> None:
 
 
 def test_a_loop_whose_tasks_give_way_to_each_other_for_ever_spins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache.testing.simulation.loop.MOST_TURNS", 1000)
+    monkeypatch.setattr("tests.torture.simulation.loop.MOST_TURNS", 1000)
     world = World(0)
 
     async def main() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests import leaks
-from tiercache.testing.simulation.plan import setting_of
-from tiercache.testing.simulation.run import run_seed
+from tests.torture.simulation.plan import setting_of
+from tests.torture.simulation.run import run_seed
 
 OPERATIONS = 150
 SEEDS = range(20)

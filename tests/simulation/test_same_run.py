@@ -11,7 +11,7 @@ import pytest
 _SEEDS = 12
 _ROOT = Path(__file__).parents[2]
 _PROGRAM = f"""
-from tiercache.testing.simulation.run import run_seed
+from tests.torture.simulation.run import run_seed
 for seed in range({_SEEDS}):
     outcome = run_seed(seed)
     print(seed, outcome.digest, outcome.steps, f"{{outcome.virtual_s:.9f}}", outcome.failure)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.testing.simulation.seeds import failure_of, run_batch
+from tests.torture.simulation.seeds import failure_of, run_batch
 
 _SECONDS = float(os.environ.get("TORTURE_SECONDS", "30"))
 _FAILED_ONCE = Path(__file__).with_name("seeds.txt")
@@ -26,7 +26,7 @@ def _explained(seed: int) -> str:
     if failure is None:
         return f"seed {seed} failed, and not again: two runs of it differ"
     operations = "\n".join(map(str, failure.operations))
-    return f"tiercache torture --seed {seed}\n{operations}\n{failure.error}"
+    return f"python -m tests.torture --seed {seed}\n{operations}\n{failure.error}"
 
 
 def test_seeds_that_failed_once_hold() -> None:

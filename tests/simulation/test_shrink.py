@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tiercache.testing.simulation.shrink import shrunk
+from tests.torture.simulation.shrink import shrunk
 
 
 def test_what_is_left_still_fails_and_nothing_of_it_can_be_left_out() -> None:

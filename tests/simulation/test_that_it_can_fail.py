@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.torture.simulation import seeds
+from tests.torture.simulation.plan import Operation
+from tests.torture.simulation.run import Outcome, run_seed
+from tests.torture.simulation.seeds import failure_of
 from tiercache.core.breaker import Breaker
-from tiercache.testing.simulation import seeds
-from tiercache.testing.simulation.plan import Operation
-from tiercache.testing.simulation.run import Outcome, run_seed
-from tiercache.testing.simulation.seeds import failure_of
 from tiercache.tiers.cpu import CpuTier
 
 _SEEDS = 30

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation.test_world import run
-from tiercache.testing.simulation.process import Process
-from tiercache.testing.simulation.threads import Threads
-from tiercache.testing.simulation.world import SimulationError, World
+from tests.torture.simulation.process import Process
+from tests.torture.simulation.threads import Threads
+from tests.torture.simulation.world import SimulationError, World
 
 
 @pytest.fixture

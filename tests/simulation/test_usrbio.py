@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 import tiercache.cache  # noqa: F401 - whose modules the system takes the place of
-from tiercache.testing.simulation.disk import Disk
-from tiercache.testing.simulation.files import FileCalls
-from tiercache.testing.simulation.hf3fs_daemon import Daemon, RingWeather
-from tiercache.testing.simulation.process import Process
-from tiercache.testing.simulation.shared_memory import SharedMemory
-from tiercache.testing.simulation.system import ROOT, System
-from tiercache.testing.simulation.usrbio import library_of
-from tiercache.testing.simulation.world import World
+from tests.torture.simulation.disk import Disk
+from tests.torture.simulation.files import FileCalls
+from tests.torture.simulation.hf3fs_daemon import Daemon, RingWeather
+from tests.torture.simulation.process import Process
+from tests.torture.simulation.shared_memory import SharedMemory
+from tests.torture.simulation.system import ROOT, System
+from tests.torture.simulation.usrbio import library_of
+from tests.torture.simulation.world import World
 
 MOUNT = f"{ROOT}/hf3fs"
 

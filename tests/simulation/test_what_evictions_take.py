@@ -2,8 +2,8 @@
 
 import pytest
 
-from tiercache.testing.simulation.plan import Operation, Setting
-from tiercache.testing.simulation.run import run_seed
+from tests.torture.simulation.plan import Operation, Setting
+from tests.torture.simulation.run import run_seed
 
 
 @pytest.mark.parametrize("tier", ["fs", "weka"])

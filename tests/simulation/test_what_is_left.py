@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.simulation.test_that_it_can_fail import spins
+from tests.torture.simulation import seeds
+from tests.torture.simulation.plan import setting_of
+from tests.torture.simulation.run import run_seed
+from tests.torture.simulation.world import World
 from tiercache.core.breaker import Breaker
 from tiercache.memory.slots import Lease
-from tiercache.testing.simulation import seeds
-from tiercache.testing.simulation.plan import setting_of
-from tiercache.testing.simulation.run import run_seed
-from tiercache.testing.simulation.world import World
 from tiercache.tiers.cpu import CpuTier
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tiercache.testing.simulation.process import Process
-from tiercache.testing.simulation.world import SimulationError, Strand, World
+from tests.torture.simulation.process import Process
+from tests.torture.simulation.world import SimulationError, Strand, World
 
 
 def run(world: World, *calls: Callable[[], None], process: Process | None = None) -> list[Strand]:
@@ -124,7 +124,7 @@ def test_where_all_wait_for_ever_the_run_fails() -> None:
 
 
 def test_who_runs_on_without_time_passing_is_found_to_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache.testing.simulation.world.MOST_TURNS", 1000)
+    monkeypatch.setattr("tests.torture.simulation.world.MOST_TURNS", 1000)
     world = World(0)
 
     def spins() -> None:

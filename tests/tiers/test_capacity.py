@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.servers.processes import stop_process
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, small_device
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.processes import stop_process
 from tiercache.tiers.files.access import OWNER
 from tiercache.tiers.files.capacity import Capacity, CounterLost, counted_in
 from tiercache.tiers.files.chunk_files import ChunkFiles

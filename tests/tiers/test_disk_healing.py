@@ -23,6 +23,7 @@ from tests.needs import needs_fuse
 from tests.remote.fs.mount import SERVER
 from tests.remote.fs.test_fs import opened as fs_opened
 from tests.remote.fs.test_fs import store as fs_store
+from tests.servers.processes import stop_process
 from tests.tiers.test_disk import (
     FILE_BYTES,
     FINGERPRINT,
@@ -37,7 +38,6 @@ from tests.tiers.test_disk import (
 from tiercache.errors import CacheClosed, ConfigError, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.processes import stop_process
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.capacity import Mark
 from tiercache.tiers.files.chunk_files import ChunkFiles

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
 from tests.remote.fs.test_fs import tier_on
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.test_disk import FILE_BYTES, flip
@@ -22,7 +23,6 @@ from tiercache.commands.verify import verify
 from tiercache.errors import ConfigError, CorruptChunk, TierCacheError
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator, install, why_no_fuse
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.tier import FileTier

@@ -14,8 +14,8 @@ import pytest
 
 import tiercache.testing
 import tiercache.tiers
+from tests.torture.simulation.own import BehindWeather
 from tiercache.testing import FaultyTier, MemoryTier, chunk, page_aligned
-from tiercache.testing.simulation.own import BehindWeather
 from tiercache.testing.wrapped import WrappedTier
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.files.directories import ChunkIO, Lookup

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.servers.processes import stop_process
 from tests.tiers.test_disk import is_hit
 from tests.tiers.weka import key_of, opened, physical_bytes, store, until
-from tiercache.testing.processes import stop_process
 from tiercache.tiers.weka import WekaTier
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""`tiercache bench --only vllm` with real servers, tiny: what is measured has names, pairs and a clean end."""
+"""`python -m tests.bench --only vllm` with real servers, tiny: what is measured has names, pairs and a clean end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.vllm.goals import GOALS, compared_with_goals
+from tests.bench.vllm.measure import measure_vllm
+from tests.bench.vllm.workload import Amounts
 from tests.needs import needs_fuse, takes_minutes
 from tiercache.bench.figures import Figures
-from tiercache.bench.vllm.goals import GOALS, compared_with_goals
-from tiercache.bench.vllm.measure import measure_vllm
-from tiercache.bench.vllm.workload import Amounts
 from tiercache.bench.workload import QUICK, Plan
 
 pytestmark = takes_minutes

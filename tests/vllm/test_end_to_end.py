@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.vllm.engines import CHUNK_TOKENS, close_answer, drive, same_answer, tiercache_settings
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import os
 import selectors
 import subprocess
 import tempfile
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,6 @@ from tiercache.errors import TierCacheError
 DISK_SETTINGS = ("disk_default", "disk_odirect", "fs_odirect", "native_odirect")
 """LMCache's local disk as it comes, and with `use_odirect`; its file system connector, and its C++ client, with O_DIRECT."""
 
-_CHILD = Path(__file__).with_name("peer_lmcache.py")
 _START_S = 300.0
 _ANSWER_S = 120.0
 
@@ -51,7 +49,8 @@ class Peer:
         if plan.peer_python is None:
             return cls(None)
         plan.progress(f"starting LMCache ({part})")
-        return cls([str(plan.peer_python), str(_CHILD), part, str(chunk_bytes), str(count), str(plan.directory / "peer")])
+        program = [str(plan.peer_python), str(plan.peer_script)]
+        return cls([*program, part, str(chunk_bytes), str(count), str(plan.directory / "peer")])
 
     def add(self, figures: Figures, what: str, **names: tuple[str, str]) -> None:
         """Let the peer do `what`. For each part of its answer that `names` has: enter it as `peer.lmcache.<first name>`,

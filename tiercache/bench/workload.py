@@ -53,6 +53,8 @@ class Plan:
     progress: Progress
     peer_python: Path | None = None
     """A Python that has LMCache; None measures no peer."""
+    peer_script: Path | None = None
+    """The program that it runs."""
     chunks: Path | None = None
     """A directory of chunks, whose payloads are compressed; None: generated ones are."""
     quick: bool = False

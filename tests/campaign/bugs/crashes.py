@@ -2,8 +2,8 @@
 
 import os
 
+from tests.torture.campaign.worker import run
 from tiercache.core.keys import ChunkKey
-from tiercache.testing.campaign.worker import run
 from tiercache.tiers.files.tier import FileTier
 
 __all__ = ["run"]

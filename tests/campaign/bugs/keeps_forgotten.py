@@ -1,7 +1,7 @@
 """A disk tier that forgets nothing."""
 
+from tests.torture.campaign.worker import run
 from tiercache.core.keys import ChunkKey
-from tiercache.testing.campaign.worker import run
 from tiercache.tiers.files.tier import FileTier
 
 __all__ = ["run"]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tiercache.testing.campaign.worker import run
+from tests.torture.campaign.worker import run
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hf3fs_fuse.io import deregister_fd, make_ioring, make_iovec, register_fd
 
-from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.testing.hf3fs.client.mounts import add_link
+from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.hf3fs_emulator.client.mounts import add_link
 
 BUFFER_BYTES = 1 << 20
 PATIENCE_S = 20.0

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hf3fs.emulator.client import Client
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
 @pytest.fixture(scope="module", params=[pytest.param("fuse", marks=needs_fuse), "directory"])

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
 def test_next_operations_fail(client: Client, emulator: Hf3fsEmulator) -> None:

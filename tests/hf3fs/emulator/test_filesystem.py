@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tests.hf3fs.emulator.client import Client, fails, run
+from tests.hf3fs_emulator import Hf3fsEmulator, Pace
 from tests.needs import needs_fuse
-from tiercache.testing.hf3fs import Hf3fsEmulator, Pace
 
 pytestmark = [needs_fuse, pytest.mark.parametrize("kind", ["fuse"], indirect=True)]
 

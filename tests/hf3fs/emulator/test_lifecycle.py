@@ -14,9 +14,9 @@ import pytest
 from hf3fs_fuse.io import extract_mount_point
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
+from tests.hf3fs_emulator import SITE, Hf3fsEmulator, install
 from tests.needs import needs_fuse
-from tiercache.testing.hf3fs import SITE, Hf3fsEmulator, install
-from tiercache.testing.processes import stop_process
+from tests.servers.processes import stop_process
 
 CLIENT = """
 import os, sys
@@ -40,7 +40,7 @@ CLIENT_MEMORY = f"test-3fs-client-{os.getpid()}"
 
 OWNER = """
 import sys
-from tiercache.testing.hf3fs import Hf3fsEmulator
+from tests.hf3fs_emulator import Hf3fsEmulator
 emulator = Hf3fsEmulator(fuse=sys.argv[1] == "fuse")
 emulator.start()
 print(emulator.pid, emulator.directory, flush=True)
@@ -142,7 +142,7 @@ def test_stopping_does_not_wait_for_open_files(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["directory"], indirect=True)
 def test_daemon_by_hand(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tiercache.testing.hf3fs", "--mount", str(tmp_path / "mount")]
+    command = [sys.executable, "-m", "tests.hf3fs_emulator", "--mount", str(tmp_path / "mount")]
     with subprocess.Popen([*command, "--no-fuse"], stdout=subprocess.PIPE, text=True) as daemon:
         assert daemon.stdout is not None
         assert daemon.stdout.readline() == f"serving {tmp_path}/mount\n"

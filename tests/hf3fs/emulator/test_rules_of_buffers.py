@@ -10,8 +10,8 @@ import pytest
 from hf3fs_fuse.io import make_iovec
 
 from tests.hf3fs.emulator.client import BUFFER_BYTES, PATIENCE_S, Client, fails, run
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
 def links(client: Client) -> set[str]:

@@ -8,8 +8,8 @@ import pytest
 from hf3fs_fuse.io import deregister_fd, extract_mount_point, register_fd
 
 from tests.hf3fs.emulator.client import Client, fails, run
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
 def test_rule_1_mount_point_of_anything_below_it(client: Client) -> None:

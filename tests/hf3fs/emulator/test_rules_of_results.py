@@ -10,9 +10,9 @@ import pytest
 from hf3fs_fuse.io import force_fsync
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, run
+from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.hf3fs_emulator.client.mounts import add_link, remove_link
 from tests.needs import needs_fuse
-from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.testing.hf3fs.client.mounts import add_link, remove_link
 
 BLOCK = 4096
 

@@ -10,7 +10,7 @@ import pytest
 from hf3fs_fuse.io import make_ioring
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
-from tiercache.testing.hf3fs import Hf3fsEmulator
+from tests.hf3fs_emulator import Hf3fsEmulator
 
 
 def prepare(client: Client, ring: Any, descriptor: int, operations: int) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from hf3fs_fuse.io import deregister_fd, make_ioring, make_iovec, register_fd
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client
-from tiercache.testing.hf3fs import Hf3fsEmulator
+from tests.hf3fs_emulator import Hf3fsEmulator
 
 PIECE_BYTES = 64 << 10
 DEPTH = 6

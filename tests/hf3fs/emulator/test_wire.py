@@ -9,8 +9,7 @@ import uuid
 import pytest
 
 from tests.hf3fs.emulator.client import Client, fails
-from tests.needs import needs_fuse
-from tiercache.testing.hf3fs.wire import (
+from tests.hf3fs_emulator.wire import (
     ARGUMENTS,
     COMPLETION,
     SUBMISSION,
@@ -20,6 +19,7 @@ from tiercache.testing.hf3fs.wire import (
     parse_registration,
     ring_bytes,
 )
+from tests.needs import needs_fuse
 
 ID = uuid.UUID("01234567-89ab-cdef-0123-456789abcdef")
 

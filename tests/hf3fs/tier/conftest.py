@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
 from tests.needs import needs_fuse
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator, install, why_no_fuse
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.engine import RingEngine
 from tiercache.tiers.hf3fs.ring import RingSettings

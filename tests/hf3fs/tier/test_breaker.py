@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.hf3fs.tier.conftest import FINGERPRINT, HASTY, until
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.scheduler.conftest import flushed
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.keys import ChunkKey
@@ -20,7 +21,6 @@ from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.hf3fs.tier.conftest import HASTY, Memory, Opened
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.hf3fs import Hf3fsTier
 
 T = TypeVar("T")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
 from tests.tiers.test_contract import limits
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.base import Tier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 

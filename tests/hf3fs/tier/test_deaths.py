@@ -12,12 +12,12 @@ import pytest
 
 from tests.hf3fs.tier.conftest import FINGERPRINT, HASTY, Memory, Opened, until
 from tests.hf3fs.tier.test_faults import PATIENCE_S, get, put, works_again
+from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.hf3fs_emulator.client import descriptors
 from tests.needs import needs_fuse
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.testing.hf3fs.client import descriptors
 from tiercache.tiers.files import directories
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine
 from tiercache.tiers.hf3fs import tier as tier_module

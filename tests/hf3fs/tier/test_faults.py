@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.hf3fs.tier.conftest import HASTY, Memory, Opened, until
+from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.hf3fs_emulator.client import descriptors
 from tests.needs import needs_fuse
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.testing.hf3fs.client import descriptors
 from tiercache.tiers.files import directories
 from tiercache.tiers.hf3fs import Hf3fsTier, engine
 from tiercache.tiers.hf3fs import tier as tier_module

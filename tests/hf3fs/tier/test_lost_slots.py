@@ -10,10 +10,10 @@ import pytest
 
 from tests.hf3fs.tier.conftest import HASTY, Memory, Opened, until
 from tests.hf3fs.tier.test_faults import PATIENCE_S, get, put
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.hf3fs import Hf3fsTier
 
 pytestmark = pytest.mark.parametrize("memory", ["arena"], indirect=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS, Memory, Opened
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
 from tiercache.errors import ConfigError
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.hf3fs.tier.conftest import until
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.core.header import HEADER_BYTES
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.hf3fs.engine import PART_BYTES, RingEngine
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.ring import Buffers, Piece, RingSettings, Transfer, registered_arena

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.hf3fs.tier.conftest import Memory, Opened, until
+from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.hf3fs_emulator.client.descriptors import _registered
 from tests.needs import needs_fuse
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.testing.hf3fs.client.descriptors import _registered
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import PendingFile
 from tiercache.tiers.hf3fs import Hf3fsTier

@@ -13,6 +13,7 @@ import pytest
 
 from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS, Memory, Opened
 from tests.hf3fs.tier.test_faults import get, put
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
 from tiercache import Config, Layout
 from tiercache.assembly import make_tiers
@@ -21,7 +22,6 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierFull
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files import directories
 from tiercache.tiers.files.directory import Victims

@@ -11,9 +11,9 @@ import pytest
 
 from tests.hf3fs.tier.conftest import RINGS, Memory, Opened
 from tests.hf3fs.tier.test_faults import get, put
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
 async def test_prefetches_go_through_rings_as_reads_do(

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tiercache.testing.processes import stop_process
+from tests.servers.processes import stop_process
 
 _MOUNTED_S = 20.0
 

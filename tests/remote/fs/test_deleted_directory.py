@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hf3fs_emulator import Hf3fsEmulator, install
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
 from tests.remote.fs.test_dead_mount import CAP_BYTES, is_hit, is_written
@@ -22,7 +23,6 @@ from tests.tiers.weka import physical_bytes
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator, install
 from tiercache.tiers.base import Tier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier

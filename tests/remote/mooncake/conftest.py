@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.servers.mooncake import Holder, Master, plain_client, running
 from tiercache.config.remote_options import options_of
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.mooncake import Holder, Master, plain_client, running
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.mooncake import MooncakeTier
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.remote.mooncake.conftest import make_tier
+from tests.servers.mooncake import Master
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena
 from tiercache.testing import TierContract
-from tiercache.testing.mooncake import Master
 from tiercache.tiers.base import Tier
 
 pytestmark = pytest.mark.needs("libibverbs1")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.servers.mooncake import Master
 from tiercache import Config, Layout, TierCache
-from tiercache.testing.mooncake import Master
 from tiercache.tiers.remote.mooncake import MooncakeTier
 
 pytestmark = pytest.mark.needs("libibverbs1")

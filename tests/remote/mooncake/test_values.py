@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.remote.mooncake.conftest import make_tier
+from tests.servers.mooncake import Master, plain_client
 from tiercache.core.header import PACKED_BYTES, aligned
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
 from tiercache.testing.contract import chunk, page_aligned
-from tiercache.testing.mooncake import Master, plain_client
 from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.mooncake import MooncakeTier
 

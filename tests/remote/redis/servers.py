@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 
-from tiercache.testing.processes import stop_process
+from tests.servers.processes import stop_process
 
 START_S = 15.0
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.servers.s3 import BUCKET, KEY, SECRET, S3Server
 from tests.tiers.test_contract import LAYOUT
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.s3 import BUCKET, KEY, SECRET, S3Server
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.s3 import S3Tier
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.compression.contract import CompressionContract
 from tests.remote.s3.conftest import settings_for
-from tiercache.testing.s3 import S3Server
+from tests.servers.s3 import S3Server
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.s3 import S3Tier
 

@@ -8,9 +8,9 @@ import obstore
 import pytest
 
 from tests.remote.s3.conftest import settings_for
+from tests.servers.s3 import S3Server
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
-from tiercache.testing.s3 import S3Server
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.s3 import S3Tier
 

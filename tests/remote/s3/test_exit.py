@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.testing.s3 import S3Server
+from tests.servers.s3 import S3Server
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.servers.s3 import BUCKET, KEY, SECRET, S3Server
 from tiercache import Config, Layout, TierCache
-from tiercache.testing.s3 import BUCKET, KEY, SECRET, S3Server
 
 
 def configured(path: Path, server: S3Server, **more: object) -> Config:

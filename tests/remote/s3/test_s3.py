@@ -15,11 +15,11 @@ import pytest
 
 from tests.remote.s3.conftest import settings_for
 from tests.remote.wire import relay_to
+from tests.servers.s3 import S3Server
 from tiercache.core.header import PACKED_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.s3 import S3Server
 from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.s3 import S3Tier
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from tests.remote.s3.conftest import settings_for
+from tests.servers.s3 import KEY, SECRET, STRANGER, STRANGERS_SECRET, S3Server
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.s3 import KEY, SECRET, STRANGER, STRANGERS_SECRET, S3Server
 from tiercache.tiers.remote.s3 import S3Tier
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

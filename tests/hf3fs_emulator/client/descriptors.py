@@ -1,0 +1,78 @@
+"""Descriptors that rings may use.
+
+The real library keeps a table by descriptor number and never learns that a number was closed. A file that is closed before
+it is deregistered stays open through the library's duplicate, and its inode stays bound to the number, which the next `open`
+gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+from dataclasses import dataclass
+
+from tests.hf3fs_emulator.client.mounts import hold_inode, is_hf3fs, release_inode
+
+
+@dataclass(frozen=True)
+class RegisteredFile:
+    duplicate: int
+    inode: int
+    access: int
+    """O_RDONLY, O_WRONLY or O_RDWR, as it was when the descriptor was registered."""
+
+
+_lock = threading.Lock()
+_registered: dict[int, RegisteredFile] = {}
+
+
+def register_fd(fd: int, flags: int = 0) -> None:
+    """Let rings use `fd`. Raises OSError: EBADF when it is not on 3FS, EINVAL when its number is registered already."""
+    if not is_hf3fs(fd):
+        raise OSError(errno.EBADF, f"descriptor {fd} is not on 3FS")
+    # The inode is a call of the mount, which takes its time there: as in the real library, nobody else waits for it.
+    duplicate = os.dup(fd)
+    try:
+        _require_unregistered(fd, duplicate)
+        inode = hold_inode(duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    with _lock:
+        try:
+            _require_unregistered(fd, duplicate)
+        except OSError:
+            release_inode(duplicate, inode)
+            os.close(duplicate)
+            raise
+        _registered[fd] = _registered[duplicate] = RegisteredFile(duplicate, inode, access)
+
+
+def _require_unregistered(fd: int, duplicate: int) -> None:
+    if fd in _registered:
+        raise OSError(errno.EINVAL, f"descriptor {fd} is registered already, perhaps since before it was closed")
+    if duplicate in _registered:
+        raise OSError(errno.EINVAL, f"descriptor {duplicate} was closed while it was registered")
+
+
+def deregister_fd(fd: int) -> None:
+    """Before `os.close(fd)`: afterwards this does nothing. Silent when `fd` is not registered."""
+    if not is_hf3fs(fd):
+        return
+    with _lock:
+        file = _registered.pop(fd, None)
+        if file is None:
+            return
+        if _registered.get(file.duplicate) is file:
+            del _registered[file.duplicate]
+        release_inode(file.duplicate, file.inode)
+        with contextlib.suppress(OSError):  # of a dead mount; the real one does not look
+            os.close(file.duplicate)
+
+
+def registered(fd: int) -> RegisteredFile | None:
+    return _registered.get(abs(fd))

@@ -1,0 +1,214 @@
+"""Serves the rings: one watcher per priority claims operations, a pool of workers moves the bytes.
+
+A worker reads from the file straight into the client's shared memory, and writes from it, in system calls that release the
+GIL. So the threads run in parallel, and the only copy is the kernel's, between the page cache and the buffer.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import threading
+import time
+import uuid
+from queue import SimpleQueue
+
+from tests.hf3fs_emulator.daemon.buffers import Buffer, Buffers
+from tests.hf3fs_emulator.daemon.faults import Fault, Faults
+from tests.hf3fs_emulator.daemon.files import KnownFile, KnownFiles
+from tests.hf3fs_emulator.daemon.later import Later
+from tests.hf3fs_emulator.daemon.pacing import Pacing
+from tests.hf3fs_emulator.daemon.served_ring import Batch
+from tests.hf3fs_emulator.semaphores import NamedSemaphore
+from tests.hf3fs_emulator.wire import FORBID_READ_HOLES, SEMAPHORE_LINKS
+
+logger = logging.getLogger("tiercache.hf3fs.emulator")
+
+_PASSED_ON = {errno.EINVAL, errno.EBADF, errno.EROFS, errno.ENOSPC, errno.EREMOTEIO, errno.ENODATA}
+"""All else is EIO to a client."""
+_WATCHER_WAKES_S = 1.0
+THREADS = min(4, os.cpu_count() or 4)
+"""More than there are CPUs only fight for the GIL."""
+
+_Work = tuple[Batch, int, Buffer | None, Fault | None, float | None]
+"""A batch, which of its operations, the memory for it, what goes wrong, and when it may be reported."""
+
+
+class Engine:
+    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults, pacing: Pacing, *, threads: int) -> None:
+        self._files = files
+        self._buffers = buffers
+        self._faults = faults
+        self._pacing = pacing
+        self._later = Later("late-transfers")
+        # With whose they are in the name: who finds some can tell what they are left from.
+        names = [f"hf3fs-submit-ios.{os.getppid()}.{uuid.uuid4()}" for _ in SEMAPHORE_LINKS]
+        self.semaphores = [NamedSemaphore(name, create=True) for name in names]
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._stopping = False
+        self._workers = [threading.Thread(target=self._run, name=f"worker-{number}") for number in range(threads)]
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(priority,), name=f"watcher-{priority}")
+            for priority in range(len(self.semaphores))
+        ]
+        self._count_lock = threading.Lock()
+        self.operations = 0
+        self.transferred_bytes = 0
+
+    def start(self) -> None:
+        for thread in self._workers + self._watchers:
+            thread.daemon = True
+            thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        for semaphore in self.semaphores:
+            semaphore.post()
+        for thread in self._watchers:
+            thread.join()
+        for _ in self._workers:
+            self._work.put(None)
+        for thread in self._workers:
+            thread.join()
+        for semaphore in self.semaphores:
+            semaphore.close()
+            semaphore.unlink()
+
+    def _watch(self, priority: int) -> None:
+        semaphore = self.semaphores[priority]
+        while not self._stopping:
+            if not semaphore.wait(_WATCHER_WAKES_S):
+                continue  # as upstream does: time alone issues nothing
+            while self._issue(priority):
+                pass
+
+    def _issue(self, priority: int) -> bool:
+        """Dispatch what rings hold; whether there was any. Apart from `_watch`, whose variables would keep a ring mapped."""
+        claimed = False
+        for ring in self._buffers.rings(priority):
+            for batch in ring.claim():
+                claimed = True
+                self._dispatch(batch)
+        return claimed
+
+    def _dispatch(self, batch: Batch) -> None:
+        for position in range(len(batch.submissions)):
+            for_read, due_s = batch.ring.traits.for_read, None
+            arguments = batch.ring.memory.arguments(batch.submissions[position][0])
+            if self._pacing.pace is not None:
+                due_s = self._pacing.transfer_due_s(for_read, arguments.length)
+            # Looked up now, as 3FS does: however long an operation takes, it keeps its memory mapped and may write to it.
+            item = (batch, position, self._buffers.find(arguments.buffer_id), self._faults.next(for_read), due_s)
+            if not self._faults.parks(functools.partial(self._work.put, item)):
+                self._work.put(item)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            self._serve(*item)
+            del item  # an idle worker keeps no ring mapped
+
+    def _serve(
+        self, batch: Batch, position: int, buffer: Buffer | None, fault: Fault | None, due_s: float | None
+    ) -> None:
+        if fault is not None and fault.action == "delay":
+            # Not slept away in a worker: other operations are not to wait for this one.
+            self._later.at(
+                time.monotonic() + fault.value,
+                functools.partial(self._work.put, (batch, position, buffer, None, due_s)),
+            )
+            return
+        if fault is not None and fault.action == "hold":
+            self._faults.hold(functools.partial(self._work.put, (batch, position, buffer, None, due_s)))
+            return
+        result: int | None
+        try:
+            result = self._transfer(batch, position, buffer, fault)
+        except OSError as error:
+            result = -(error.errno if error.errno in _PASSED_ON else errno.EIO)
+        except Exception:
+            logger.exception("operation %d of a batch failed", position)
+            result = -errno.EIO
+        if due_s is None or due_s <= time.monotonic():
+            self._finish(batch, position, result)
+        else:
+            self._later.at(due_s, functools.partial(self._finish, batch, position, result))
+
+    def _finish(self, batch: Batch, position: int, result: int | None) -> None:
+        with self._count_lock:
+            self.operations += 1
+        if batch.done(position, result):
+            batch.ring.finish(batch)
+            # What came meanwhile runs without anybody submitting again.
+            for following in batch.ring.claim(1):
+                self._dispatch(following)
+
+    def _transfer(self, batch: Batch, position: int, buffer: Buffer | None, fault: Fault | None) -> int | None:
+        """Bytes moved or -errno; None for a completion that is to be lost."""
+        arguments = batch.ring.memory.arguments(batch.submissions[position][0])
+        traits = batch.ring.traits
+        if fault is not None and fault.action == "errno":
+            raise OSError(int(fault.value), "a fault was asked for")
+        if self._faults.read_only and not traits.for_read:
+            return -errno.EROFS
+        known = self._files.find(arguments.inode)
+        if known is None:
+            return -errno.EBADF
+        piece = None if buffer is None else buffer.piece(arguments.buffer_offset, arguments.length)
+        if piece is None:
+            return -errno.EINVAL
+        if fault is not None and fault.action == "short":
+            piece = piece[: int(fault.value)]
+        if traits.for_read:
+            moved = _read(known, piece, arguments.file_offset, bool(traits.flags & FORBID_READ_HOLES))
+        else:
+            self._files.will_write(known, arguments.file_offset + len(piece))
+            moved = _write(known, piece, arguments.file_offset)
+        with self._count_lock:
+            self.transferred_bytes += max(moved, 0)
+        return None if fault is not None and fault.action == "lose" else moved
+
+
+def _read(known: KnownFile, piece: memoryview, offset: int, forbid_holes: bool) -> int:
+    """A hole with data after it reads as zeros; before one without, the read ends, as it does at the end of the file."""
+    end = offset + len(piece)
+    hole = _seek(known.descriptor, offset, os.SEEK_HOLE)
+    if hole < end:
+        end = _end_of_data(known.descriptor, offset, end)
+        if forbid_holes and hole < end:
+            return -errno.ENODATA
+    moved = 0
+    while moved < end - offset:
+        got = os.preadv(known.descriptor, [piece[moved : end - offset]], offset + moved)
+        if got == 0:
+            break
+        moved += got
+    return moved
+
+
+def _end_of_data(descriptor: int, start: int, end: int) -> int:
+    """Where the last data in [start, end) ends; `start` when there is none."""
+    last, at = start, start
+    while at < end and (data := _seek(descriptor, at, os.SEEK_DATA)) < end:
+        last = at = min(end, _seek(descriptor, data, os.SEEK_HOLE))
+    return last
+
+
+def _seek(descriptor: int, offset: int, what: int) -> int:
+    try:
+        return os.lseek(descriptor, offset, what)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        # Beyond the end of the file: no data ever again, and a hole right here.
+        return offset if what == os.SEEK_HOLE else 1 << 62
+
+
+def _write(known: KnownFile, piece: memoryview, offset: int) -> int:
+    if not known.writable:
+        return -errno.EROFS
+    moved = 0
+    while moved < len(piece):
+        moved += os.pwritev(known.descriptor, [piece[moved:]], offset + moved)
+    return moved

@@ -1,0 +1,168 @@
+"""One daemon: builds its parts, says that it is ready, serves until it is told to stop."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.hf3fs_emulator.daemon.buffers import Buffers
+from tests.hf3fs_emulator.daemon.clients import ClientWatch
+from tests.hf3fs_emulator.daemon.directory import STOP_SIGNALS, Directory
+from tests.hf3fs_emulator.daemon.engine import THREADS, Engine
+from tests.hf3fs_emulator.daemon.faults import CallFault, Fault, Faults
+from tests.hf3fs_emulator.daemon.files import KnownFiles
+from tests.hf3fs_emulator.daemon.filesystem import Filesystem
+from tests.hf3fs_emulator.daemon.pacing import Pacing
+from tests.hf3fs_emulator.daemon.service import Handler, Service
+from tests.hf3fs_emulator.daemon.session import Session
+from tests.hf3fs_emulator.pace import Pace
+from tests.hf3fs_emulator.statistics import Statistics
+
+
+@dataclass
+class Settings:
+    mount: Path
+    backing: Path | None
+    """None: no FUSE; `mount` is a plain directory."""
+    socket: Path | None = None
+    """For fault injection on a FUSE mount. A plain directory has its own, in `3fs-virt`."""
+    threads: int = THREADS
+    negative_io_depth: bool = True
+    ready_descriptor: int | None = None
+    """Gets a line of JSON once clients can come."""
+    until_stdin_closes: bool = False
+
+
+class Daemon:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.files = KnownFiles()
+        self.buffers = Buffers(negative_io_depth=settings.negative_io_depth)
+        self.faults = Faults()
+        self.pacing = Pacing()
+        self.engine = Engine(self.files, self.buffers, self.faults, self.pacing, threads=settings.threads)
+        self.semaphore_targets = [f"/dev/shm/sem.{semaphore.name}" for semaphore in self.engine.semaphores]
+        self.directory = (
+            Directory(settings.mount, self.files, self.buffers, self.semaphore_targets)
+            if settings.backing is None
+            else None
+        )
+        self.clients = ClientWatch(self._forget_process)
+
+    def serve(self) -> None:
+        """Until SIGTERM, SIGINT or, if so set, the end of stdin."""
+        # Only the main thread is to get them: one that comes to another does not wake it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        if self.settings.until_stdin_closes:
+            # An owner that dies while we are stopped (`pause`) must not leave a mount that hangs everybody: go on, and end.
+            # Linux says so when the thread ends that started us; to a daemon that is not stopped it means nothing.
+            ctypes.CDLL(None).prctl(1, int(signal.SIGCONT), 0, 0, 0)  # PR_SET_PDEATHSIG
+            threading.Thread(target=_terminate_at_end_of_stdin, name="stdin", daemon=True).start()
+        self.engine.start()
+        self.clients.start()
+        try:
+            if self.directory is not None:
+                self.directory.serve(self._control(), self.clients.watch, self._say_ready)
+            else:
+                self._serve_fuse()
+        finally:
+            self.faults.clear()
+            self.engine.stop()
+            self.clients.stop()
+
+    def _serve_fuse(self) -> None:
+        assert self.settings.backing is not None
+        filesystem = Filesystem(
+            self.settings.backing, self.files, self.buffers, self.faults, self.semaphore_targets, self.clients.watch
+        )
+        session = Session(filesystem, self.settings.mount, self.pacing, self._say_ready)
+        self.files.on_visible = session.changed
+        service = None
+        if self.settings.socket is not None:
+            service = Service(self.settings.socket, self._control(), lambda pid: None)
+            service.start()
+
+        def serve() -> None:
+            try:
+                session.serve()
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=serve, name="fuse", daemon=True).start()
+        try:
+            signal.sigwait(STOP_SIGNALS)
+        finally:
+            session.unmount()
+            if service is not None:
+                service.stop()
+
+    def _say_ready(self) -> None:
+        if self.settings.ready_descriptor is not None:
+            names = [semaphore.name for semaphore in self.engine.semaphores]
+            os.write(self.settings.ready_descriptor, json.dumps({"semaphores": names}).encode() + b"\n")
+            os.close(self.settings.ready_descriptor)
+        else:
+            print(f"serving {self.settings.mount}", flush=True)
+
+    def _forget_process(self, pid: int) -> None:
+        self.buffers.forget_process(pid)
+        if self.directory is not None:
+            self.directory.forget_process(pid)
+
+    def _control(self) -> dict[str, Handler]:
+        def add_fault(pid: int, descriptors: list[int], **fault: Any) -> None:
+            self.faults.add(Fault(**fault))
+
+        def add_call_fault(pid: int, descriptors: list[int], **fault: Any) -> None:
+            if self.directory is not None:
+                raise OSError(errno.ENOTSUP, "system calls on a plain directory do not come by here")
+            self.faults.add_call(CallFault(**fault))
+
+        def set_pace(pid: int, descriptors: list[int], **pace: float) -> None:
+            self.pacing.pace = Pace(**pace) if pace else None
+
+        def clear(pid: int, descriptors: list[int]) -> None:
+            self.pacing.pace = None
+            self.faults.clear()
+
+        def make_read_only(pid: int, descriptors: list[int]) -> None:
+            self.faults.read_only = True
+
+        return {
+            "read_only": make_read_only,
+            "until_registered": lambda pid, descriptors, buffers, rings: self.buffers.until(buffers, rings),
+            "until_open_files": lambda pid, descriptors, files: self.files.until(files),
+            "fault": add_fault,
+            "call_fault": add_call_fault,
+            "clear": clear,
+            "pace": set_pace,
+            "hang": lambda pid, descriptors: self.faults.hang(),
+            "resume": lambda pid, descriptors: self.faults.resume(),
+            "until_struck": lambda pid, descriptors, faults: self.faults.until_struck(faults),
+            "until_hanging": lambda pid, descriptors, operations: self.faults.until_hanging(operations),
+            "statistics": lambda pid, descriptors: asdict(self.statistics()),
+        }
+
+    def statistics(self) -> Statistics:
+        buffers, rings = self.buffers.counts()
+        return Statistics(
+            operations=self.engine.operations,
+            transferred_bytes=self.engine.transferred_bytes,
+            faults_struck=self.faults.struck,
+            buffers=buffers,
+            rings=rings,
+            open_files=len(self.files),
+        )
+
+
+def _terminate_at_end_of_stdin() -> None:
+    while os.read(0, 4096):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""Stands in for 3FS's package of this name. See tests.hf3fs_emulator."""

@@ -1,0 +1,1 @@
+"""Tests of whole caches: `simulation`, on simulated clocks and devices, and `campaign`, with true processes and files."""

@@ -1,0 +1,212 @@
+"""Workers as the referee sees them: started, spoken to, stopped, killed, each by a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from tests.servers.processes import stands_still
+from tests.torture.campaign.messages import Command, Order, Report, now_s, packed, report_of
+
+START_S = 30.0
+DEATH_S = 30.0
+"""From kill -9 to the end: what a process has asked a device for is waited for by the kernel."""
+STOP_S = 1.0
+
+R = TypeVar("R")
+
+
+class NurseryFailed(Exception):
+    """No process can be started any more."""
+
+
+class Nursery:
+    """`worker` is a module whose `run(order, connection)` is a worker's life."""
+
+    def __init__(self, worker: str, log: Path) -> None:
+        self._worker = worker
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def open(self) -> None:
+        """Waits until it can fork. Raises NurseryFailed."""
+        self._asking, theirs = socket.socketpair()
+        self._asking.settimeout(START_S)
+        command = [sys.executable, "-m", "tests.torture.campaign.nursery", str(theirs.fileno()), self._worker]
+        threads = {f"{name}_NUM_THREADS": "1" for name in ("OPENBLAS", "OMP", "MKL")}  # who forks has no threads
+        with theirs, self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **threads},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C is the campaign's to handle
+            )
+        self._answered(lambda: self._asking.recv(1))
+
+    def start(self, order: Order) -> Process:
+        """Raises NurseryFailed."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._asking, [packed(order)], [theirs.fileno()])
+                said, given, _, _ = socket.recv_fds(self._asking, 64, 1)
+            except OSError as error:
+                ours.close()
+                raise NurseryFailed(f"no worker can be started: {error}; see {self._log}") from error
+        if not given:
+            ours.close()
+            raise NurseryFailed(f"no worker can be started: the nursery is gone; see {self._log}")
+        return Process(order, int(json.loads(said)), given[0], ours)
+
+    def close(self) -> None:
+        """Its children go with it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._asking.close()
+        try:
+            process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(START_S)
+
+    def _answered(self, ask: Callable[[], bytes]) -> None:
+        try:
+            if ask():
+                return
+        except OSError:
+            pass
+        self.close()
+        raise NurseryFailed(f"the process that starts workers did not start; it said: {self._log.read_text()[-2000:]}")
+
+
+class Process:
+    """One worker. Its reports go to `hear`, and the one that `ask` waits for is given to whoever asked."""
+
+    def __init__(self, order: Order, pid: int, pidfd: int, connection: socket.socket) -> None:
+        self.order = order
+        self.name = order.name
+        self.pid = pid
+        self.started_s = now_s()
+        self.heard_s = now_s()
+        self.expected_to_end = False
+        self.ended = asyncio.Event()
+        self.hear: Callable[[Process, Report], None] = lambda process, report: None
+        self._pidfd = pidfd
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._rest = b""
+        self._waiting: list[tuple[type[Report], asyncio.Future[Report | None]]] = []
+        loop = asyncio.get_running_loop()
+        loop.add_reader(connection, self._read)
+        loop.add_reader(pidfd, self._end)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ended.is_set()
+
+    def tell(self, command: Command) -> None:
+        """Does nothing where nobody is left to hear it."""
+        with contextlib.suppress(OSError):
+            self._connection.send(packed(command))
+
+    async def until(self, kind: type[R], within_s: float) -> R | None:
+        """The next report of this kind; None when there was none in time, or the process ended."""
+        if not self.is_alive:
+            return None
+        future: asyncio.Future[Report | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((kind, future))  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(within_s):
+                found = await future
+        except TimeoutError:
+            return None
+        finally:
+            self._waiting = [each for each in self._waiting if each[1] is not future]
+        return found if isinstance(found, kind) else None
+
+    async def ask(self, command: Command, kind: type[R], within_s: float) -> R | None:
+        self.tell(command)
+        return await self.until(kind, within_s)
+
+    def send(self, number: signal.Signals) -> None:
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    async def kill(self) -> bool:
+        """kill -9; whether it was gone within `DEATH_S`."""
+        self.expected_to_end = True
+        self.send(signal.SIGKILL)
+        return await self.is_gone(DEATH_S)
+
+    async def is_gone(self, within_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self.ended.wait()
+        return not self.is_alive
+
+    async def stop(self) -> bool:
+        """SIGSTOP; whether all its threads stand still, soon."""
+        self.send(signal.SIGSTOP)
+        until_s = now_s() + STOP_S
+        while self.is_alive and not stands_still(self.pid):
+            if now_s() > until_s:
+                return False
+            await asyncio.sleep(0.001)
+        return True
+
+    def go_on(self) -> None:
+        self.send(signal.SIGCONT)
+        self.heard_s = now_s()
+
+    def drain(self) -> None:
+        """Hear all that was said up to now."""
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
+        try:
+            received = self._connection.recv(1 << 16)
+        except OSError:
+            return False
+        if not received:
+            asyncio.get_running_loop().remove_reader(self._connection)
+            return False
+        self.heard_s = now_s()
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        for line in lines:
+            self._hear(report_of(line))
+        return True
+
+    def _hear(self, report: Report) -> None:
+        for kind, future in self._waiting:
+            if isinstance(report, kind) and not future.done():
+                future.set_result(report)
+                break
+        self.hear(self, report)
+
+    def _end(self) -> None:
+        """It is dead: all its threads are gone, and all that it had open is closed."""
+        self.drain()
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+        loop.remove_reader(self._connection)
+        self._connection.close()
+        os.close(self._pidfd)
+        self.ended.set()
+        for _, future in self._waiting:
+            if not future.done():
+                future.set_result(None)

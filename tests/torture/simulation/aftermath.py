@@ -1,0 +1,218 @@
+"""What tiers on files owe to those who use them, asked when all faults are over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from tests.torture.simulation.node import Node
+from tests.torture.simulation.oracle import Violation
+from tests.torture.simulation.places import Place, is_good
+from tests.torture.simulation.plan import FILE_BYTES
+from tiercache.cache import TierCache
+from tiercache.errors import TierUnavailable
+from tiercache.tiers.files.index import RelistingLookup
+from tiercache.tiers.files.scanning import Directory
+from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.hf3fs.files import RegisteredFiles
+
+_SCANNED_S = 5.0
+_TRIMMED_S = 1.0
+"""The time after the first scan by which a cap that was lowered is kept."""
+_ATTEMPTS, _ATTEMPTS_BESIDE_OPEN_FILES = 2, 8
+"""Puts of a chunk: the first may be one touch only. What is evicted from a full device makes no room while somebody else has
+it open, who closes it before the next."""
+_SWEPT_S = 6.0
+"""How long an instance may keep a file of 3FS or of cuFile open that another one has removed."""
+_LOWEST_FILL, _LOWEST_SHARED_FILL = 31 / 32, 0.85
+_PUTS_IN_QUIET = 12
+"""A full directory may count a 32nd of the cap more than there is, and a shared one what its instances have reserved and do
+not use."""
+
+
+def file_tiers(cache: TierCache) -> Iterator[tuple[str, FileTier]]:
+    """Those whose places are looked at, by the names of their configuration."""
+    for tier in cache.tiers:
+        if isinstance(tier, FileTier):
+            yield tier.name, tier
+
+
+def is_followed(tier: FileTier) -> bool:
+    """Return True if the index follows what lies in the directories."""
+    return isinstance(tier.directories.lookup, RelistingLookup)
+
+
+def directories(cache: TierCache) -> list[Directory]:
+    return [directory for _, tier in file_tiers(cache) for directory in tier.directories.all]
+
+
+def place_of(directory: Directory, places: Sequence[Place]) -> Place:
+    return next(place for place in places if place.disk.owns(str(directory.files.root)))
+
+
+async def scans_end(node: Node) -> None:
+    """A write may have begun one a moment ago."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + _SCANNED_S
+    while scanning := [directory.files.root for directory in directories(node.cache) if directory.scanning is not None]:
+        if loop.time() > until_s:
+            raise Violation(f"a scan that does not end: {scanning}")
+        await asyncio.sleep(0.01)
+
+
+def check_directories(node: Node, places: Sequence[Place], *, faultless: bool, alone: bool) -> None:
+    """Of an open cache in which nothing is under way."""
+    for directory in directories(node.cache):
+        capacity, place = directory.files.capacity, place_of(directory, places)
+        found = place.look()
+        writing = capacity.in_flight_bytes
+        pending = found.pending.get(directory.files._owner.name, 0)
+        if writing > pending:
+            raise Violation(f"{place.disk.root}: {writing} bytes are reserved for files, of which {pending} are there")
+        if capacity._deleting_bytes:
+            raise Violation(f"{place.disk.root}: {capacity._deleting_bytes} bytes are still about to be deleted")
+        if directory.noted_while_scanning:
+            raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
+        tier = next(tier for _, tier in file_tiers(node.cache) if directory in tier.directories.all)
+        known = set(directory.index.keys)
+        if (faultless and alone) or is_followed(tier):
+            there = found.chunks.keys() - tier.directories.refused.keys()
+            if known - tier.directories.refused.keys() != there:
+                raise Violation(
+                    f"{place.disk.root}: not there, but in the index: {known - there}; not in it: {there - known}"
+                )
+        if faultless and alone:
+            place.check_count(capacity._unused_bytes)
+
+
+async def check_promises(node: Node, others: Sequence[Node], places: Sequence[Place], key: int) -> None:
+    """What one process stores is found by all; what it forgets is found by none, and can be stored by another."""
+    await store(node, [key], places)
+    for reader in (node, *others):
+        await reader.on_loop(lambda reader=reader: _read(reader, key, there=True))  # type: ignore[misc]
+    await node.on_loop(lambda: _forget(node, key))
+    left = [place.disk.root for place in places if node.keys[key] in place.look().chunks]
+    if left:
+        raise Violation(f"key {key} was removed, and lies in {left}")
+    await _swept(node)
+    for reader in (node, *others):
+        await reader.on_loop(lambda reader=reader: _read(reader, key, there=False))  # type: ignore[misc]
+    await store((*others, node)[0], [key], places)
+
+
+async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> None:
+    """Put keys that nobody has, one after the other, and see that the last of them is written."""
+
+    async def work() -> None:
+        attempts = _ATTEMPTS_BESIDE_OPEN_FILES if _keeps_files_open(node) else _ATTEMPTS
+        for attempts_left in reversed(range(attempts)):
+            for key in keys:
+                await node.cache.put(node.keys[key], node.truth.payload(key))
+                report = await node.cache.flush(10.0)
+                if not report.complete:
+                    raise Violation(f"all is well, and key {key} is not written in 10 s: {report}")
+                node.cache.clear_hot()
+            missing = [name for name, tier in file_tiers(node.cache) if not _lies(node, tier, keys[-1], places)]
+            if not missing:
+                return
+            await _swept(node)
+            if not attempts_left:
+                raise Violation(
+                    f"all is well, and key {keys[-1]} is not written to {missing}: {node.cache.statistics()}"
+                )
+
+    await node.on_loop(work)
+
+
+def _lies(node: Node, tier: FileTier, key: int, places: Sequence[Place]) -> bool:
+    return any(node.keys[key] in place_of(directory, places).look().chunks for directory in tier.directories.all)
+
+
+async def _swept(node: Node) -> None:
+    """Until nobody has a file open any more that somebody else deleted before this."""
+    if _keeps_files_open(node):
+        await asyncio.sleep(_SWEPT_S)
+
+
+def _keeps_files_open(node: Node) -> bool:
+    tiers = [tier for _, tier in file_tiers(node.cache)]
+    return any(isinstance(getattr(tier.directories.io, "files", None), RegisteredFiles) for tier in tiers)
+
+
+async def _read(node: Node, key: int, *, there: bool) -> None:
+    node.cache.clear_hot()
+    async with node.cache.get(node.keys[key]) as lease:
+        if (lease is not None) != there:
+            raise Violation(f"key {key}: expected {'a hit' if there else 'a miss'} in every process")
+        if lease is not None:
+            node.truth.check(key, lease.view, node.truth.floor[key])
+    node.cache.clear_hot()
+
+
+async def _forget(node: Node, key: int) -> None:
+    node.truth.forget_begins(key)
+    generation = node.truth.newest[key]
+    try:
+        await node.cache.forget([node.keys[key]], deadline_s=10.0)
+    except TierUnavailable as error:
+        raise Violation(f"all is well, and key {key} is not removed: {error}") from error
+    node.truth.forget_ended(key, generation)
+
+
+async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) -> None:
+    """What is counted and not there comes back: all of the cap can be used, or all of the device."""
+    await store(node, keys, places)
+    # Looked at anew in a quiet moment: beside writes, what they are about stays uncertain, and so does the counter while
+    # another process is active. A put that finds room looks at nothing.
+    scans_s = [directory.next_scan_s for directory in directories(node.cache)]
+    await asyncio.sleep(max(0.0, max(scans_s) - asyncio.get_running_loop().time()))
+    for number, key in enumerate(keys[:_PUTS_IN_QUIET]):
+        if number >= 3 and not any(directory.is_doubtful for directory in directories(node.cache)):
+            break
+        await store(node, [key], places)
+        await asyncio.sleep(2.0)
+    await store(node, keys, places)
+    for directory, tier in [
+        (directory, found) for _, found in file_tiers(node.cache) for directory in found.directories.all
+    ]:
+        place = place_of(directory, places)
+        lowest = _LOWEST_SHARED_FILL if is_followed(tier) else _LOWEST_FILL
+        lowest_bytes = place.cap_bytes * lowest - 3 * FILE_BYTES
+        found = place.look()
+        if found.occupied_bytes < lowest_bytes and place.disk.free_blocks * 4096 >= 3 * FILE_BYTES:
+            raise Violation(
+                f"{place.disk.root}: {place.cap_bytes} bytes may be used, and no more than {found.occupied_bytes} are: "
+                f"{found.counted_bytes} are counted"
+            )
+
+
+async def check_reopened(
+    node: Node, places: Sequence[Place], truth_keys: dict[bytes, int], spoilt: set[tuple[str, int]]
+) -> None:
+    """A cache that was opened anew knows all that lies there, and it alone; good chunks are read and bad ones are put aside.
+    `spoilt`: files that cannot be read, as `Weather.spoilt`."""
+    loop = asyncio.get_running_loop()
+    await scans_end(node)
+    await asyncio.sleep(_TRIMMED_S)
+    for place in places:
+        place.is_certain, place.kept_from_s = True, 0.0
+        place.check(loop.time(), loop.time() - 1e6)
+    check_directories(node, places, faultless=True, alone=True)
+    for name, tier in file_tiers(node.cache):
+        for directory in tier.directories.all:
+            place = place_of(directory, places)
+            for raw, file in sorted(place.look().chunks.items()):
+                key = truth_keys[raw]
+                good = (place.disk.root, file.number) not in spoilt and is_good(raw, file)
+                if len(tier.directories.all) == 1 and node.cache.tiers[0].name == name:
+                    await _read(node, key, there=True) if good else await _read_bad(node, key, place)
+    check_directories(node, places, faultless=False, alone=True)
+
+
+async def _read_bad(node: Node, key: int, place: Place) -> None:
+    node.cache.clear_hot()
+    async with node.cache.get(node.keys[key]) as lease:
+        if lease is not None and len(node.cache.tiers) == 1:
+            raise Violation(f"key {key} was read from a file that is damaged")
+    if node.keys[key] in place.look().chunks:
+        raise Violation(f"key {key}: a damaged file stays where it was found")

@@ -1,0 +1,312 @@
+"""One process of a simulation: a cache, and the callers who use it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tests.torture.simulation.calls import Calls
+from tests.torture.simulation.device_calls import DeviceCalls
+from tests.torture.simulation.expected import Expected
+from tests.torture.simulation.fitting_checks import check_fittings, watch_errors
+from tests.torture.simulation.machine import Machine
+from tests.torture.simulation.oracle import Truth, Violation, check_idle, check_memory
+from tests.torture.simulation.plan import CHUNK_BYTES, Operation
+from tests.torture.simulation.process import Process
+from tests.torture.simulation.watch import Watch
+from tiercache.cache import TierCache
+from tiercache.config import Config
+from tiercache.core.breaker import BreakerState
+from tiercache.core.layout import Layout
+from tiercache.errors import CacheClosed, ConfigError, DeviceError, TierCacheError, TierUnavailable
+from tiercache.lifecycle import DEVICE_S, FILE_SYSTEMS_S
+
+if TYPE_CHECKING:
+    from tests.torture.simulation.remote import Server
+    from tiercache.scheduler.writer import FlushReport
+
+_SLACK_S = 0.005
+"""What a wait may take beyond its deadline: the pauses of copying threads."""
+_CANCELLED_S = 0.05
+"""How soon a cancelled call ends, when nothing hangs."""
+_START_S = 5.0
+"""What a start may take besides the times of its tiers."""
+_CLEANUP_S = 0.2
+"""How long a put waits that is made in the clean-up of a cancelled caller."""
+_CLOSE_S = 1.2
+"""What a close may take beyond its time-out: half a second for what hangs, and the same for what it leaves behind."""
+
+Note = Callable[[str], None]
+
+
+_REMEMBER = frozenset({"put", "put_many", "put_prefix", "get", "get_into", "warm", "lookup", "flush", "statistics"})
+"""Operations that leave what was used just before them where it is."""
+
+
+class Node:
+    """Lives as long as its process; made anew after it."""
+
+    def __init__(
+        self,
+        process: Process,
+        config: Config,
+        layout: Layout,
+        truth: Truth,
+        keys: list[bytes],
+        note: Note,
+        *,
+        faults: Callable[[], bool],
+        start_may_fail: Callable[[], bool],
+        server: Server | None,
+        tiers: Sequence[str],
+        alone: bool,
+        prefix: int,
+        machine: Machine,
+    ) -> None:
+        self.process = process
+        self.truth = truth
+        self.keys = keys
+        self.state = "starting"
+        self.cache = TierCache(config, layout)
+        self.counts: Counter[str] = Counter()
+        self.failure: BaseException | None = None
+        self.config = config
+        self._tier_names = tiers
+        self._note = note
+        self._faults = faults
+        """Whether something has gone wrong outside of late, so that an error is no surprise."""
+        self._start_may_fail = start_may_fail
+        self._opened: dict[str, tuple[int, float]] = {}
+        """How often breakers of writes were seen to open, and when that was last seen to be less."""
+        self.expected = Expected(
+            self.cache, keys, server=server, alone=alone, prefix=prefix, is_open=self._is_open, faults=faults
+        )
+        self.calls = Calls(self.cache, config, truth, keys, self.expected, is_open=self._is_open, faults=faults)
+        self._machine = machine
+        self._stop = asyncio.Event()
+        self._close_s: float | None = None
+        self._cancel_close_s: float | None = None
+        self._ended = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._cancelled: set[asyncio.Task[None]] = set()
+
+    # From its own loop
+
+    async def main(self) -> None:
+        """Open, serve until `stop`, close."""
+        loop = asyncio.get_running_loop()
+        limit_s = FILE_SYSTEMS_S + DEVICE_S + 30.0 * len(self._tier_names) + _START_S
+        late = loop.call_later(limit_s, lambda: self._fail(Violation(f"start takes more than {limit_s:.0f} s")))
+        try:
+            await self.cache.start()
+        except ConfigError as error:
+            self._note(f"start failed: {error}")
+            self.state = "failed"
+            if not self._start_may_fail():
+                raise Violation(f"the cache does not start, though nothing fails: {error}") from error
+            return
+        finally:
+            late.cancel()
+        watch_errors(self.cache.tiers, self._fail)
+        self.expected.watch_reads()
+        if (twin := self._machine.twins.get(self.process)) is not None:
+            self.calls.device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
+            self.expected.on_device = True
+        self.state = "open"
+        assert self.process.loop is not None
+        self.process.loop.after_each = Watch(self.cache, self._fail).after_each
+        await self._stop.wait()
+        self.state = "closing"
+        await self._close()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        for lease in list(self.calls.leases):
+            lease.release()
+        self.calls.leases.clear()
+        self.calls.handles.clear()
+        if self.calls.device is not None:
+            self.calls.device.close()
+        self.state = "closed"
+
+    def _is_open(self) -> bool:
+        return self.state == "open"
+
+    async def on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have it done in the process's own loop, from another's. What it raises ends the run."""
+        loop = self.process.loop
+        assert loop is not None
+        here = asyncio.get_running_loop()
+        if here is loop:
+            await work()
+            return
+        outcome: asyncio.Future[None] = here.create_future()
+
+        async def do() -> None:
+            try:
+                await work()
+            except BaseException as error:
+                self._fail(error)
+            else:
+                here.call_soon_threadsafe(outcome.set_result, None)
+
+        loop.call_soon_threadsafe(lambda: self.tasks.add(loop.create_task(do())))
+        await outcome
+
+    async def _close(self) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        limit_s = self.config.close_timeout_s if self._close_s is None else self._close_s
+        was_cancelled = False
+
+        def cancel() -> None:
+            nonlocal was_cancelled, limit_s
+            if not closing.done():
+                was_cancelled = closing.cancel()
+                limit_s = min(limit_s, loop.time() - began_s)
+
+        async def close() -> FlushReport:
+            if self._cancel_close_s is not None:  # not before its first step: then nothing is closed
+                loop.call_later(self._cancel_close_s, cancel)
+            return await self.cache.close(self._close_s)
+
+        closing = loop.create_task(close())
+        await asyncio.wait([closing])
+        took_s = loop.time() - began_s
+        if took_s > limit_s + _CLOSE_S:
+            raise Violation(f"close: expected {limit_s + _CLOSE_S:.3f} s at most, took {took_s:.3f} s")
+        if closing.cancelled() is not was_cancelled:
+            raise Violation(f"close: was cancelled: {was_cancelled}, ended cancelled: {closing.cancelled()}")
+        self._note("closed" if was_cancelled else f"closed: {closing.result()}")
+
+    def stop(self, timeout_s: float | None, cancel_s: float | None = None) -> None:
+        self._close_s = timeout_s
+        self._cancel_close_s = cancel_s
+        self._stop.set()
+
+    def others_deleted(self, keys: Iterable[int]) -> None:
+        """Files of these keys, in each directory that tiers have, beside this process."""
+        self.expected.deletions.happened(keys, self.process.world.now_s)
+
+    def begin(self, operation: Operation) -> None:
+        """A caller comes."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._serve(operation), name=operation.kind)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        if operation.cancel_s is not None:
+            loop.call_later(operation.cancel_s, self._cancel, task)
+
+    def _cancel(self, task: asyncio.Task[None]) -> None:
+        if not task.done():
+            self._cancelled.add(task)
+            task.cancel()
+
+    async def _said(self, operation: Operation) -> str:
+        """What became of it, cancellation included. Who was cancelled ends cancelled, and soon, whatever hangs."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        task = asyncio.current_task()
+        try:
+            said: str = await getattr(self.calls, operation.kind)(operation)
+        except asyncio.CancelledError:
+            self.expected.recent.clear()
+            late_s = loop.time() - began_s - (operation.cancel_s or 0.0)
+            hangs = operation.values.get("memory", "host") != "host" and self._faults()  # its device uses the memory
+            if task not in self._cancelled or (late_s > _CANCELLED_S and not hangs):
+                raise Violation(f"cancelled, and ended {late_s:.3f} s after that") from None
+            if "cleanup" in operation.values:
+                values = {"deadline_s": _CLEANUP_S}
+                put = replace(operation, kind="put", keys=(operation.values["cleanup"],), values=values)
+                return f"cancelled, and its clean-up put: {await self.calls.put(put)}"
+            return "cancelled"
+        if task in self._cancelled:
+            raise Violation(f"was cancelled, and ended as if it were not: {said}")
+        return said
+
+    async def _serve(self, operation: Operation) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        self.expected.running += 1
+        self.expected.begun += 1
+        said = "nothing"
+        try:
+            said = await self._said(operation)
+        except CacheClosed:
+            said = "closed"
+            if self.state == "open":
+                self._fail(Violation(f"{operation}: CacheClosed from an open cache"))
+        except Violation as error:
+            error.add_note(str(operation))
+            self._fail(error)
+        except (TierCacheError, OSError) as error:
+            said = f"{type(error).__name__}: {error}"
+            no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
+            in_vain = operation.kind == "forget" and loop.time() - began_s >= self.calls.limit_s(operation) - 1e-6
+            of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
+            lost = isinstance(error, DeviceError) and error.lost  # for good
+            expected = operation.kind == "forget" or no_thread or of_device
+            if not (in_vain or (expected and (lost or self._faults()))):
+                error.add_note(str(operation))
+                self._fail(error)
+        except BaseException as error:
+            error.add_note(str(operation))
+            self._fail(error)
+        finally:
+            self.expected.running -= 1
+            took_s = loop.time() - began_s
+            limit_s = self.calls.limit_s(operation)
+            if took_s > limit_s + (_CLEANUP_S if said.startswith("cancelled") else 0.0) + _SLACK_S:
+                self._fail(Violation(f"{operation}: expected an end within {limit_s:.3f} s, took {took_s:.3f} s"))
+            if operation.kind not in _REMEMBER:
+                self.expected.recent.clear()
+            self.counts[f"{operation.kind} {said.split(':')[0]}"] += 1
+            self._note(f"{operation.kind} {operation.keys} -> {said}")
+        self.check()
+
+    def check(self) -> None:
+        """What holds after each step."""
+        if self.state == "open":
+            try:
+                check_memory(self.cache)
+                self._check_pauses()
+            except Violation as error:
+                self._fail(error)
+
+    def _check_pauses(self) -> None:
+        """A pause is doubled by a probe that failed, and that one waited for the pause before: it is never longer than the
+        time since the breaker opened, and a second."""
+        now_s = asyncio.get_running_loop().time()
+        for writer in self.cache.parts.fan_out.writers:
+            breaker = writer.breaker
+            opened_count, before_s = self._opened.get(writer.tier.name, (-1, now_s))
+            if breaker.opened_count != opened_count or breaker.state is BreakerState.CLOSED:
+                if opened_count < 0 or breaker.state is BreakerState.CLOSED:
+                    before_s = now_s
+                self._opened[writer.tier.name] = breaker.opened_count, before_s
+            open_s = breaker._opened_s - before_s
+            if opened_count >= 0 and breaker.state is BreakerState.OPEN and breaker._pause_s > open_s + 1.001:
+                raise Violation(f"writes of {writer.tier.name}: a pause of {breaker._pause_s} s after {open_s:.3f} s")
+
+    def check_idle(self) -> None:
+        check_idle(self.cache, self.calls.leases)
+        check_fittings(self.cache)
+
+    def check_reads(self) -> None:
+        """What a tier has read whole is a hit for somebody, or kept for the next one, unless it was forgotten meanwhile."""
+        if self.calls.device is not None:
+            return
+        counters = self.cache.parts.reader.counters
+        read = sum(tier.statistics().reads for tier in self.cache.tiers)
+        of_use = sum(counters.hits.values()) - counters.hits[self.cache.cpu.name] + counters.kept
+        if read > of_use + self.calls.overtaken:
+            raise Violation(
+                f"{read} chunks were read from tiers, {of_use} were given to somebody or kept, and "
+                f"{self.calls.overtaken} may have been forgotten meanwhile"
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self.process.world.stop()

@@ -1,0 +1,77 @@
+"""What is looked at in a cache while it runs, step by step: what is wrong for a moment leaves no trace at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.torture.simulation.oracle import Violation
+from tiercache.cache import TierCache
+from tiercache.core.breaker import Breaker, BreakerState
+from tiercache.memory.slots import Purpose
+from tiercache.tiers.cpu import CpuTier
+
+
+class Watch:
+    """Of one cache that has started. `after_each` belongs behind each callback of its loop."""
+
+    def __init__(self, cache: TierCache, fail: Callable[[Violation], None]) -> None:
+        self._cpu: CpuTier = cache.cpu
+        self._fail = fail
+        for name, breaker in breakers_of(cache).items():
+            _BreakerWatch(name, breaker, fail)
+
+    def after_each(self) -> None:
+        """Nobody waits for a slot that the budget allows him: he has it in the same step in which it came free, and so
+        nobody who comes later is before him."""
+        cpu = self._cpu
+        if not cpu.wait_queue.waiters:
+            return
+        for purpose in Purpose:
+            if cpu.wait_queue.waiting[purpose] and cpu.budget.allows(purpose, cpu.obtainable):
+                self._fail(
+                    Violation(
+                        f"a call waits for a slot to {purpose.name} and may have one: "
+                        f"{cpu.obtainable} can be had, {cpu.budget}"
+                    )
+                )
+
+
+class _BreakerWatch:
+    """Each way in which a breaker may change: what an answer to a question proves, and how long a pause may be."""
+
+    def __init__(self, name: str, breaker: Breaker, fail: Callable[[Violation], None]) -> None:
+        self.name = name
+        self.breaker = breaker
+        self._fail = fail
+        self._first_s = 0.0
+        """When it left the closed state."""
+        self._answered, self._open = breaker.answered, breaker._open
+        breaker.answered = self.answered  # type: ignore[method-assign]
+        breaker._open = self.open  # type: ignore[method-assign]
+
+    def answered(self, now_s: float) -> None:
+        breaker = self.breaker
+        by_operations = breaker.state is not BreakerState.CLOSED and breaker._operation_failed
+        self._answered(now_s)
+        if by_operations and breaker.state is BreakerState.CLOSED:
+            self._fail(
+                Violation(f"{self.name}: operations have opened the breaker, and an answer to a question closed it")
+            )
+
+    def open(self, now_s: float) -> None:
+        """A pause grows with the time for which the tier has been bad, and not with how many have found that out."""
+        breaker = self.breaker
+        if breaker.state is BreakerState.CLOSED:
+            self._first_s = now_s
+        self._open(now_s)
+        pause_s = breaker._probe_at_s - now_s
+        most_s = 2 * (now_s - self._first_s) + 2 * breaker.settings.first_pause_s
+        if pause_s > most_s:
+            self._fail(
+                Violation(f"{self.name}: a pause of {pause_s:.3f} s, {now_s - self._first_s:.3f} s after the first one")
+            )
+
+
+def breakers_of(cache: TierCache) -> dict[str, Breaker]:
+    found = {f"reads of {source.tier.name}": source.breaker for source in cache.parts.reader.tiers}
+    return found | {f"writes of {writer.tier.name}": writer.breaker for writer in cache.parts.fan_out.writers}

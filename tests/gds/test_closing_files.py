@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from tests.gds.conftest import FINGERPRINT, Slots
 from tiercache.device.driver import Stream
-from tiercache.errors import TierUnavailable
+from tiercache.errors import DeviceError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.twin import TwinDriver
@@ -66,6 +67,32 @@ async def test_what_a_call_under_way_uses_is_given_back_when_it_ends(
     assert not pinned
     with pytest.raises(TierUnavailable):
         write("two")
+    files.close()
+
+
+def test_a_copy_that_fails_midway_has_ended_when_the_call_has(
+    files: DeviceFiles, driver: TwinDriver, slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the rest of it would write to a slot, or read from a buffer, that the next chunk has by then."""
+    key, payload = chunk(1)
+    path = str(tmp_path / "one")
+    into = slots.filled(payload)
+    files.open()
+    files.write(path, key, FINGERPRINT, into, CHUNK_BYTES, direct=False, durable=False)
+    copied, copy = threading.Event(), driver.copy
+
+    def half(destination: Any, source: Any, stream: Stream) -> None:
+        driver.enqueue(stream, lambda: time.sleep(0.05))
+        copy(destination[:4096], source[:4096], stream)
+        driver.enqueue(stream, copied.set)
+        raise DeviceError("it refuses the second half")
+
+    monkeypatch.setattr(driver, "copy", half)
+    with pytest.raises(DeviceError, match="second half"):
+        files.read(path, key, FINGERPRINT, into, direct=False)
+    assert copied.is_set()
+    with pytest.raises(DeviceError, match="second half"):
+        files.write(str(tmp_path / "two"), key, FINGERPRINT, into, CHUNK_BYTES, direct=False, durable=False)
     files.close()
 
 

@@ -104,9 +104,11 @@ class PagedKv:
         def copy() -> None:
             stream, chunk = driver.make_stream(), driver.empty(len(some) * self.block_bytes)
             driver.wait(stream, after)
-            self.gather(some, chunk, stream)
-            self.scatter(chunk, len(some), 0, some, stream)
-            driver.finish(stream)
+            try:
+                self.gather(some, chunk, stream)
+                self.scatter(chunk, len(some), 0, some, stream)
+            finally:
+                driver.finish(stream)
 
         in_own_thread(copy)
 

@@ -133,9 +133,11 @@ class DeviceFiles:
         self._copy(into[: aligned(length)], host_tensor(padded[: aligned(length)]), stream)
 
     def _copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy and wait for the end."""
-        self._driver.copy(destination, source, stream)
-        self._driver.finish(stream)
+        """Copy and wait for the end, also for that of a copy that fails when a part of it has begun."""
+        try:
+            self._driver.copy(destination, source, stream)
+        finally:
+            self._driver.finish(stream)
 
     @property
     def _ended(self) -> bool:

@@ -45,6 +45,7 @@ _REQUESTS = 32
 _COPYING_THREADS = 2
 _CLOSE_S = 1.0
 _EXIT_S = 0.5
+_ASLEEP_S = 5.0
 _LET_GO_S = 0.02
 _SLOWEST_BYTES_PER_S = 8 << 20
 """A transfer may exceed `timeout_s` by the time that its bytes take at this rate."""
@@ -84,6 +85,8 @@ class S3Tier(RemoteTier):
             _make_stores, self.settings, self.address, identity, self._part_bytes
         )
         _open_tiers.add(self)
+        atexit.unregister(_let_go)
+        atexit.register(_let_go)
         try:
             await self._get_range(f"{self._directory}/none", 0, 1)
         except RequestFailed as error:
@@ -203,14 +206,25 @@ class S3Tier(RemoteTier):
 _open_tiers: set[S3Tier] = set()
 
 
-@atexit.register
 def _let_go() -> None:
-    """Give the client's threads a moment to return to Python before the interpreter ends: later they would abort it."""
+    """Wait until the client's threads sleep before the interpreter ends: one that returned to Python later would abort it."""
     until_s = time.monotonic() + _EXIT_S
     while any(tier.pending for tier in _open_tiers) and time.monotonic() < until_s:
         time.sleep(_LET_GO_S)
-    if _open_tiers:
-        time.sleep(_LET_GO_S)
+    until_s, asleep = time.monotonic() + _ASLEEP_S, 0
+    while asleep < 2 and time.monotonic() < until_s:
+        time.sleep(_LET_GO_S)  # without the lock of the interpreter, which a thread may need before it can sleep
+        asleep = asleep + 1 if _threads_sleep() else 0
+
+
+def _threads_sleep() -> bool:
+    """Return True if every thread of the client waits for something."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            _, name, state = re.split(r"[()]", (task / "stat").read_text(), maxsplit=2)
+            if name.startswith("tokio") and state.split()[0] != "S":
+                return False
+    return True
 
 
 def _place(box: list[Any], start: int, header: bytearray, into: np.ndarray) -> int:

@@ -288,6 +288,14 @@ def deploy(command: str, shell: Shell, place: Path) -> str:
     return ""
 
 
+def reference(command: str, shell: Shell, place: Path) -> str:
+    """The page is up to date."""
+    (place / "docs").mkdir()
+    shell(command)
+    assert (place / "docs/configuration.md").read_text() == text_of("docs/configuration.md")
+    return ""
+
+
 PLAIN = r"[^;&|<>`$]*"
 """Arguments, and no second command behind them."""
 VLLM = r"python -m vllm\.entrypoints\.openai\.api_server --model MODEL --kv-transfer-config"
@@ -302,6 +310,7 @@ ENTRIES: dict[str, Entry] = {
     r"python -m tests\.bench\.vllm\.offloading --pairs \d": offloading_bench,
     rf"tiercache replay {PLAIN}\.jsonl(\.gz)? {PLAIN}": replay,
     rf"python -m tests\.torture( -{PLAIN})?": torture,
+    r"python -m tiercache\.config\.reference > docs/configuration\.md": reference,
     r"python examples/embed\.py": embed_example,
     r"python examples/(hf3fs_serve|redis_shared)\.py": example,
     r"python examples/transformers_chat\.py": chat_example,

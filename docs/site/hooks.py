@@ -1,15 +1,23 @@
-"""Pages are written for GitHub, where a list may follow a line of text; for MkDocs an empty line has to be between them."""
+"""Pages are written for GitHub; this makes them pages of MkDocs. The first one is README.md."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+README = Path(__file__).parents[2] / "README.md"
 _FIRST_ITEM = re.compile(r"[-*] |1\. ")
 _NO_TEXT = re.compile(r"\s|[-*|#>] |\d+\. |$")
+_OUTSIDE = re.compile(r"\[([^\]]*)\]\((?!docs/|\w+:|#)[^)]*\)")
+"""Links to files that are not part of the site; a link on a page of docs/ leads out by `../`."""
+_ABOVE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_path == "index.md":
+        markdown = _OUTSIDE.sub(r"\1", README.read_text()).replace("](docs/", "](")
+    markdown = _ABOVE.sub(r"\1", markdown)
     lines: list[str] = []
     fenced = False
     for line in markdown.splitlines():

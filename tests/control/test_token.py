@@ -13,7 +13,7 @@ from tests.cli.conftest import tiercache
 from tiercache.control.command import read_token
 
 TOKEN = "correct-horse-battery-staple-42"
-README = Path(__file__).parents[2] / "README.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "control.md"
 
 
 def token_file(tmp_path: Path, mode: int) -> Path:
@@ -47,8 +47,8 @@ def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("openssl")
-def test_readmes_recipe_makes_a_file_that_is_accepted(tmp_path: Path) -> None:
-    (recipe,) = re.findall(r"^.*openssl rand.*$", README.read_text(), re.MULTILINE)
+def test_the_guides_recipe_makes_a_file_that_is_accepted(tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"^.*openssl rand.*$", GUIDE.read_text(), re.MULTILINE)
     subprocess.run(["sh", "-c", f"umask 022\n{recipe}"], cwd=tmp_path, check=True)
     assert len(read_token("127.0.0.1", tmp_path / "token", no_token=False) or "") == 64
 

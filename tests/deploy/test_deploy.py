@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.control.test_http import serve
-from tests.readme.blocks import REPOSITORY, blocks
+from tests.readme.blocks import REPOSITORY, block_of
 from tiercache.config import Config, explain
 
 DEPLOY = REPOSITORY / "deploy"
@@ -149,8 +149,7 @@ def test_prometheus_asks_services_at_ports_that_they_have() -> None:
 def test_the_engine_is_started_with_the_connector() -> None:
     entry = last_json("ENTRYPOINT")[-1]
     given = json.loads(entry[entry.index("--kv-transfer-config") + 1])
-    (shown,) = (one for one in blocks() if one.language == "sh" and one.section == "Serving with vLLM")
-    words = shlex.split(shown.commands()[0])
+    words = shlex.split(block_of("README.md", "vLLM", "sh").commands()[0])
     assert given == json.loads(words[words.index("--kv-transfer-config") + 1])
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import tiercache
-from tests.readme.blocks import REPOSITORY, blocks
+from tests.readme.blocks import REPOSITORY
 from tiercache.config.schema import KEYS
 
 DOCS = REPOSITORY / "docs"
@@ -38,15 +38,12 @@ def test_every_exported_name_is_on_the_page_of_the_api() -> None:
     assert {name for name in tiercache.__all__ if f"`tiercache.{name}`" not in page} == set()
 
 
-def test_the_first_program_is_the_readmes() -> None:
-    """Which is run."""
-    (shown,) = (one for one in blocks((DOCS / "index.md").read_text()) if one.language == "python")
-    (run,) = (one for one in blocks() if one.language == "python" and one.section == "Embedding")
-    assert shown.text == run.text
+def test_the_readme_is_short() -> None:
+    assert (REPOSITORY / "README.md").stat().st_size <= 8192
 
 
 def test_links_to_files_of_the_repository_lead_somewhere() -> None:
-    pages = [*DOCS.rglob("*.md"), REPOSITORY / "README.md"]
+    pages = [*DOCS.rglob("*.md"), *REPOSITORY.glob("*.md")]
     broken = [(page.name, target) for page in pages for target in _targets(page) if not (page.parent / target).exists()]
     assert broken == []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.readme.blocks import REPOSITORY, inline_commands, shell_commands, targets
+from tests.readme.blocks import REPOSITORY, all_shown, targets
 from tests.readme.conftest import Shell
 from tiercache import Config
 
@@ -21,9 +21,7 @@ RUN = {"demo", "lint", "docs", "bench", "bench-peers", "torture", "gpu-check", "
 
 def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
     assert set(targets()) == RUN
-    found = {
-        match[1] for command in [*shell_commands(), *inline_commands()] if (match := re.match(r"make (\S+)", command))
-    }
+    found = {match[1] for command in all_shown() if (match := re.match(r"make (\S+)", command))}
     assert found <= RUN
 
 
@@ -71,6 +69,7 @@ def test_docs(shell: Shell) -> None:
     site = REPOSITORY / "build" / "site"
     api = (site / "api.html").read_text()
     assert "put_many" in api and "Store a chunk, and return True once it is hot" in api
+    assert "a fresh clone" in (site / "index.html").read_text().lower(), "the first page is README.md"
     pages = "".join(page.read_text() for page in site.rglob("*.html"))
     assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?https?://", pages) == [], "it loads nothing from elsewhere"
 

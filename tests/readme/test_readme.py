@@ -1,95 +1,160 @@
-"""Whatever README.md shows is run: a command, a program or a configuration in it that fails, or that is new and has no entry
-here, fails."""
+"""Whatever README.md and the guides show is run: a command, a program or a configuration that fails, that prints something
+else than the page says, or that is new and has no entry here, fails."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import itertools
 import json
 import re
 import shlex
-import shutil
 import socket
+import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.readme.blocks import KINDS, REPOSITORY, Block, blocks, inline_commands, other_blocks, read_me, shell_commands
+from tests.readme.blocks import (
+    KINDS,
+    REPOSITORY,
+    Block,
+    all_blocks,
+    all_shown,
+    block_of,
+    blocks,
+    other_blocks,
+    pages,
+    shown,
+    text_of,
+)
 from tests.readme.conftest import Shell
 from tests.vllm.shortened import shorten
 from tiercache import Config
 from tiercache.demo.server import quickest_dtype
 
-EXCERPT = REPOSITORY / "tests/replay/excerpts/mooncake_conversation.jsonl"
-ELSEWHERE = re.compile(r"make \S+")
-"""Of targets, `test_makefile.py` runs every one."""
+EXCERPTS = REPOSITORY / "tests/replay/excerpts"
+ELSEWHERE = {
+    r"make \S+": "tests/readme/test_makefile.py",
+    r"python -m sglang\.launch_server .*": "tests/sglang/test_storage.py",
+    r"python -m tests\.bench --only vllm": "tests/vllm/test_bench.py",
+}
+"""Commands that another test runs, as far as it can be run here."""
+
+Entry = Callable[[str, Shell, Path], str]
+"""Runs a command, or what is possible of it, and returns what it printed."""
 
 
-def doctor(command: str, shell: Shell, place: Path) -> None:
-    said = shell(command.replace("DIR", str(place))).stdout
-    assert f"disk at {place}" in said
+def doctor(command: str, shell: Shell, place: Path) -> str:
+    (place / "DIR").mkdir()
+    said = shell(command).stdout
+    assert f"disk at {command.split()[-1]}" in said
+    return said
 
 
-def stored(command: str, shell: Shell, place: Path) -> None:
+def stored(command: str, shell: Shell, place: Path) -> str:
     """On a directory in which the README's first program has stored something."""
-    (program,) = (one for one in blocks() if one.language == "python" and one.section == "Embedding")
-    (place / "program.py").write_text(program.text)
-    shell("python program.py", TIERCACHE_CONFIG_FILE="small.yaml")
-    assert re.search(r"\b2 chunks", shell(command.replace("DIR", "kv")).stdout)
+    (place / "program.py").write_text(block_of("README.md", "Embedding", "python").text)
+    (place / "disk.yaml").write_text("local_disk: DIR\nmax_local_disk_size: 0.2\n")
+    shell("python program.py", TIERCACHE_CONFIG_FILE="disk.yaml")
+    said = shell(command).stdout
+    assert re.search(r"\b2 chunks", said)
+    return said
 
 
-def explain(command: str, shell: Shell, place: Path) -> None:
-    assert "max_local_disk_size: 0.2" in shell(command.replace("FILE", "small.yaml")).stdout
+def explain(command: str, shell: Shell, place: Path) -> str:
+    (place / command.split()[-1]).write_text(block_of("docs/tiers.md", "Tiers", "yaml").text)
+    said = shell(command).stdout
+    assert "max_local_disk_size: 100.0" in said
+    return said
 
 
-def bench(command: str, shell: Shell, place: Path) -> None:
+def named(command: str, shell: Shell, place: Path) -> str:
+    """A command that is only mentioned is there."""
+    return shell(f"{command} --help").stdout
+
+
+def bench(command: str, shell: Shell, place: Path) -> str:
     """Where it takes minutes: fewer and smaller chunks. Full sizes: `make bench` in `test_makefile.py`."""
     only = "" if "--only" in command else " --only core"
-    assert "figure" in shell(f"{command.replace('FILE', 'found.json')} --quick --pairs 1{only}").stdout
+    given = command.replace("FILE", "found.json").replace("PYTHON", sys.executable).replace(" --chunks demo/kv", "")
+    said = shell(f"{re.sub(r' --pairs [0-9]+', '', given)} --quick --pairs 1{only}").stdout
+    assert "figure" in said
     if "FILE" in command:
         assert "machine" in json.loads((place / "found.json").read_text())
+    return said
 
 
-def gpu_bench(command: str, shell: Shell, place: Path) -> None:
-    assert "checks passed" in shell(f"{command} --parts events").stdout
+def gpu_bench(command: str, shell: Shell, place: Path) -> str:
+    said = shell(f"{command} --parts events").stdout
+    assert "checks passed" in said
+    return said
 
 
-def replay(command: str, shell: Shell, place: Path) -> None:
-    for name in ("conversation_trace.jsonl", "trace.jsonl"):
-        shutil.copy(EXCERPT, place / name)
-    assert "TTFT" in shell(command).stdout
+def offloading_bench(command: str, shell: Shell, place: Path) -> str:
+    """Its arguments are read: it starts engines for half an hour. Its parts: tests/bench/test_vllm_offloading.py."""
+    return shell(f"{command} --help").stdout
 
 
-def torture(command: str, shell: Shell, place: Path) -> None:
+def replay(command: str, shell: Shell, place: Path) -> str:
+    """On excerpts of the traces, and in no time."""
+    names = set(re.findall(r"\S+\.jsonl(?:\.gz)?(?= )", command))
+    for name in names:
+        excerpt = EXCERPTS / ("agentic_coding.jsonl" if "agentic" in name else "mooncake_conversation.jsonl")
+        (place / name).write_bytes(
+            gzip.compress(excerpt.read_bytes()) if name.endswith(".gz") else excerpt.read_bytes()
+        )
+    (place / "DIRECTORY").mkdir()
+    short = re.sub(r"--(limit|repeat) \d+", lambda match: f"--{match[1]} {20 if match[1] == 'limit' else 2}", command)
+    said = shell(re.sub(r"--speed-up \d+", "--speed-up 5000", short)).stdout
+    assert names
+    assert "TTFT" in said
+    return said
+
+
+def torture(command: str, shell: Shell, place: Path) -> str:
     """For seconds instead of minutes."""
-    named = command.replace("DIR", str(place)).replace("--minutes 5", "--minutes 0.1")
-    assert named != command
-    said = shell(named).stdout
-    assert re.search(r"\b0  wrong bytes|\b0 failed", said)
+    short = command.replace("DIR", str(place)).replace("--minutes 5", "--minutes 0.1")
+    if "--minutes" not in short:
+        short += " --minutes 0.1" if "--seed" not in short else ""
+    said = shell(short.replace("--seed N", "--seed 1"), PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'examples'}").stdout
+    assert re.search(r"\b0  wrong bytes|\b0 failed|seed 1", said), said
+    return said
 
 
-def example(command: str, shell: Shell, place: Path) -> None:
+def embed_example(command: str, shell: Shell, place: Path) -> str:
+    return shell(command).stdout
+
+
+def example(command: str, shell: Shell, place: Path) -> str:
     """With a shorter question."""
     link_model(place)
-    assert "tokens hit" in shell(f"{command} --tokens 700").stdout
+    said = shell(f"{command} --tokens 700").stdout
+    assert "tokens hit" in said
+    return said
 
 
-def chat_example(command: str, shell: Shell, place: Path) -> None:
+def chat_example(command: str, shell: Shell, place: Path) -> str:
     """With a shorter document."""
     link_model(place)
-    assert "token by token, the one" in shell(f"{command} --tokens 300 --answer-tokens 2").stdout
+    said = shell(f"{command} --tokens 300 --answer-tokens 2").stdout
+    assert "token by token, the one" in said
+    return said
 
 
-def load_example(command: str, shell: Shell, place: Path) -> None:
+def load_example(command: str, shell: Shell, place: Path) -> str:
     """With shorter documents; it starts the server."""
     link_model(place)
     small = "--users 2 --turns 3 --tokens 300 --answer-tokens 2 --typing-s 0"
-    assert "with the cache" in shell(f"{command} {small}").stdout
+    said = shell(f"{command} {small}").stdout
+    assert "with the cache" in said
+    return said
 
 
-def serve_example(command: str, shell: Shell, place: Path) -> None:
+def serve_example(command: str, shell: Shell, place: Path) -> str:
     """Asked for its page."""
     link_model(place)
     port = free_port()
@@ -98,38 +163,47 @@ def serve_example(command: str, shell: Shell, place: Path) -> None:
         trap 'kill -INT $!; wait $!' EXIT
         until curl -sf http://127.0.0.1:{port}/; do kill -0 $! || {{ cat server.log; exit 1; }}; sleep 0.1; done
     """
-    assert "<title>tiercache" in shell(script).stdout
+    said = shell(script).stdout
+    assert "<title>tiercache" in said
+    return said
 
 
-def extra(command: str, shell: Shell, place: Path) -> None:
-    """The project is not on a registry yet; the extra has to be there."""
-    (name,) = re.findall(r"tiercache\[(\w+)\]", command)
-    assert name in tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+def install(command: str, shell: Shell, place: Path) -> str:
+    """The project is not on a registry yet; its extras have to be there. tests/packaging installs the wheel."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"\w+", command.partition("[")[2])) <= extras.keys()
+    return ""
 
 
-def serve(command: str, shell: Shell, place: Path) -> None:
+def serve(command: str, shell: Shell, place: Path) -> str:
     """With the model that `make demo` uses, a smaller cache, and a port of its own; asked by examples/query_twice.py.
     Without vLLM's own prefix cache, which would leave nothing to load, and not compiled, which takes long."""
     link_model(place)
     port = free_port()
     (place / "text.txt").write_text((REPOSITORY / "LICENSE").read_text()[:3000])
-    named = command.replace("MODEL ", "demo/model ").replace("examples/configs/local_disk.yaml", "small.yaml")
-    assert named.count("small.yaml") == named.count("demo/model ") == 1
+    small = command.replace("MODEL ", "demo/model ").replace("examples/configs/local_disk.yaml", "small.yaml")
+    assert small.count("small.yaml") == small.count("demo/model ") == 1
     script = f"""
-        {named} --port {port} --max-model-len 4096 --no-enable-prefix-caching --enforce-eager \\
+        {small} --port {port} --max-model-len 4096 --no-enable-prefix-caching --enforce-eager \\
             --dtype {quickest_dtype()} >server.log 2>&1 &
         trap 'kill $!; wait $!' EXIT
         until curl -sf http://127.0.0.1:{port}/health; do kill -0 $! || exit 1; sleep 0.2; done
         python examples/query_twice.py text.txt --url http://127.0.0.1:{port}/v1 --tokens 8
     """
     assert "times faster" in shell(script, VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1").stdout
-    log = (place / "server.log").read_text()
-    for line in (one for one in blocks() if one.language == "text"):
-        for shape in shapes_of(line.text):
-            assert shape.search(log), f"the log has no line like {shape.pattern}"
+    return (place / "server.log").read_text()
 
 
-def offload(command: str, shell: Shell, place: Path) -> None:
+def serve_as_with_lmcache(command: str, shell: Shell, place: Path) -> str:
+    """It is the README's command, which is run, but for the variable that names the file."""
+    (run,) = block_of("README.md", "vLLM", "sh").commands()
+    assert command.partition(" ")[2] == run.partition(" ")[2]
+    file = str(place / "small.yaml")
+    assert Config.load(environ={"LMCACHE_CONFIG_FILE": file}) == Config.load(environ={"TIERCACHE_CONFIG_FILE": file})
+    return ""
+
+
+def offload(command: str, shell: Shell, place: Path) -> str:
     """As far as it goes without a GPU, which vLLM's own spec wants: vLLM reads it, and finds our tier by it. With a spec for
     the CPU: tests/vllm/test_offloading_engine.py."""
     from vllm.engine.arg_utils import EngineArgs
@@ -146,44 +220,49 @@ def offload(command: str, shell: Shell, place: Path) -> None:
     extra = transfer.kv_connector_extra_config
     assert OffloadingSpecFactory.get_spec_cls(extra).__name__ == "TieringOffloadingSpec"
     assert [SecondaryTierFactory.get_tier_class(tier) for tier in extra["secondary_tiers"]] == [TierCacheTier]
+    return ""
 
 
-def top(command: str, shell: Shell, place: Path) -> None:
-    """Once, of an embedded cache: it would go on until Ctrl-C."""
-    asyncio.run(watched(command, place, shell))
+def top(command: str, shell: Shell, place: Path) -> str:
+    """Once, of an embedded cache: without `--once` it would go on until Ctrl-C."""
+    return asyncio.run(watched(command, place, shell))
 
 
-async def watched(command: str, place: Path, shell: Shell) -> None:
-    from tests.control.test_socket import LAYOUT, config_of
-    from tiercache import TierCache
-
-    async with TierCache.open(config_of(place), LAYOUT):
-        said = await asyncio.to_thread(shell, f"{command.replace('PATH', str(place / 'c.sock'))} --once")
-    assert "disk" in said.stdout and "closed" in said.stdout
-
-
-def control(command: str, shell: Shell, place: Path) -> None:
-    """The three commands belong together: a token, the server, a request. The cache behind them is an embedded one."""
-    asyncio.run(controlled(command, place, shell))
-
-
-async def controlled(command: str, place: Path, shell: Shell) -> None:
+async def watched(command: str, place: Path, shell: Shell) -> str:
     from tests.control.test_socket import LAYOUT, TOKENS, config_of
     from tiercache import TierCache
 
-    (block,) = (one for one in blocks() if "serve-control" in one.text)
+    async with TierCache.open(config_of(place), LAYOUT) as cache:
+        await cache.store(TOKENS, [bytes(LAYOUT.chunk_bytes)] * (len(TOKENS) // LAYOUT.chunk_tokens))
+        await cache.flush()
+        once = command.replace("PATH", str(place / "c.sock")).removesuffix(" --once") + " --once"
+        said = (await asyncio.to_thread(shell, once)).stdout
+    assert "disk" in said and "closed" in said
+    return said
+
+
+def control(command: str, shell: Shell, place: Path) -> str:
+    """The three commands belong together: a token, the server, a request. The cache behind them is an embedded one."""
+    return asyncio.run(controlled(command, place, shell))
+
+
+async def controlled(command: str, place: Path, shell: Shell) -> str:
+    from tests.control.test_socket import LAYOUT, TOKENS, config_of
+    from tiercache import TierCache
+
+    (block,) = (one for one in all_blocks("sh") if "serve-control" in one.text)
     *before, server, client = block.commands()
     assert command in (*before, server, client), "it is not in the block that is run here"
-    assert "serve-control" in server and "curl" in client, "the README's three commands changed their order"
+    assert "serve-control" in server and "curl" in client, "the three commands changed their order"
     port = free_port()
     async with TierCache.open(config_of(place), LAYOUT):
         for one in before:
             await asyncio.to_thread(shell, one)
-        named = server.replace("/run/tiercache/control.sock", str(place / "c.sock"))
+        here = server.replace("/run/tiercache/control.sock", str(place / "c.sock"))
         asked = client.replace("504, 3280, ...", ", ".join(map(str, TOKENS))).replace(":8300", f":{port}")
-        assert named != server and str(TOKENS[-1]) in asked and str(port) in asked
+        assert here != server and str(TOKENS[-1]) in asked and str(port) in asked
         script = f"""
-            {named} --port {port} >control.log 2>&1 &
+            {here} --port {port} >control.log 2>&1 &
             trap 'kill -INT $!; wait $!' EXIT
             until curl -s http://127.0.0.1:{port}/ >/dev/null
             do kill -0 $! || {{ cat control.log; exit 1; }}; sleep 0.05; done
@@ -191,31 +270,65 @@ async def controlled(command: str, place: Path, shell: Shell) -> None:
         """
         answer = (await asyncio.to_thread(shell, script)).stdout
     assert json.loads(answer)["handle"]
+    return answer
+
+
+def secrets(command: str, shell: Shell, place: Path) -> str:
+    said = shell(f'{command} && echo "$TIERCACHE_CONTROL_TOKEN"').stdout
+    assert re.fullmatch(r"[0-9a-f]{64}\n", said)
+    return said
+
+
+def deploy(command: str, shell: Shell, place: Path) -> str:
+    """What it names is there; no image is built and no cluster asked. tests/deploy reads the files."""
+    files = re.findall(r"deploy/\S+", command)
+    assert all((REPOSITORY / file).exists() for file in files)
+    for target in re.findall(r"--target (\w+)", command):
+        assert re.search(rf"^FROM .* AS {target}$", (REPOSITORY / files[0]).read_text(), re.MULTILINE)
+    return ""
+
+
+def reference(command: str, shell: Shell, place: Path) -> str:
+    """The page is up to date."""
+    (place / "docs").mkdir()
+    shell(command)
+    assert (place / "docs/configuration.md").read_text() == text_of("docs/configuration.md")
+    return ""
 
 
 PLAIN = r"[^;&|<>`$]*"
 """Arguments, and no second command behind them."""
-SERVER = r"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server --model MODEL --kv-transfer-config"
-ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
-    r"tiercache doctor --path DIR": doctor,
-    r"tiercache config explain FILE": explain,
+VLLM = r"python -m vllm\.entrypoints\.openai\.api_server --model MODEL --kv-transfer-config"
+SERVER = rf"TIERCACHE_CONFIG_FILE=\S+ {VLLM}"
+ENTRIES: dict[str, Entry] = {
+    r"tiercache doctor --path (DIR|/dev/shm)": doctor,
+    r"tiercache config explain (FILE|your-lmcache\.yaml)": explain,
     r"tiercache (stat|verify) DIR": stored,
-    rf"tiercache bench {PLAIN}": bench,
-    rf"python -m tests\.bench {PLAIN}": bench,
+    r"tiercache( config)? (?!config)[a-z-]+": named,
+    rf"(tiercache bench|python -m tests\.bench) (?!--only vllm)-{PLAIN}": bench,
     r"python -m tests\.bench\.gpu --cpu": gpu_bench,
-    rf"tiercache replay {PLAIN}\.jsonl {PLAIN}": replay,
-    rf"python -m tests\.torture {PLAIN}": torture,
+    r"python -m tests\.bench\.vllm\.offloading --pairs \d": offloading_bench,
+    rf"tiercache replay {PLAIN}\.jsonl(\.gz)? {PLAIN}": replay,
+    rf"python -m tests\.torture( -{PLAIN})?": torture,
+    r"python -m tiercache\.config\.reference > docs/configuration\.md": reference,
+    r"python examples/embed\.py": embed_example,
     r"python examples/(hf3fs_serve|redis_shared)\.py": example,
     r"python examples/transformers_chat\.py": chat_example,
     r"python examples/serve_fastapi\.py": serve_example,
     r"python examples/serve_fastapi_load\.py": load_example,
-    r"pip install 'tiercache\[\w+\]'": extra,
+    r"pip install ('tiercache\[[\w,]+\]'|tiercache)": install,
     rf"{SERVER} '{PLAIN}": serve,
+    rf"LMCACHE_CONFIG_FILE=your-lmcache\.yaml {VLLM} '{PLAIN}": serve_as_with_lmcache,
     rf"{SERVER}\.{PLAIN}": offload,
     r"\(umask 077; openssl rand -hex 32 > token\)": control,
-    rf"tiercache serve-control {PLAIN}": control,
-    r"tiercache top --socket PATH": top,
+    rf"tiercache serve-control -{PLAIN}": control,
+    r"tiercache top --socket PATH( --once)?": top,
     rf"curl -H {PLAIN}\$\(cat token\){PLAIN}": control,
+    r"export TIERCACHE_CONTROL_TOKEN=\$\(openssl rand -hex 32\) \w+=\$\(openssl rand -hex 16\) MODEL=\S+": secrets,
+    r"docker build -f \S+ --target \w+ -t \S+ \.": deploy,
+    r"docker compose -f \S+ up --build": deploy,
+    r"kubectl (kustomize|apply -k) \S+": deploy,
+    r"kubectl create secret generic tiercache --from-literal=control-token=\$\(openssl rand -hex 32\)": deploy,
 }
 
 
@@ -225,16 +338,17 @@ NEEDS = {
     r"python examples/redis_shared\.py": pytest.mark.needs("redis-server"),
     r"python examples/serve_fastapi\.py": pytest.mark.needs("curl"),
     rf"{SERVER} '{PLAIN}": pytest.mark.needs("curl"),
-    r"\(umask 077; openssl .*|tiercache serve-control .*|curl .*": pytest.mark.needs("openssl", "curl"),
+    r"\(umask 077; openssl .*|tiercache serve-control -.*|curl .*": pytest.mark.needs("openssl", "curl"),
+    r"export .*openssl .*": pytest.mark.needs("openssl"),
 }
 """What a command takes over Python."""
 
 
-def shown(text: str | None = None) -> list[str]:
-    return list(dict.fromkeys([*shell_commands(text), *inline_commands(text)]))
+def is_elsewhere(command: str) -> bool:
+    return any(re.fullmatch(pattern, command) for pattern in ELSEWHERE)
 
 
-def entry_of(command: str) -> Callable[[str, Shell, Path], None] | None:
+def entry_of(command: str) -> Entry | None:
     found = [entry for pattern, entry in ENTRIES.items() if re.fullmatch(pattern, command)]
     return found[0] if len(found) == 1 else None
 
@@ -245,15 +359,21 @@ def problems_of(text: str) -> list[str]:
         f"only fenced blocks with one of the labels {sorted(KINDS)} are run: {one}" for one in other_blocks(text)
     ]
     for command in shown(text):
-        if not ELSEWHERE.fullmatch(command) and entry_of(command) is None:
+        if not is_elsewhere(command) and entry_of(command) is None:
             problems.append(f"shown and run by nothing (ENTRIES has no line, or several): {command}")
     return problems
 
 
-def test_every_command_of_the_readme_is_run() -> None:
-    assert not problems_of(read_me())
-    unused = [pattern for pattern in ENTRIES if not any(re.fullmatch(pattern, command) for command in shown())]
-    assert not unused, f"entries for what the README does not show: {unused}"
+@pytest.mark.parametrize("page", pages())
+def test_every_command_of_a_page_is_run(page: str) -> None:
+    assert not problems_of(text_of(page))
+
+
+def test_every_entry_is_for_a_command_that_is_shown() -> None:
+    patterns = [*ENTRIES, *ELSEWHERE]
+    unused = [pattern for pattern in patterns if not any(re.fullmatch(pattern, command) for command in all_shown())]
+    assert not unused
+    assert all((REPOSITORY / path).is_file() for path in ELSEWHERE.values())
 
 
 @pytest.mark.parametrize(
@@ -282,18 +402,35 @@ def test_every_command_of_the_readme_is_run() -> None:
     ],
 )
 def test_nothing_new_is_shown_that_nothing_runs(more: str) -> None:
-    assert problems_of(f"{read_me()}\n{more}\n")
+    assert problems_of(f"{text_of('README.md')}\n{more}\n")
 
 
 def marked(command: str) -> Any:
     return pytest.param(command, marks=[mark for pattern, mark in NEEDS.items() if re.fullmatch(pattern, command)])
 
 
-@pytest.mark.parametrize("command", [marked(one) for one in shown() if not ELSEWHERE.fullmatch(one)])
+def printed() -> Iterator[tuple[Block, Block]]:
+    """Each block of text, with the commands or the program before it."""
+    for page in pages():
+        for before, block in itertools.pairwise(blocks(page)):
+            if block.language == "text" and before.language in ("sh", "python") and before.section == block.section:
+                yield before, block
+
+
+def compare(block: Block, said: str) -> None:
+    for shape in shapes_of(block.text):
+        assert shape.search(said), f"{block.name}: nothing like {shape.pattern} in\n{said[-4000:]}"
+
+
+@pytest.mark.parametrize("command", [marked(one) for one in all_shown() if not is_elsewhere(one)])
 def test_command(command: str, shell: Shell, place: Path) -> None:
+    """It does what its entry checks, and prints what a page shows behind it."""
     entry = entry_of(command)
     assert entry is not None, "it has no entry in ENTRIES"
-    entry(command, shell, place)
+    said = entry(command, shell, place)
+    for before, block in printed():
+        if before.language == "sh" and before.commands()[-1] == command:
+            compare(block, said)
 
 
 def test_a_server_with_other_options_is_not_taken_for_the_one_that_is_run(shell: Shell, place: Path) -> None:
@@ -301,36 +438,51 @@ def test_a_server_with_other_options_is_not_taken_for_the_one_that_is_run(shell:
         control("tiercache serve-control --bogus x", shell, place)
 
 
-def test_every_text_is_compared_with_what_the_server_says() -> None:
-    """In `serve`."""
-    assert [block.section for block in blocks() if block.language == "text"] == ["Serving with vLLM"]
+def test_every_text_is_compared_with_what_is_printed() -> None:
+    """It follows a command or a program, or repeats lines of a text that does."""
+    compared = [block for _, block in printed()]
+    lines = {line for block in compared for line in block.text.splitlines()}
+    others = [block for block in all_blocks("text") if block not in compared]
+    assert {line for block in others for line in block.text.splitlines()} <= lines
+    elsewhere = [
+        before.name for before, _ in printed() if before.language == "sh" and is_elsewhere(before.commands()[-1])
+    ]
+    assert not elsewhere, "what another test runs is compared by nothing"
 
 
-@pytest.mark.parametrize("block", [one for one in blocks() if one.language == "yaml"], ids=lambda one: one.name)
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=lambda one: one.name)
 def test_configuration(block: Block, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tiercache.yaml").write_text(block.text)
     assert Config.load(tmp_path / "tiercache.yaml", environ={}).chunk_size > 0
     assert not [record.message for record in caplog.records if "no effect" in record.message]
 
 
-def test_what_configures_sglang() -> None:
-    """In tests/sglang/test_storage.py."""
-    sections = [block.section for block in blocks() if block.language == "json"]
-    assert sections == ["Saying what is coming", "Serving with SGLang"]
+def test_every_json_is_read() -> None:
+    """SGLang's: in tests/sglang/test_storage.py."""
+    assert {(block.page, block.section) for block in all_blocks("json")} == {
+        ("docs/vllm.md", "Say what is coming"),
+        ("docs/sglang.md", "SGLang"),
+        ("docs/policies.md", "Formats"),
+    }
 
 
 def test_what_a_request_says(caplog: pytest.LogCaptureFixture) -> None:
     from tiercache.integrations.vllm.turns import Wishes, wishes_of
 
-    (block,) = [one for one in blocks() if one.language == "json" and one.section == "Saying what is coming"]
-    wishes = wishes_of(json.loads(block.text), set())
+    wishes = wishes_of(json.loads(block_of("docs/vllm.md", "Say what is coming", "json").text), set())
     assert (wishes.session, wishes.next_in_s) == ("chat-17", 20)
     assert wishes != Wishes() and not caplog.records
 
 
+def test_a_request_of_a_trace(shell: Shell, place: Path) -> None:
+    request = json.loads(block_of("docs/policies.md", "Formats", "json").text)
+    (place / "ours.jsonl").write_text(f"{json.dumps(request)}\n" * 2)
+    assert "TTFT" in shell("tiercache replay ours.jsonl --strict --sweep 10").stdout
+
+
 PROLOGUE = {
-    "Embedding": "",
-    "Prefetching": """
+    ("README.md", "Embedding"): "",
+    ("docs/embedding.md", "Prefetching"): """
 import asyncio, numpy as np, tiercache
 async def main():
     layout = tiercache.Layout("my-model", chunk_tokens=256, bytes_per_token=8192)
@@ -341,14 +493,14 @@ async def main():
         await cache.flush()
         cache.clear_hot()
 """,
-    "With transformers": """
+    ("docs/transformers.md", "transformers"): """
 import asyncio, tiercache
 from transformers import GenerationConfig
 from tests.transformers.models import make_model, tokens
 async def main():
     model, ids, config = make_model("llama"), tokens(600), tiercache.Config.load()
 """,
-    "Device memory": """
+    ("docs/embedding.md", "Device memory"): """
 import asyncio, torch, tiercache
 import tiercache.device.driver
 from tiercache.testing.twin import TwinDriver
@@ -363,40 +515,46 @@ async def main():
 }
 """What the text around each program takes for granted: the cache, the engine's tensors, a function that may await."""
 EPILOGUE = {
-    "Prefetching": """
+    ("docs/embedding.md", "Prefetching"): """
         assert progress.promoted == 2, progress
 asyncio.run(main())
 """,
-    "With transformers": """
+    ("docs/transformers.md", "transformers"): """
     assert len(answer.new_ids) == 64
 asyncio.run(main())
 """,
-    "Device memory": """
+    ("docs/embedding.md", "Device memory"): """
     assert torch.equal(layer_tensors[0][:, :16], layer_tensors[0][:, 16:])
 asyncio.run(main())
 """,
 }
 
 
-@pytest.mark.parametrize("block", [one for one in blocks() if one.language == "python"], ids=lambda one: one.name)
+@pytest.mark.parametrize("block", all_blocks("python"), ids=lambda one: one.name)
 def test_program(block: Block, shell: Shell, place: Path) -> None:
-    prologue = PROLOGUE[block.section]
+    prologue = PROLOGUE[block.page, block.section]
     indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1] if prologue else ""
     body = "".join(f"{indent}{line}" if line.strip() else line for line in block.text.splitlines(keepends=True))
-    (place / "program.py").write_text(prologue + body + EPILOGUE.get(block.section, ""))
-    shell("python program.py", TIERCACHE_CONFIG_FILE="small.yaml")
+    (place / "program.py").write_text(prologue + body + EPILOGUE.get((block.page, block.section), ""))
+    said = shell("python program.py", TIERCACHE_CONFIG_FILE="small.yaml").stdout
+    for before, text in printed():
+        if before == block:
+            compare(text, said)
 
 
 def shapes_of(lines: str) -> list[re.Pattern[str]]:
-    """Log lines as patterns: ids and numbers may differ."""
-    varies = re.compile(r"(chatcmpl-)\w+|\d[\d.]*")
+    """Lines as patterns: ids, numbers and spaces may differ."""
+    varies = re.compile(r"(?P<id>chatcmpl-)\w+|(?P<hex>\b[0-9a-f]{16,}\b)|(?P<number>\d[\d.]*)|(?P<space>\s+)")
+    patterns = {"id": r"chatcmpl-\S+", "hex": r"[0-9a-f]{16,}", "number": r"\d[\d.]*", "space": r"\s+"}
 
     def shape(line: str) -> str:
-        fixed = [re.escape(part) for part in varies.split(line)[::2]]
-        between = [r"chatcmpl-\S+" if match[1] else r"\d[\d.]*" for match in varies.finditer(line)]
-        return "".join(one + other for one, other in zip(fixed, [*between, ""], strict=True))
+        found, end = "", 0
+        for match in varies.finditer(line):
+            found += re.escape(line[end : match.start()]) + patterns[str(match.lastgroup)]
+            end = match.end()
+        return found + re.escape(line[end:])
 
-    return [re.compile(shape(line)) for line in lines.splitlines()]
+    return [re.compile(shape(line.strip())) for line in lines.splitlines() if line.strip()]
 
 
 def link_model(place: Path) -> None:

@@ -95,16 +95,26 @@ def test_each_process_of_a_server_has_a_control_socket_of_its_own(tmp_path: Path
 
 
 @in_sglang
-def test_what_the_readme_shows_is_what_sglang_takes(tmp_path: Path) -> None:
-    """From the file that its command line names to a back end of its factory."""
+def test_what_the_guide_shows_is_what_sglang_takes(tmp_path: Path) -> None:
+    """From the server's command line, and the file that it names, to a back end of its factory."""
+    import argparse
+    import shlex
+
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.mem_cache.storage import StorageBackendFactory
+    from sglang.srt.server_args import ServerArgs
 
-    from tests.readme.blocks import blocks
+    from tests.readme.blocks import block_of
     from tests.sglang.stack import mha_pools, storage_config
 
-    (shown,) = [block for block in blocks() if block.section == "Serving with SGLang" and block.language == "json"]
-    (tmp_path / "tiercache.json").write_text(shown.text.replace("/mnt/nvme", str(tmp_path)).replace("5.0", "0.02"))
+    (command,) = block_of("docs/sglang.md", "SGLang", "sh").commands()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    given = parser.parse_args(shlex.split(command)[3:])
+    assert (given.enable_hierarchical_cache, given.hicache_storage_backend) == (True, "dynamic")
+    assert given.hicache_storage_backend_extra_config == "@tiercache.json"
+    file = block_of("docs/sglang.md", "SGLang", "json").text
+    (tmp_path / "tiercache.json").write_text(file.replace("/mnt/nvme", str(tmp_path)).replace("5.0", "0.02"))
     extra, *_ = HybridCacheController.parse_storage_backend_extra_config(f"@{tmp_path / 'tiercache.json'}")
     _, host = mha_pools()
     storage = StorageBackendFactory.create_backend("dynamic", storage_config(extra_config=extra), host)

@@ -22,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.cli.conftest import tiercache
 from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of
 from tiercache import Layout, TierCache
-from tiercache.control import connections
-from tiercache.control.command import read_token, server_config
-from tiercache.control.fleet import Fleet
-from tiercache.control.http import make_app
+from tiercache.control import http
+from tiercache.control.client import Fleet
+from tiercache.control.command import read_token
+from tiercache.control.http import make_app, server_config
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES
 
 TOKEN = "correct-horse-battery-staple-42"
@@ -302,7 +302,7 @@ def test_wrong_token_stops_the_start(
 
 async def test_connection_that_never_asks_is_closed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few are served at a time, and whoever holds one needs no token."""
-    monkeypatch.setattr(connections, "HEADERS_S", 0.1)
+    monkeypatch.setattr(http, "HEADERS_S", 0.1)
     url = server.base_url
     silent = [await asyncio.open_connection(url.host, url.port) for _ in range(70)]
     for _, writer in silent:
@@ -316,7 +316,7 @@ async def test_connection_that_never_asks_is_closed(server: Any, monkeypatch: py
 
 
 async def test_connection_that_asked_once_is_not_kept_for_ever(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADERS_S", 0.1)
+    monkeypatch.setattr(http, "HEADERS_S", 0.1)
     reader, writer = await asyncio.open_connection(server.base_url.host, server.base_url.port)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /healthz")
     async with asyncio.timeout(20):

@@ -7,13 +7,8 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tiercache.config.sources import CONTROL_TOKEN_VARIABLE
-
-if TYPE_CHECKING:
-    import uvicorn
-    from starlette.applications import Starlette
 
 _LEAST_CHARACTERS = 16
 _MOST_CHARACTERS = 4096
@@ -25,8 +20,8 @@ def serve_control_command(
     try:
         import uvicorn
 
-        from tiercache.control.fleet import Fleet
-        from tiercache.control.http import make_app
+        from tiercache.control.client import Fleet
+        from tiercache.control.http import make_app, server_config
     except ImportError as error:
         missing = f"serve-control needs a library that cannot be imported ({error})"
         return _complain(f"{missing}: pip install 'tiercache[control]'")
@@ -38,30 +33,6 @@ def serve_control_command(
         print(f"warning: {host} is reachable from outside, and HTTP is not encrypted: put TLS before it", file=sys.stderr)
     uvicorn.Server(server_config(make_app(Fleet(sockets), token), host, port)).run()
     return 0
-
-
-def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
-    """How the application is served: a bounded number of connections, none of them silent for long, and no log line for a
-    request."""
-    import uvicorn
-
-    from tiercache.control.connections import HEADER_BYTES, Connection
-
-    return uvicorn.Config(
-        app,
-        http=Connection,
-        h11_max_incomplete_event_size=HEADER_BYTES,
-        host=host,
-        port=port,
-        log_level="info",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
-        lifespan="off",
-        ws="none",
-    )
 
 
 def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None:

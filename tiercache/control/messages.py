@@ -12,8 +12,8 @@ import msgspec
 from tiercache.core.keys import HEX_KEY
 from tiercache.errors import TierCacheError
 
-LARGEST_MESSAGE_BYTES = 8 << 20
-"""Room for a prompt of a million token ids."""
+LARGEST_MESSAGE_BYTES = 1 << 20
+"""Room for about 200,000 token ids or 20,000 keys; a longer prefix is named by its keys, in several messages."""
 LONGEST_S = 7 * 86400.0
 LONGEST_NAME = 256
 

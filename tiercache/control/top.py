@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tiercache.control.client import Fleet
 from tiercache.control.families import Figures, distribution_of, hits_by_tier, reads_by_tier
-from tiercache.control.fleet import Fleet
 from tiercache.control.messages import ControlError, Statistics
 from tiercache.core.breaker import BreakerState
 from tiercache.core.estimate import Distribution

@@ -13,7 +13,7 @@ class PageNaming:
     would be found nowhere, so it is refused."""
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        if (given := await given_keys(prefix)) is None:
+        if (given := given_keys(prefix)) is None:
             raise ControlError(
                 "refused", "a cache in SGLang names pages by SGLang's hashes: expected keys, found tokens"
             )

@@ -177,7 +177,7 @@ class ControlServer:
 
 
 def socket_path(configured: str, *ranks: tuple[int, int]) -> Path:
-    """Return the path of a worker's socket: `configured`, with a dot and the rank for each (rank, ranks) of several ranks."""
+    """Return the path of a worker's socket: `configured`, with a dot and the rank for each (rank, ranks) above one."""
     return Path(configured + "".join(f".{rank}" for rank, ranks in ranks if ranks > 1))
 
 

@@ -21,9 +21,12 @@ from tiercache.control.families import Figures, distribution_of, hits_by_tier, r
 from tiercache.control.messages import ControlError, Statistics
 from tiercache.core.breaker import BreakerState
 from tiercache.core.estimate import Distribution
-from tiercache.tables import show_figures
+from tiercache.tables import fitting, show_figures
 
-_HEADERS = ("tier", "hits", "hit %", "read MB", "MB/s", "ms", "written MB", "MB/s", "ms", "queue", "evicted", "failed")
+_HEADERS = (
+    ("tier", "hits", "hit %", "read MB", "read MB/s", "read ms", "written MB", "write MB/s", "write ms")
+    + ("queue", "evicted", "failed", "holds MB", "reads", "writes")
+)
 
 _MOST_TENANTS = 8
 """Of each tier."""
@@ -59,7 +62,7 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
             now_s = time.monotonic()
             tables = list(tables_of(answers, before, now_s - asked_s))
             if live is not None:
-                live.update(Group(*tables), refresh=True)
+                live.update(Group(*_fitting(tables, console)), refresh=True)
             else:
                 for table in tables:
                     if isinstance(table, Table):
@@ -70,6 +73,11 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
                 return
             before, asked_s = answers, now_s
             await asyncio.sleep(every_s)
+
+
+def _fitting(tables: Iterable[Table | Text], console: Console) -> Iterator[Table | Text]:
+    for table in tables:
+        yield from fitting(table, console) if isinstance(table, Table) else (table,)
 
 
 def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[Table | Text]:
@@ -93,7 +101,7 @@ def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float
         caption=f"{slots - free} of {slots} slots in use, {figures['pinned']} chunks pinned, "
         f"{statistics['stuck']} operations abandoned",
     )
-    for number, header in enumerate((*_HEADERS, "holds MB", "reads", "writes")):
+    for number, header in enumerate(_HEADERS):
         table.add_column(header, justify="left" if number == 0 else "right")
     for row in rows_of(figures, before, elapsed_s):
         style = None if set(row[-2:]) <= {BreakerState.CLOSED.value, ""} else "red"

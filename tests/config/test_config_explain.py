@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.docs.generated import reference
 from tiercache.commands.explain import explain_command
 from tiercache.config import Config, explain
 from tiercache.config.kinds import Choice
-from tiercache.config.reference import reference
 from tiercache.config.rendering import render
 from tiercache.config.schema import KEYS
 from tiercache.core.admission import ADMISSIONS
@@ -79,17 +79,16 @@ def test_every_key_is_explained_with_its_source(load_text, tmp_path: Path) -> No
     values = explain(config).to_dict()["values"]
     file = str(tmp_path / "tiercache.yaml")
     assert values.keys() == KEYS.keys()
-    assert values["chunk_size"] == {"value": 16, "effective": True, "source": "file", "name": file, "line": 1}
+    assert values["chunk_size"] == {"value": 16, "source": "file", "name": file, "line": 1}
     assert values["gds_buffer_size"] == {
-        "value": 64, "effective": True, "source": "file", "name": file, "line": 3, "alias": "cufile_buffer_size",
+        "value": 64, "source": "file", "name": file, "line": 3, "alias": "cufile_buffer_size",
     }  # fmt: skip
     assert values["local_cpu"] == {
         "value": True,
-        "effective": True,
         "source": "environment",
         "name": "LMCACHE_LOCAL_CPU",
     }
-    assert values["cache_policy"] == {"value": "LRU", "effective": True, "source": "default"}
+    assert values["cache_policy"] == {"value": "LRU", "source": "default"}
 
 
 def test_people_see_tiers_values_sources_and_warnings(load_text) -> None:

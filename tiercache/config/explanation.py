@@ -34,16 +34,13 @@ class ExplainedValue:
     """None: the default."""
     meaning: str
     tier: str
-    effective: bool
-    """False when this version accepts the key and does nothing with it."""
 
     def to_dict(self) -> dict[str, Any]:
         value = list(self.value) if isinstance(self.value, tuple) else self.value
         origin = self.origin
         if origin is None:
-            return {"value": value, "effective": self.effective, "source": "default"}
-        found: dict[str, Any] = {"value": value, "effective": self.effective}
-        found |= {"source": origin.source, "name": origin.name}
+            return {"value": value, "source": "default"}
+        found: dict[str, Any] = {"value": value, "source": origin.source, "name": origin.name}
         if origin.line is not None:
             found["line"] = origin.line
         if origin.alias:
@@ -75,9 +72,7 @@ class Explanation:
 def explain(config: Config) -> Explanation:
     """What `config` means. Pure: touches neither disk nor network."""
     values = [
-        ExplainedValue(
-            name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier, key.honoured
-        )
+        ExplainedValue(name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier)
         for name, key in KEYS.items()
     ]
     remotes = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
@@ -85,7 +80,7 @@ def explain(config: Config) -> Explanation:
         meaning = "a setting of that remote tier" if name in remotes else "a setting of all remote tiers of a type"
         secret = name.endswith(_SECRET_OPTIONS)
         shown = hidden("remote_url" if name.endswith(("url", "uri")) else name, value, secret=secret)
-        values.append(ExplainedValue(name, shown, config.origins.get(name), meaning, "remote", True))
+        values.append(ExplainedValue(name, shown, config.origins.get(name), meaning, "remote"))
     return Explanation(
         values=tuple(values),
         tiers=plan_of(config),

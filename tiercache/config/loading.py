@@ -193,7 +193,6 @@ class _Resolution:
             **absent,
             "of remote tiers that are not configured": unused,
             "of tiers that are off or not configured": self._of_no_tier(remotes),
-            "not in this version": [name for name in self.values if not KEYS[name].honoured],
         }
         parts = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items() if names]
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []

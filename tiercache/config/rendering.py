@@ -55,10 +55,9 @@ def _values(title: str, values: list[ExplainedValue], console: Console) -> None:
     lines: list[Line] = [(0, title)]
     for value in values:
         origin = "default" if value.origin is None else str(value.origin)
-        meaning = value.meaning if value.effective else f"{value.meaning} (no effect in this version)"
-        table.add_row(Text(value.key), Text(_text(value.value)), Text(origin), Text(meaning, style="dim"))
+        table.add_row(Text(value.key), Text(_text(value.value)), Text(origin), Text(value.meaning, style="dim"))
         lines.append((_ITEM, f"{value.key}: {_text(value.value)} ({origin})"))
-        lines.append((_ITEM + INDENT, Text(meaning, style="dim")))
+        lines.append((_ITEM + INDENT, Text(value.meaning, style="dim")))
     show(table, console, lines)
 
 

@@ -37,8 +37,6 @@ class Key:
     aliases: tuple[str, ...] = ()
     tier: str = ""
     """The kind of tier that the key belongs to, or remote; empty: the cache as a whole."""
-    honoured: bool = True
-    """False while nothing acts on it yet: it is checked, kept, and named in a warning."""
     secret: bool = False
     extra: bool = False
     """LMCache wants it inside `extra_config`; we take it there and at the top level."""
@@ -78,8 +76,6 @@ class ConfigFields:
         Optional(Whole()), None, "requests of a lower priority (a larger number) are not stored"
     )
     min_retrieve_tokens: int = _key(Whole(0, unit="tokens"), 0, "hits shorter than this are not loaded")
-    store_location: str | None = _key(Optional(Text("a tier")), None, "store in this tier only", honoured=False)
-    retrieve_locations: tuple[str, ...] = _key(Words(), (), "load from these tiers only", honoured=False)
     blocking_timeout_secs: int = _key(Whole(1, unit="seconds"), 10, "longest wait for a load or for room")
     lookup_timeout_ms: int = _key(Whole(1, unit="milliseconds"), 3000, "longest wait for a lookup")
     prefill_tokens_per_s: float = _key(
@@ -96,12 +92,6 @@ class ConfigFields:
         ours=True,
     )  # fmt: skip
     close_timeout_s: float = _key(Number(unit="seconds"), 10.0, "longest wait for queued writes at the end", ours=True)
-    pin_timeout_sec: int = _key(
-        Whole(1, unit="seconds"), 300, "leases held longer are released, loudly", honoured=False
-    )
-    pin_check_interval_sec: int = _key(
-        Whole(1, unit="seconds"), 30, "how often leases are checked for that", honoured=False
-    )
     tenant_salt: str = _key(
         Text("a secret text"), "", "part of every chunk key: tenants share nothing", secret=True, ours=True
     )
@@ -295,13 +285,6 @@ class ConfigFields:
     gds_backend: str = _key(Choice(("cufile", "hipfile")), "cufile", "the library that moves the bytes", tier="gds")
     use_direct_io: bool = _key(
         Switch(), False, "true: warn where O_DIRECT does not work; it is used where it does", tier="gds", extra=True
-    )
-    max_alloc_attempts: int = _key(
-        Whole(1), 10, "tries for room in the device buffer; blocking_timeout_secs bounds that wait", tier="gds", extra=True,
-        honoured=False,
-    )  # fmt: skip
-    allocation_attempt_delay_secs: float = _key(
-        Number(unit="seconds"), 0.1, "wait between those tries", tier="gds", extra=True, honoured=False
     )
     weka_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the Weka tier", tier="weka")
 

@@ -156,7 +156,10 @@ def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "a.yaml"
     path.write_text("chunk_size: 16\n")
     assert explain_command(path, as_json=False) == 0
-    assert "chunk_size" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "chunk_size: 16" in shown and "cache_policy" not in shown
+    assert explain_command(path, as_json=False, defaults=True) == 0
+    assert "cache_policy: LRU (default)" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("bare_environment")

@@ -34,7 +34,7 @@ Keys marked *extra* belong inside `extra_config:` for LMCache; tiercache takes e
 are not LMCache's. An unknown key, a wrong type or a value out of range stops the start, and all problems are reported
 together.
 
-`tiercache config explain FILE` shows the effective values, where each came from, and the tiers they make.
+`tiercache config explain FILE` shows the tiers that it makes, what was set and where; with `--all` the defaults, too.
 """
 
 _HEADINGS = {

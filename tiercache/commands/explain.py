@@ -16,7 +16,7 @@ from tiercache.config.plan import REFUSED
 from tiercache.errors import ConfigError
 
 
-def explain_command(path: Path | None, as_json: bool) -> int:
+def explain_command(path: Path | None, as_json: bool, defaults: bool = False) -> int:
     """Print the effective configuration of `path` (or of the file that the environment names) and this environment.
 
     Returns the exit status: 0, or 1 with the problems on stderr when the configuration cannot be used here.
@@ -40,7 +40,7 @@ def explain_command(path: Path | None, as_json: bool) -> int:
 
         from tiercache.config.rendering import render
 
-        render(explanation, Console())
+        render(explanation, Console(), defaults=defaults)
     for problem in refused.values():
         print(f"error: {problem}", file=sys.stderr)
     return 1 if refused else 0

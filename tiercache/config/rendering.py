@@ -17,16 +17,14 @@ _ITEM = 2
 _STATE_STYLES = {"on": "green", "off": "dim", "refused": "red"}
 
 
-def render(explanation: Explanation, console: Console) -> None:
-    """Print tiers first, since they are what most people came for, then what was set, then the defaults."""
+def render(explanation: Explanation, console: Console, *, defaults: bool = False) -> None:
+    """Print the tiers, then what was set, then the `defaults` if they are asked for."""
     _tiers(explanation.tiers, console)
     given = [value for value in explanation.values if value.origin is not None]
     if given:
         _values("What was set", given, console)
-    # The many keys of tiers that nobody asked for would bury the rest; --json has them all.
-    asked_for = {"", "cpu", *(tier.kind for tier in explanation.tiers)}
-    defaults = [value for value in explanation.values if value.origin is None and value.tier in asked_for]
-    _values("Defaults", defaults, console)
+    if defaults:
+        _values("Defaults", [value for value in explanation.values if value.origin is None], console)
     for warning in explanation.warnings:
         # Text and not markup: a path may hold square brackets.
         console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)

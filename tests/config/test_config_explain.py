@@ -10,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from tests.docs.generated import reference
-from tiercache.commands.explain import explain_command
+from tiercache.commands.explain import explain_command, render
 from tiercache.config import Config, explain
 from tiercache.config.kinds import Choice
-from tiercache.config.rendering import render
 from tiercache.config.schema import KEYS
 from tiercache.core.admission import ADMISSIONS
 from tiercache.core.eviction import POLICIES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config.config import Config
+from tiercache.config.loading import Config
 
 if TYPE_CHECKING:
     from tiercache.config.explanation import Explanation, explain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tiercache.config.config import Config
+from tiercache.config.loading import Config
 from tiercache.config.plan import PlannedTier, plan_of
 from tiercache.config.remote_options import OPTIONS
 from tiercache.config.remotes import PLUGIN_PREFIX

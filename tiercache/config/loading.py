@@ -1,4 +1,4 @@
-"""From settings to a checked Config: names resolved, precedence applied, every problem collected."""
+"""A checked configuration, and how it is read: names resolved, precedence applied, every problem collected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,29 +38,61 @@ from tiercache.errors import ConfigError
 logger = logging.getLogger("tiercache.config")
 
 
-def load(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Config`, as `read`, and each warning in the log."""
-    values = read(path, environ, overrides)
-    for warning in values["warnings"]:
-        logger.warning("%s", warning)
-    return values
+@dataclass(frozen=True, repr=False)
+class Config(ConfigFields):
+    """A checked configuration. `Config.load` reads one; built directly, values are checked as well.
 
+    Raises ConfigError that names every problem it found.
+    """
 
-def read(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Read and check without a word in the log."""
-    problems: list[str] = []
-    layers = []
-    file = config_file(path, environ)
-    if file is not None:
-        layers.append(_read(problems, partial(file_settings, file)))
-    for prefix in PREFIXES:
-        layers.append(_read(problems, partial(environment_settings, environ, prefix)))
-    layers.append(_read(problems, partial(override_settings, overrides)))
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        quiet: bool = False,
+    ) -> Config:
+        """Read the YAML file, then the environment, then `overrides`; later ones win.
 
-    resolved = _Resolution(problems)
-    for layer in layers:
-        resolved.add_layer(layer)
-    return resolved.fields()
+        Without `path` the file is the one that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
+        environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
+        `tiercache.` or `lmcache.`. Logs each of `warnings`, but for `quiet`. Raises ConfigError that names every problem.
+        """
+        environ = os.environ if environ is None else environ
+        problems: list[str] = []
+        layers = []
+        file = config_file(path, environ)
+        if file is not None:
+            layers.append(_read(problems, partial(file_settings, file)))
+        for prefix in PREFIXES:
+            layers.append(_read(problems, partial(environment_settings, environ, prefix)))
+        layers.append(_read(problems, partial(override_settings, overrides or {})))
+        resolved = _Resolution(problems)
+        for layer in layers:
+            resolved.add_layer(layer)
+        config = cls(**resolved.fields())
+        for warning in () if quiet else config.warnings:
+            logger.warning("%s", warning)
+        return config
+
+    def __post_init__(self) -> None:
+        """Check fields that were given directly, too, and bring each to its own type."""
+        problems, values = [], {}
+        for name, key in KEYS.items():
+            given = getattr(self, name)
+            try:
+                values[name] = key.parse(given)
+            except ValueError as error:
+                problems.append(f"{name}: {error}, found {key.found(given)}")
+            else:
+                object.__setattr__(self, name, values[name])
+        if not problems:
+            plugins, flat = self.remote_storage_plugin_settings, self.remote_settings
+            problems = [sentence for _, sentence in combination_problems(values, plugins, flat, {})]
+        if problems:
+            raise _error_of(problems)
 
 
 def _read(problems: list[str], source: Callable[[], list[Setting]]) -> list[Setting]:
@@ -117,7 +149,7 @@ class _Resolution:
             if not self.bad.intersection(names):
                 self.problems.append(problem)
         if self.problems:
-            raise error_of(self.problems)
+            raise _error_of(self.problems)
         warnings = self._warnings()
         return self.values | {
             "remote_storage_plugin_settings": self.plugins,
@@ -230,26 +262,7 @@ class _Resolution:
         return [f"{lowered}: {available / GB:.1f} GB are available, reserve_local_cpu_size is {reserve:g}"]
 
 
-def check_fields(config: ConfigFields) -> None:
-    """Check fields that were given directly, and bring each field to its own type. Raises ConfigError."""
-    problems, values = [], {}
-    for name, key in KEYS.items():
-        given = getattr(config, name)
-        try:
-            values[name] = key.parse(given)
-        except ValueError as error:
-            problems.append(f"{name}: {error}, found {key.found(given)}")
-        else:
-            object.__setattr__(config, name, values[name])
-    if not problems:
-        problems = [sentence for _, sentence in combination_problems(
-                values, config.remote_storage_plugin_settings, config.remote_settings, {}
-            )]
-    if problems:
-        raise error_of(problems)
-
-
-def error_of(problems: list[str]) -> ConfigError:
+def _error_of(problems: list[str]) -> ConfigError:
     """One error for all problems, one line each."""
     if len(problems) == 1:
         return ConfigError(problems[0])

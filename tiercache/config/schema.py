@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config.kinds import Choice, Kind, Name, Number, Optional, Switch, Text, Whole, Words
+from tiercache.config.kinds import Choice, Kind, Number, Optional, Switch, Text, Whole, Words
 from tiercache.config.secrets import hidden
 from tiercache.core.compression import MODES
 
@@ -97,7 +97,7 @@ class ConfigFields:
     )
 
     model_id: str | None = _key(
-        Name("a name for the model"),
+        Text("a name for the model", may_be_empty=False),
         None,
         "in vLLM: stands for the content of the model's files, which is not looked at then. Unset: their digest, taken once "
         "and kept beside them or in ~/.cache/tiercache. Engines of one model_id share KV: it has to change with the weights",

@@ -1,4 +1,4 @@
-"""SGLang's host pools: where the pages of one lie, and the calls that copy a page into a chunk and back.
+"""SGLang's host pools: where the pages of one lie, how they are named, and the calls that copy a page into a chunk and back.
 
 Pages are copied by the cache's threads, straight between a slot of the arena and the pool's own memory, where the pool says
 at which addresses a page lies (`PiecePool`; for layouts that put a page first that is one piece, or one for K and one for
@@ -7,18 +7,24 @@ V). Others give a page as a tensor of its own, which is one copy more (`FlatPool
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.payloads import Sink, Source
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 logger = logging.getLogger("tiercache.sglang")
 
@@ -209,3 +215,48 @@ def _bytes_of(tensor: Any) -> np.ndarray:
 def _check_length(chunk: np.ndarray, expected_bytes: int) -> None:
     if chunk.nbytes != expected_bytes:
         raise ValueError(f"the page has {expected_bytes} bytes, the chunk {chunk.nbytes}")
+
+
+@dataclass(frozen=True)
+class StoredPool:
+    """A pool, and how its pages are called."""
+
+    pool: HostPool
+    namespace: bytes
+    tenant: Tenant
+    writes: bool
+    """False where another rank writes the same pages."""
+
+    def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
+        """SGLang's hashes are chained SHA-256 over tokens, LoRA and cache salt, in hex."""
+        namespace, tenant = self.namespace, self.tenant
+        return [
+            hashlib.blake2b(value.encode(), digest_size=KEY_BYTES, key=namespace).digest() + tenant for value in hashes
+        ]
+
+
+def stored_pool(
+    pool: HostPool, storage: HiCacheStorageConfig, layout: bytes, tenant: Tenant, generation: bytes
+) -> StoredPool:
+    """Below the layout's namespace. `generation` is empty unless SGLang has cleared. Pools that tensor-parallel ranks have
+    their own parts of are told apart by rank, all others by the layout."""
+    apart = pool.by_heads and storage.is_mla_model
+    meaning = pool.describe() + (f" tp {storage.tp_rank} of {storage.tp_size}" if apart else "")
+    namespace = hashlib.blake2b(generation + meaning.encode(), digest_size=KEY_BYTES, key=layout).digest()
+    writes = (storage.is_storage_writer or apart) and not (generation and shares_pages(storage))
+    return StoredPool(pool, namespace, tenant, writes)
+
+
+def shares_pages(storage: HiCacheStorageConfig) -> bool:
+    """Whether other ranks read what one writes, which they cannot under names that are a process's own."""
+    return bool(storage.is_mla_model and storage.tp_size > 1)
+
+
+def pages_among(keys: Sequence[ChunkKey], chunks: int) -> int:
+    """How many of `keys` from the first on there are when of the different ones among them the first `chunks` are there."""
+    seen: set[ChunkKey] = set()
+    for position, key in enumerate(keys):
+        seen.add(key)
+        if len(seen) > chunks:
+            return position
+    return len(keys)

@@ -28,14 +28,10 @@ from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError, LayoutError, TierUnavailable
 from tiercache.integrations.sglang import generation
-from tiercache.integrations.sglang.asking import forget_all, prefix, present
 from tiercache.integrations.sglang.figures import TransferFigures
-from tiercache.integrations.sglang.hits import PoolPages, restorable
-from tiercache.integrations.sglang.identity import make_layout
-from tiercache.integrations.sglang.naming import PageNaming
-from tiercache.integrations.sglang.per_process import for_process
-from tiercache.integrations.sglang.pools import HostPool, make_pool
-from tiercache.integrations.sglang.stored import StoredPool, pages_among, shares_pages, stored_pool
+from tiercache.integrations.sglang.identity import for_process, make_layout
+from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, prefix, present, restorable
+from tiercache.integrations.sglang.pools import HostPool, StoredPool, make_pool, pages_among, shares_pages, stored_pool
 from tiercache.integrations.unread import warn_of_unread
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.payloads import source_of

@@ -104,7 +104,7 @@ def _memory() -> list[Finding]:
         advice = "needed only for local_cpu_use_hugepages: sysctl vm.nr_hugepages=<arena in MiB / 2>"
         findings.append(Finding("reserved huge pages", NOTE, pages, advice))
     elif not free:
-        findings.append(Finding("reserved huge pages", NOTE, pages, "all are in use: reserve more, or stop who has them"))
+        findings.append(Finding("reserved huge pages", NOTE, pages, "all are in use: reserve more, or free some"))
     else:
         findings.append(Finding("reserved huge pages", OK, pages))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -116,7 +116,7 @@ def _memory() -> list[Finding]:
 
 
 def _meminfo() -> dict[str, int]:
-    """In kB, or as a number of pages."""
+    """Return sizes in kB, and numbers of pages."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _memory_limit() -> list[Finding]:
-    """The control group's, where there is one: more than that and the kernel kills us, however much the machine has."""
+    """Return the control group's limit, if there is one: the kernel kills a process that takes more."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -136,7 +136,7 @@ def _memory_limit() -> list[Finding]:
 
 
 def huge_page_mode() -> str:
-    """Of transparent huge pages: "always", "madvise", "never" or "absent"."""
+    """Return the mode of transparent huge pages: "always", "madvise", "never" or "absent"."""
     try:
         return _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     except OSError:
@@ -207,7 +207,7 @@ def _mounts() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """What is installed is asked of the package metadata: importing some of these takes seconds, or initialises CUDA."""
+    """Read the package metadata: importing some of these takes seconds, or initialises CUDA."""
     findings = []
     for name, (distributions, advice) in _BACK_ENDS.items():
         versions = [f"{each} {version}" for each in distributions if (version := _version(each)) is not None]

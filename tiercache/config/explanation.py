@@ -1,4 +1,4 @@
-"""What a configuration means: its values, where each came from, and the tiers it makes. Secrets are not in it."""
+"""Explain a configuration: its values, where each came from, and the tiers it makes. Secrets are not in it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _SECRET_OPTIONS = tuple(
     if option.secret and not option.name.endswith("url")
     for name in (option.name, *option.flat)
 )
-"""What the tables call secret: settings of instances, and LMCache's."""
+"""Names that the tables call secret: settings of instances, and LMCache's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedValue:
-    """One key: what it is, and why."""
+    """A key with its value and the source of that."""
 
     key: str
     value: Any
-    """As it may be shown."""
+    """The value as it may be shown."""
     origin: Origin | None
     """None: the default."""
     meaning: str
@@ -50,7 +50,7 @@ class ExplainedValue:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The effective configuration, for people (`tiercache.config.rendering`) and for programs (`to_dict`)."""
+    """The effective configuration, for people (`tiercache config explain`) and for programs (`to_dict`)."""
 
     values: tuple[ExplainedValue, ...]
     tiers: tuple[PlannedTier, ...]
@@ -70,7 +70,7 @@ class Explanation:
 
 
 def explain(config: Config) -> Explanation:
-    """What `config` means. Pure: touches neither disk nor network."""
+    """Explain `config`. Pure: touches neither disk nor network."""
     values = [
         ExplainedValue(name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier)
         for name, key in KEYS.items()

@@ -1,4 +1,4 @@
-"""What a configured value may be: parsing and range of one value, without knowing which key it belongs to.
+"""Kinds of values: parsing and range of one value, without knowing which key it belongs to.
 
 Each kind turns what YAML, JSON or an environment variable holds into the value of a field, and raises ValueError with
 what it expected. Parsing a parsed value gives the same value.
@@ -30,7 +30,7 @@ class Kind(ABC):
     @property
     @abstractmethod
     def expected(self) -> str:
-        """What is accepted, as a noun phrase."""
+        """A noun phrase for what is accepted."""
 
     @abstractmethod
     def parse(self, raw: Any) -> Any:
@@ -130,11 +130,11 @@ class Text(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Choice(Kind):
-    """One of a few words, in any case."""
+    """A word out of a few, in any case."""
 
     words: tuple[str, ...]
     why: str = ""
-    """Why not others, where that surprises."""
+    """The reason why others are refused, where that surprises."""
 
     @property
     def expected(self) -> str:
@@ -207,7 +207,7 @@ def _number(raw: Any, expected: str, unit: str) -> float:
 
 
 def _without_unit(raw: Any, unit: str) -> str:
-    """The hint for `5GB`, where the number alone was wanted."""
+    """Return the hint for `5GB`, where the number alone was wanted."""
     match = _WITH_UNIT.fullmatch(raw) if isinstance(raw, str) else None
     if match is None or unit not in _UNITS:
         return ""

@@ -208,7 +208,7 @@ class _Resolution:
         return warnings + self._leave_memory_free()
 
     def _without_effect(self) -> list[str]:
-        """One line that names every key that was accepted and does nothing, and why."""
+        """Return a line that names every key that was accepted and does nothing, and why."""
         remotes, _ = read_remotes(self.values, self.plugins, self.flat)
         absent: dict[str, list[str]] = {}
         for remote in remotes:
@@ -230,7 +230,7 @@ class _Resolution:
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
 
     def _of_no_tier(self, remotes: list[Remote]) -> list[str]:
-        """Quotas and compression of tiers that there will not be."""
+        """Return quotas and compression of tiers that there will not be."""
         values = self.values
         disk = values.get("local_disk") and values.get("max_local_disk_size")
         has_tier = {
@@ -263,7 +263,7 @@ class _Resolution:
 
 
 def _error_of(problems: list[str]) -> ConfigError:
-    """One error for all problems, one line each."""
+    """Return an error that has a line for each problem."""
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError(
@@ -272,7 +272,7 @@ def _error_of(problems: list[str]) -> ConfigError:
 
 
 def _may_be_empty(key: Key) -> bool:
-    """An empty variable switches a path off, and means nothing for a number."""
+    """Return True for a key that an empty variable resets, such as a path; for a number it means nothing."""
     return key.default is None or key.default in ("", ())
 
 

@@ -1,4 +1,4 @@
-"""The table of keys: what tiercache understands, and what each key means.
+"""The table of keys that tiercache understands.
 
 A field of `ConfigFields` is a row: its type, default and range, the names it also goes by, the tier it belongs to.
 Validation, `explain` and docs/configuration.md are all made from these rows.
@@ -28,7 +28,7 @@ def in_bytes(size_gb: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row of the table."""
+    """A row of the table."""
 
     name: str
     kind: Kind
@@ -47,11 +47,11 @@ class Key:
         return self.default if raw is None else self.kind.parse(raw)
 
     def shown(self, value: Any) -> Any:
-        """`value` as it may be shown to people."""
+        """Return `value` as it may be shown to people."""
         return hidden(self.name, value, secret=self.secret)
 
     def found(self, value: Any) -> str:
-        """`value` in an error message: quoted, shortened, and no secret."""
+        """Return `value` for an error message: quoted, shortened, and no secret."""
         try:
             text = repr(self.shown(value))
         except ValueError:
@@ -66,7 +66,7 @@ def _key(kind: Kind, default: Any, meaning: str, **rest: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class ConfigFields:
-    """What a `Config` holds: see there."""
+    """The fields of a `Config`: see there."""
 
     chunk_size: int = _key(Whole(1, 65536, "tokens"), 256, "tokens per chunk")
     save_unfull_chunk: bool = _key(Switch(), False, "store the partial chunk at the end of a prompt")
@@ -115,7 +115,7 @@ class ConfigFields:
     file_access: str = _key(
         Choice(("owner", "group")),
         "owner",
-        "who may read what the tiers on files store (disk, GDS, Weka, 3FS, fs). owner: files 0600, directories 0700; "
+        "users that may read what tiers on files store (disk, GDS, Weka, 3FS, fs). owner: files 0600, directories 0700; "
         "group: 0660 and 2770, so that users of one group share a directory. A named directory that exists keeps its mode; "
         "what tiercache made below it, and this user owns, gets the mode when a cache opens it: its directories at once, "
         "chunks as the cache counts what is there, in the background",
@@ -135,7 +135,7 @@ class ConfigFields:
     tenant_max_local_cpu_size: float = _key(
         Number(unit="GB"),
         0.0,
-        "the most RAM that a tenant (a cache_salt, or all that has none) may hold, per worker: at that he evicts his own "
+        "the most RAM that a tenant (a cache_salt, or all that has none) may hold, per worker: at that it evicts its own "
         "chunks only; 0: no quota. The other tenant_max_ keys are the same for their tiers",
         tier="cpu",
         ours=True,
@@ -341,9 +341,9 @@ class ConfigFields:
     remote_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
     """LMCache's settings for all remote tiers of a type, as written: redis_url, s3_region and such."""
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
-    """Where the values came from that are not defaults, by key."""
+    """The sources of values that are not defaults, by key."""
     warnings: tuple[str, ...] = field(default=(), compare=False)
-    """What was accepted and will not have its effect, one sentence each."""
+    """A sentence for each setting that was accepted and will not have its effect."""
 
     def __repr__(self) -> str:
         changed = {

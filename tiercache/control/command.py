@@ -36,7 +36,7 @@ def serve_control_command(
 
 
 def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None:
-    """From the file, else from the environment; None only when nobody but this machine can ask and that is wished.
+    """Return the token of the file, else of the environment; None where `no_token` is asked for, on loopback only.
 
     Raises ValueError with what to do.
     """
@@ -64,16 +64,16 @@ def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None
 
 
 def _read_private(token_file: Path) -> str:
-    """Raises ValueError where others than we and root can read or change it: then it is no secret."""
+    """Return the text of a file. Raises ValueError if users other than this one and root can read or change it."""
     try:
-        # A pipe is not waited for until somebody writes. Links are followed: mounted secrets are some.
+        # O_NONBLOCK: a pipe is not waited for. Links are followed, since mounted secrets are links.
         with open(token_file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"--token-file {token_file} cannot be read: it is not a regular file")
             if status.st_uid not in (0, os.geteuid()):
                 raise ValueError(
-                    f"--token-file {token_file} belongs to user {status.st_uid}, who can read it; have one of your own: "
+                    f"--token-file {token_file} belongs to user {status.st_uid}, which can read it; have one of your own: "
                     f"`install -m 600 {token_file} FILE`"
                 )
             if (mode := stat.S_IMODE(status.st_mode)) & 0o077:

@@ -1,4 +1,4 @@
-"""How messages travel on our Unix sockets, those of caches and those of look-ups: a length of four bytes, then msgpack."""
+"""The framing of messages on our Unix sockets, for control and for look-ups: a length of four bytes, then msgpack."""
 
 from __future__ import annotations
 

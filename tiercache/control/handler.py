@@ -1,4 +1,4 @@
-"""What each control message does to a cache."""
+"""Carry out control messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FORGOTTEN_AT_ONCE = 8192
 
 
 class Handler:
-    """Belongs to the cache's loop. `answer` gives plain dictionaries; a cancelled `answer` leaves what it began alone."""
+    """Belongs to the cache's loop. A cancelled `answer` leaves what it began alone."""
 
     def __init__(self, cache: ServedCache, naming: Naming) -> None:
         self._cache = cache
@@ -53,7 +53,7 @@ class Handler:
             await asyncio.sleep(0)
 
     async def answer(self, command: Command) -> dict[str, Any]:
-        """Raises ControlError for what cannot be done, and whatever the cache raises."""
+        """Return the answer as plain data. Raises ControlError for what cannot be done, and what the cache raises."""
         match command:
             case Prefetch():
                 return await self._prefetch(command)
@@ -103,7 +103,7 @@ class Handler:
             self._cache.ahead.unpin(part)
 
     async def _forget(self, keys: list[ChunkKey]) -> None:
-        """A part whose removal fails keeps no other from it; the first error is raised at the end."""
+        """Remove all parts, and raise the first error at the end."""
         failed: Exception | None = None
         async for part in self._parts(keys, _FORGOTTEN_AT_ONCE):
             self._cache.ahead.unpin(part)

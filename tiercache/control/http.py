@@ -28,10 +28,10 @@ from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlE
 from tiercache.control.metrics import exposition
 
 HEADERS_S = 10.0
-"""For the header of a connection's first request; and, after an answer, for that of the next one."""
+"""Time for the header of a connection's first request; and, after an answer, of the next one."""
 _BODY_S = 10.0
 _TAKEN_S = 10.0
-"""For a client to take what was written to it."""
+"""Time for a client to take what was written to it."""
 _HEADER_BYTES = 16 << 10
 _MOST_CONNECTIONS = 512
 """Further requests are answered by 503. Connections that say nothing end after `HEADERS_S`."""
@@ -50,8 +50,8 @@ _LOCAL_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 
 
 def make_app(fleet: Fleet, token: str | None) -> Starlette:
-    """Without a token only requests that name this machine as their host are served: a page in somebody's browser that
-    has its own name point here is not."""
+    """Without a token only requests that name this machine as their host are served. That keeps out a page in a browser
+    that has its own name point here."""
     server = _Server(fleet, token)
     return Starlette(
         routes=[
@@ -128,7 +128,7 @@ class _Connection(H11Protocol):
 
 
 class _Ending:
-    """Requests that the server does not wait for any more when it stops are told so: or the log has a traceback for each."""
+    """Answer the requests that are cancelled when the server stops; the log has a traceback for each otherwise."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -166,7 +166,7 @@ class _Server:
         return _json(await self._fleet.ask(_decoded(name, kind, await _body(request))))
 
     async def statistics(self, request: Request) -> Response:
-        """Of each socket by its name: sums over ranks would hide the one that lags."""
+        """Return the figures of each socket by its name: sums over ranks would hide the one that lags."""
         self._check_token(request)
         answers = await self._fleet.ask_each(Statistics())
         return _json({path.name: _plain(answer) for path, answer in answers.items()})

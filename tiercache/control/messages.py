@@ -1,4 +1,4 @@
-"""What may be said to a cache through its control socket.
+"""The messages that a cache takes through its control socket.
 
 The same types are decoded from JSON behind HTTP, so both refuse the same things with the same words.
 """
@@ -26,7 +26,7 @@ Wait = Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
 class ControlError(TierCacheError):
-    """What a control message gets instead of an answer. `kind` is one word for programs, the text is for people."""
+    """The refusal of a control message. `kind` is one word for programs, the text is for people."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="command", k
 
     @property
     def wait_s(self) -> float:
-        """How long it waits on purpose, at the cache, beyond what answering takes."""
+        """Seconds that the cache waits on purpose, beyond what answering takes."""
         return 0.0
 
 
@@ -68,7 +68,7 @@ class Prefetch(Prefix, tag="prefetch", kw_only=True):
 
 
 class Progress(Message, tag="progress", kw_only=True):
-    """How far a prefetch is, after waiting for its end for up to `until_s`."""
+    """Report how far a prefetch is, after waiting for its end for up to `until_s`."""
 
     handle: Name
     until_s: Wait = 0.0
@@ -102,7 +102,7 @@ class Forget(Prefix, tag="forget"):
 
 
 class Lookup(Prefix, tag="lookup"):
-    """How far the prefix reaches, and in which tiers."""
+    """Report how far the prefix reaches, and in which tiers."""
 
 
 class Began(Prefix, tag="began", kw_only=True):
@@ -127,7 +127,7 @@ class Over(Message, tag="over", kw_only=True):
 
 
 class Statistics(Message, tag="statistics"):
-    """What the cache holds and did."""
+    """Report the contents and counters of the cache."""
 
 
 Command = (

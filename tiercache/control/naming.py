@@ -1,4 +1,4 @@
-"""From the prefix that a control message speaks of to the chunks that the cache knows it by."""
+"""Find the chunks of the prefix that a control message names."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _TOKENS_AT_ONCE = 16 << 10
 
 
 class Naming(Protocol):
-    """How the program that owns the cache names prefixes. Both raise ControlError for what cannot be named."""
+    """The names that the owner of a cache gives to prefixes. Both methods raise ControlError for a prefix without a name."""
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """Its chunks, in order: what a request that begins with it would look for."""
+        """Return its chunks in order, as a request that begins with it looks for them."""
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """Those, and every shorter chunk that may lie behind some part of it; in no order."""
+        """Return those and every shorter chunk that may lie behind a part of it, in no order."""
 
 
 class TokenNaming:
-    """Of a cache whose program stores and loads by token ids (`cache.store`, `cache.load`) or by keys.
+    """The names in a cache whose program stores and loads by token ids (`cache.store`, `cache.load`) or by keys.
 
     Lets others run on the loop between short steps, and names one prompt at a time.
     """

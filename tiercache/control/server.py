@@ -24,16 +24,16 @@ logger = logging.getLogger("tiercache.control")
 
 _MOST_CONNECTIONS = 64
 _BUSY_S = 1.0
-"""For a question that will be refused."""
+"""Time for a question that will be refused."""
 _IDLE_S = 60.0
 """A connection that asks nothing for so long, or takes so long to ask, is closed."""
 _TAKEN_S = 10.0
-"""For an answer to be taken."""
+"""Time for an answer to be taken."""
 _LARGE_BYTES = 64 << 10
 _MOST_LARGE = 16
 """Larger messages that are answered at a time: numbers take ten times as much memory once they are decoded."""
 ANSWER_S = 20.0
-"""For an answer, beyond what the message itself waits for."""
+"""Time for an answer, beyond what the message itself waits for."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ControlServer:
     async def start(self) -> None:
         """Take the path. Raises ConfigError when another process has it, or when no socket can be made there.
 
-        Who holds the lock file beside it owns the path, so that what a dead process left is known to be nobody's.
+        The holder of the lock file beside it owns the path, so a socket without a holder was left by a dead process.
         """
         try:
             self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -68,7 +68,7 @@ class ControlServer:
             if self.path.exists() and not self.path.is_socket():
                 raise FileExistsError(errno.EEXIST, "there is something there that is no socket")
             self.path.unlink(missing_ok=True)
-            # In two steps: one that is cancelled while it begins to listen has told nobody what to close.
+            # In two steps: if the second is cancelled, there is a server to close.
             self._server = await asyncio.start_unix_server(self._serve, sock=bound(self.path), start_serving=False)
             await self._server.start_serving()
         except asyncio.CancelledError:

@@ -29,7 +29,7 @@ _HEADERS = (
 )
 
 _MOST_TENANTS = 8
-"""Of each tier."""
+"""Tenants shown for each tier."""
 
 Answers = Mapping[Path, "dict[str, Any] | ControlError"]
 
@@ -81,8 +81,10 @@ def _fitting(tables: Iterable[Table | Text], console: Console) -> Iterator[Table
 
 
 def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[Table | Text]:
-    """One for each cache; a sentence for one that does not answer. Rates and times are of what came since `before`,
-    `elapsed_s` ago, or since the cache was opened where nothing was asked before."""
+    """Yield a table for each cache, or a sentence for one that does not answer.
+
+    Rates and times cover what came since `before`, `elapsed_s` ago, or since the cache was opened.
+    """
     for path, answer in answers.items():
         if isinstance(answer, ControlError):
             yield Text(f"{path.name}: {answer}", style="red")
@@ -110,7 +112,7 @@ def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float
 
 
 def _tenants(name: str, figures: Figures) -> Table:
-    """What the largest hold, where tenants have quotas."""
+    """Return a table of the largest tenants, where tenants have quotas."""
     table = Table(title=f"{name}: tenants")
     for number, header in enumerate(("tier", "tenant", "holds MB", "chunks", "evicted")):
         table.add_column(header, justify="left" if number < 2 else "right")
@@ -123,7 +125,7 @@ def _tenants(name: str, figures: Figures) -> Table:
 
 
 def rows_of(figures: Figures, before: Figures | None, elapsed_s: float) -> Iterable[tuple[str, ...]]:
-    """By tier, in the order of the cascade. A tier's hits are of what those above it lacked."""
+    """Yield a row for each tier, in the order of the cascade. Its hit rate counts the chunks that the tiers above lacked."""
     statistics = figures["statistics"]
     then = before["statistics"] if before is not None else None
     hits = hits_by_tier(figures)

@@ -77,24 +77,8 @@ def distribution_of(plain: Mapping[str, Any]) -> Distribution:
     return Distribution(tuple(plain["bounds"]), list(plain["counts"]), list(plain["sums"]))
 
 
-def _of_tiers(key: str) -> Callable[[Figures], Iterable[Row]]:
-    return lambda figures: (((tier,), values[key]) for tier, values in figures["statistics"]["tiers"].items())
-
-
-def _of_writers(key: str) -> Callable[[Figures], Iterable[Row]]:
-    return lambda figures: (((tier,), values[key]) for tier, values in figures["statistics"]["writers"].items())
-
-
 def _of_reads(key: str) -> Callable[[Figures], Iterable[Row]]:
     return lambda figures: (((tier,), values[key]) for tier, values in reads_by_tier(figures).items())
-
-
-def _of_readers(key: str) -> Callable[[Figures], Iterable[Row]]:
-    def rows(figures: Figures) -> Iterator[Row]:
-        device = figures["statistics"]["device"]
-        yield (), figures["statistics"]["reader"][key] + (device["reader"][key] if device is not None else 0)
-
-    return rows
 
 
 def _of_cache(key: str) -> Callable[[Figures], Iterable[Row]]:
@@ -154,15 +138,27 @@ def _tenant(key: str) -> Callable[[Figures], Iterable[Row]]:
 
 
 def _tier(kind: Literal["counter", "gauge"], key: str, text: str) -> Family:
-    return Family(f"tiercache_tier_{key}", kind, text, ("tier",), _of_tiers(key))
+    def rows(figures: Figures) -> Iterator[Row]:
+        for tier, values in figures["statistics"]["tiers"].items():
+            yield (tier,), values[key]
+
+    return Family(f"tiercache_tier_{key}", kind, text, ("tier",), rows)
 
 
 def _writer(kind: Literal["counter", "gauge"], key: str, text: str) -> Family:
-    return Family(f"tiercache_writer_{key}", kind, text, ("tier",), _of_writers(key))
+    def rows(figures: Figures) -> Iterator[Row]:
+        for tier, values in figures["statistics"]["writers"].items():
+            yield (tier,), values[key]
+
+    return Family(f"tiercache_writer_{key}", kind, text, ("tier",), rows)
 
 
 def _reader(key: str, text: str) -> Family:
-    return Family(f"tiercache_reader_{key}", "counter", text, (), _of_readers(key))
+    def rows(figures: Figures) -> Iterator[Row]:
+        device = figures["statistics"]["device"]
+        yield (), figures["statistics"]["reader"][key] + (device["reader"][key] if device is not None else 0)
+
+    return Family(f"tiercache_reader_{key}", "counter", text, (), rows)
 
 
 TENANTS = (

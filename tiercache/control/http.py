@@ -163,7 +163,7 @@ class _Server:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # Also what keeps pages in a browser out: they may not send this unasked.
             raise ControlError("unsupported", "expected content-type: application/json")
-        return _json(await self._fleet.ask(_decoded(name, kind, await _body(request))))
+        return _json(await self._fleet.ask(_decoded(kind, await _body(request))))
 
     async def statistics(self, request: Request) -> Response:
         """Return the figures of each socket by its name: sums over ranks would hide the one that lags."""
@@ -189,16 +189,12 @@ class _Server:
             raise ControlError("unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token")
 
 
-def _decoded(name: str, kind: type[Message], body: bytes) -> Any:
-    """The command. The path says which one it is, so the body does not."""
+def _decoded(kind: type[Message], body: bytes) -> Any:
+    """Return the command. The path says which one it is, so the body need not."""
     try:
-        content = msgspec.json.decode(body or b"{}", type=dict[str, msgspec.Raw])
-        content["command"] = msgspec.Raw(msgspec.json.encode(name))
-        return msgspec.json.decode(msgspec.json.encode(content), type=kind)
+        return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ControlError("malformed", f"malformed body: {error}") from None
-    except RecursionError:
-        raise ControlError("malformed", "malformed body: its values are nested too deep") from None
 
 
 async def _body(request: Request) -> bytes:

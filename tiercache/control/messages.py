@@ -5,7 +5,7 @@ The same types are decoded from JSON behind HTTP, so both refuse the same things
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
@@ -46,7 +46,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="command", k
     @property
     def wait_s(self) -> float:
         """Seconds that the cache waits on purpose, beyond what answering takes."""
-        return 0.0
+        return float(getattr(self, "until_s", 0.0))
 
 
 class Prefix(Message, kw_only=True):
@@ -73,10 +73,6 @@ class Progress(Message, tag="progress", kw_only=True):
     handle: Name
     until_s: Wait = 0.0
 
-    @property
-    def wait_s(self) -> float:
-        return self.until_s
-
 
 class Cancel(Message, tag="cancel", kw_only=True):
     handle: Name
@@ -87,10 +83,6 @@ class Pin(Prefix, tag="pin", kw_only=True):
 
     ttl_s: Seconds = 600.0
     until_s: Wait = 5.0
-
-    @property
-    def wait_s(self) -> float:
-        return self.until_s
 
 
 class Unpin(Prefix, tag="unpin"):
@@ -130,13 +122,8 @@ class Statistics(Message, tag="statistics"):
     """Report the contents and counters of the cache."""
 
 
-Command = (
-    Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics
-)  # fmt: skip
-COMMANDS: dict[str, type[Message]] = {
-    str(kind.__struct_config__.tag): kind
-    for kind in (Prefetch, Progress, Cancel, Pin, Unpin, Forget, Lookup, Began, Ended, Over, Statistics)
-}
+Command = Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics
+COMMANDS: dict[str, type[Message]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Command)}
 
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 

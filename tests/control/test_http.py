@@ -160,6 +160,7 @@ async def test_without_the_token_nothing_is_said_or_done(cache: TierCache, serve
         ("prefetch", b'{"tokens": ' + b"[" * 100_000, 400, "malformed", "malformed body"),
         ("prefetch", b'{"tokens": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "malformed", "malformed body"),
         ("prefetch", b'{"lora": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, 400, "malformed", "unknown field `a`"),
+        ("prefetch", b'{"command": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, 400, "malformed", "malformed body"),
         ("prefetch", b"\xff\xfe", 400, "malformed", "malformed body"),
         ("progress", b'{"handle": "none"}', 404, "unknown", "no prefetch 'none'"),
         ("lookup", b'{"tokens": [1], "lora": {"name": "a", "path": "/a"}}', 409, "refused", "in vLLM only"),

@@ -193,11 +193,6 @@ class _Resolution:
         warnings = self._without_effect()
         if self.values.get("local_disk") and not self.values.get("max_local_disk_size"):
             warnings.append("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)")
-        disk = self.values.get("local_disk") and self.values.get("max_local_disk_size")
-        options = ("flash_admission", "flash_bytes_per_day")
-        disk_only = [key for key in options if self.values.get(key) not in (None, 0, "all")]
-        if disk_only and not disk:
-            warnings.append(f"{' and '.join(disk_only)}: of the disk tier only, which is off; other tiers write everything")
         if str(self.values.get("remote_url") or "").startswith("hf3fs://"):
             warnings.append(
                 "remote_url: hf3fs:// is the old form; use remote_storage_plugins: [hf3fs] with hf3fs_base_path"
@@ -230,7 +225,7 @@ class _Resolution:
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
 
     def _of_no_tier(self, remotes: list[Remote]) -> list[str]:
-        """Return quotas and compression of tiers that there will not be."""
+        """Return quotas, compression and admission of tiers that there will not be."""
         values = self.values
         disk = values.get("local_disk") and values.get("max_local_disk_size")
         has_tier = {
@@ -238,6 +233,8 @@ class _Resolution:
             "tenant_max_shared_memory_size": values.get("shared_memory_path"),
             "tenant_max_local_disk_size": disk,
             "disk_compression": disk,
+            "flash_admission": disk or values.get("gds_path"),
+            "flash_bytes_per_day": disk or values.get("gds_path"),
             "tenant_max_gds_size": values.get("gds_path") or values.get("weka_path"),
             "tenant_max_hf3fs_size": any(remote.type == "hf3fs" for remote in remotes),
         }

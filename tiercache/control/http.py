@@ -195,6 +195,8 @@ def _decoded(kind: type[Message], body: bytes) -> Any:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ControlError("malformed", f"malformed body: {error}") from None
+    except RecursionError:
+        raise ControlError("malformed", "malformed body: its values are nested too deep") from None
 
 
 async def _body(request: Request) -> bytes:

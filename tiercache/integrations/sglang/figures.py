@@ -1,4 +1,4 @@
-"""What SGLang's metrics want to know of transfers: pages, and speed."""
+"""Figures of transfers for SGLang's metrics: pages, and speed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TransferFigures:
         self._note(self._stored, pages, payload_bytes, seconds)
 
     def take(self) -> Any:
-        """A StorageMetrics of what was noted since the last call; None where nobody wants one. Speeds in GiB/s, as SGLang's
-        other back ends have them."""
+        """Return a StorageMetrics of what was noted since the last call, or None without metrics. Speeds are in GiB/s, as in
+        SGLang's other back ends."""
         if not self._wanted:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics

@@ -42,12 +42,13 @@ logger = logging.getLogger("tiercache.sglang")
 TESTED = ("0.5.23",)
 """Versions whose pools, cache controllers and back-end factory the tests drive (tests/sglang)."""
 _GRAIN_NS = 2_000_000_000
-"""By so much clocks of file systems may be wrong."""
+"""The most by which clocks of file systems are taken to be wrong."""
 
 
 def for_process(config: Config, storage: HiCacheStorageConfig) -> Config:
-    """With a socket and shared memory of its own for each process of a server. Pages come from and go to host memory: no
-    device is used, unless a tier needs one."""
+    """Return the configuration with a socket and shared memory for each process of a server.
+
+    Pages come from and go to host memory: no device is used, unless a tier needs one."""
     ranks = [(storage.dp_rank, storage.dp_rank + 1)]
     if storage.is_mla_model:  # of others the layout tells ranks apart
         ranks.append((storage.tp_rank, storage.tp_size))
@@ -87,7 +88,7 @@ def make_layout(
 
 
 def _told(server: Mapping[str, Any] | None, version: str) -> list[tuple[str, str]]:
-    """What the server was told besides its model."""
+    """Return what the server was told besides its model."""
     if server is None:
         return []
     cache = server.get("download_dir")
@@ -108,14 +109,14 @@ def shard_of(config: HiCacheStorageConfig) -> tuple[int, int]:
 
 
 def _parts(config: HiCacheStorageConfig) -> list[tuple[str, int, int]]:
-    """Kinds of ranks that the KV is divided among, number and count of each: two of four is another part of the heads than
-    of the layers."""
+    """Return kinds of ranks that the KV is divided among, with number and count of each: two of four is another part of the
+    heads than of the layers."""
     parts = [("pp", config.pp_rank, config.pp_size), ("attn_cp", config.attn_cp_rank, config.attn_cp_size)]
     return parts if config.is_mla_model else [*parts, ("tp", config.tp_rank, config.tp_size)]
 
 
 def model_of(config: HiCacheStorageConfig, server: Mapping[str, Any] | None, version: str) -> str:
-    """What stands for the model's weights in a layout: their content, or what is known of it."""
+    """Return what stands for the model's weights in a layout: their content, or what is known of it."""
     if server is None:
         if not config.model_name:
             raise ConfigError(
@@ -129,7 +130,7 @@ def model_of(config: HiCacheStorageConfig, server: Mapping[str, Any] | None, ver
 
 
 def _draft(server: Mapping[str, Any], version: str) -> str:
-    """A speculative decoder's own model: its layers' KV may lie in the same pages, or in pools of its own."""
+    """Return the identity of a speculative decoder's own model, whose KV may lie in the same pages, or in other pools."""
     if not (path := server.get("speculative_draft_model_path")):
         return ""
     load_format = server.get("speculative_draft_load_format") or server["load_format"]
@@ -157,7 +158,7 @@ def _weights(model: str, revision: str | None, load_format: str, server: Mapping
 
 
 def _place_of(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """The file or directory, or the snapshot in the Hugging Face cache where `model` is a name. Asks no server."""
+    """Return the file or directory, or the snapshot in the Hugging Face cache if `model` is a name. Asks no server."""
     place = Path(model).expanduser()
     if place.exists():
         return place
@@ -171,11 +172,10 @@ def _place_of(model: str, revision: str | None, cache: str | None) -> Path | Non
 
 
 def identity_of_adapters(lora_paths: Any, place_of: Callable[[str], Path | None], since_ns: int) -> str:
-    """What of `lora_paths`, SGLang's argument, names pages: names and paths as they are, with the content of the adapters.
+    """Return what of `lora_paths`, SGLang's argument, names pages: names, paths and the content of the adapters.
 
-    `place_of` finds the directory of a path. The engine loaded what lies there after `since_ns`. Where it cannot be known
-    what that was, nothing is equal to what this returns: nothing is shared then, also not with the next start or with
-    other ranks.
+    `place_of` finds the directory of a path. The engine loaded what lies there after `since_ns`. If that cannot be
+    known, the result is random: nothing is shared then, also not with the next start or with other ranks.
     """
     try:
         known = sorted((name, path, _content(path, place_of, since_ns)) for name, path in _named(lora_paths))
@@ -186,14 +186,14 @@ def identity_of_adapters(lora_paths: Any, place_of: Callable[[str], Path | None]
 
 
 def began_ns() -> int:
-    """When this process began, on the clock that files have."""
+    """Return the time at which this process began, on the clock that files have."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(ago_s * 1e9)
 
 
 def _named(lora_paths: Any) -> Sequence[tuple[str, str]]:
-    """Name and path of each, in all the forms that SGLang takes. Raises TypeError for another."""
+    """Return name and path of each, from all the forms that SGLang takes. Raises TypeError for another."""
     if isinstance(lora_paths, dict):
         return [(str(name), str(path)) for name, path in lora_paths.items()]
     found = []

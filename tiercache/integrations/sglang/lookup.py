@@ -19,13 +19,13 @@ _ASKED_TOGETHER = 32
 
 
 async def prefix(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> int:
-    """How many of `keys` there are from the first on without a gap, as far as it is known after `timeout_s` seconds."""
+    """Count the `keys` from the first on without a gap, as far as it is known after `timeout_s` seconds."""
     chunks, _ = await cache.parts.reader.lookup(keys, asyncio.get_running_loop().time() + timeout_s)
     return chunks
 
 
 async def present(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> list[bool]:
-    """Which of `keys` there are, gaps included. What is not known after `timeout_s` seconds counts as missing."""
+    """Find which of `keys` there are, gaps included. What is not known after `timeout_s` seconds counts as missing."""
     found = [False] * len(keys)
 
     async def ask(start: int) -> None:
@@ -76,7 +76,7 @@ async def forget_all(cache: TierCache, deadline_s: float) -> int:
 
 @dataclass(frozen=True)
 class PoolPages:
-    """What a pool beside the KV has of the pages of a prefix.
+    """The pages of a prefix that a pool beside the KV has.
 
     Without a `window` every page of a prefix is needed, with one the last so many: a state at its end is a window of 1.
     """
@@ -86,7 +86,7 @@ class PoolPages:
     window: int | None = None
 
     def restorable(self, pages: int) -> list[int]:
-        """Lengths of prefixes, in pages and ascending, of which the pool has what it takes."""
+        """Return the lengths of prefixes, in pages and ascending, of which the pool has what it takes."""
         if self.window is None:
             first_gap = next((page for page in range(pages) if not self.present[page]), pages)
             return list(range(1, first_gap + 1))
@@ -109,7 +109,7 @@ class Restorable:
 
 
 def restorable(kv_pages: int, pools: Sequence[PoolPages]) -> Restorable:
-    """Of a prefix whose KV is there for `kv_pages`. A pool that reaches nowhere is in no `by_pool`."""
+    """Find what is restorable of a prefix whose KV is there for `kv_pages`. `by_pool` lacks pools that reach nowhere."""
     by_pool: dict[str, int] = {}
     prefixes = list(range(1, kv_pages + 1))
     for pool in pools:
@@ -122,8 +122,8 @@ def restorable(kv_pages: int, pools: Sequence[PoolPages]) -> Restorable:
 
 
 class PageNaming:
-    """SGLang hashes tokens itself, in a way that changes with speculation, LoRA and salt. What was named in another way
-    would be found nowhere, so it is refused."""
+    """The control socket of a cache in SGLang names pages by their keys alone. SGLang hashes tokens itself, in a way that
+    changes with speculation, LoRA and salt, so tokens are refused."""
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := given_keys(prefix)) is None:

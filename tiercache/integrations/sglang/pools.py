@@ -35,7 +35,7 @@ _GEOMETRY = (
     "temporal_dtype", "temporal_state_elem_size", "conv_dtype", "conv_state_elem_sizes", "conv_state_shapes",
     "item_bytes", "dcp_size", "dcp_rank",
 )  # fmt: skip
-"""What pools say of the meaning of a page's bytes; each kind has some of these."""
+"""Attributes of pools that tell the meaning of a page's bytes; each kind has some of these."""
 _BY_HEADS = ("MHATokenToKVPoolHost", "MHATokenToKOnlyPoolHost", "MambaPoolHost")
 """Classes of pools of which each tensor-parallel rank has its own part, also where the model's KV is the same for all."""
 
@@ -53,21 +53,21 @@ class HostPool(ABC):
 
     @property
     def by_heads(self) -> bool:
-        """Whether its pages differ from one tensor-parallel rank to the next, whatever the model's other pools do."""
+        """True if its pages differ from one tensor-parallel rank to the next, whatever the model's other pools do."""
         return any(kind.__name__ in _BY_HEADS for kind in type(self._host).__mro__)
 
     def describe(self) -> str:
-        """Everything about the pool that changes a page's bytes."""
+        """Return everything about the pool that changes a page's bytes."""
         known = [(name, str(getattr(self._host, name))) for name in _GEOMETRY if hasattr(self._host, name)]
         return json.dumps([self.name, type(self._host).__qualname__, type(self).__name__, self.page_bytes, known])
 
     @abstractmethod
     def sources(self, indices: Any, lending: Lending) -> list[Source]:
-        """For each page of `indices` (a tensor; whole pages), the call that copies it into a slot."""
+        """Return a call for each page of `indices` (a tensor; whole pages) that copies it into a slot."""
 
     @abstractmethod
     def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
-        """For each page of `indices`, the call that fills it from a chunk. Raises ValueError in its thread for a chunk of
+        """Return a call for each page of `indices` that fills it from a chunk. The call raises ValueError for a chunk of
         another length."""
 
 
@@ -121,7 +121,7 @@ class PiecePool(HostPool):
         return [sink(page) for page in self._pages(indices)]
 
     def _pages(self, indices: Any) -> list[list[np.ndarray]]:
-        """The pieces of each page, as uint8 views of the pool's memory."""
+        """Return the pieces of each page, as uint8 views of the pool's memory."""
         try:
             addresses, lengths = self._host.get_page_buffer_meta(indices)
         except (AttributeError, NotImplementedError, ValueError, TypeError) as error:
@@ -178,7 +178,7 @@ class FlatPool(HostPool):
 
 
 def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
-    """The pool, by pieces where it says them. Raises LayoutError for one whose pages cannot be had at all."""
+    """Return the pool, by pieces if it says them. Raises LayoutError for a pool whose pages cannot be had at all."""
     if by_pieces:
         try:
             return PiecePool(name, host)
@@ -195,13 +195,13 @@ def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
 
 
 def _buffers(host: Any) -> list[Any]:
-    """The tensors that a pool's pages lie in."""
+    """Return the tensors that a pool's pages lie in."""
     found = host.get_hybrid_pool_buffer() if hasattr(host, "get_hybrid_pool_buffer") else [host.kv_buffer]
     return [buffer for each in found for buffer in (each if isinstance(each, (list, tuple)) else [each])]
 
 
 def _bytes_of(tensor: Any) -> np.ndarray:
-    """A uint8 vector over a tensor's memory."""
+    """Return a uint8 vector over a tensor's memory."""
     import torch
 
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -228,7 +228,7 @@ class StoredPool:
     """False where another rank writes the same pages."""
 
     def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
-        """SGLang's hashes are chained SHA-256 over tokens, LoRA and cache salt, in hex."""
+        """Return the keys of pages. SGLang's hashes are chained SHA-256 over tokens, LoRA and cache salt, in hex."""
         namespace, tenant = self.namespace, self.tenant
         return [
             hashlib.blake2b(value.encode(), digest_size=KEY_BYTES, key=namespace).digest() + tenant for value in hashes
@@ -238,8 +238,9 @@ class StoredPool:
 def stored_pool(
     pool: HostPool, storage: HiCacheStorageConfig, layout: bytes, tenant: Tenant, generation: bytes
 ) -> StoredPool:
-    """Below the layout's namespace. `generation` is empty unless SGLang has cleared. Pools that tensor-parallel ranks have
-    their own parts of are told apart by rank, all others by the layout."""
+    """Name a pool below the layout's namespace. `generation` is empty unless SGLang has cleared.
+
+    Pools that tensor-parallel ranks have their own parts of are told apart by rank, all others by the layout."""
     apart = pool.by_heads and storage.is_mla_model
     meaning = pool.describe() + (f" tp {storage.tp_rank} of {storage.tp_size}" if apart else "")
     namespace = hashlib.blake2b(generation + meaning.encode(), digest_size=KEY_BYTES, key=layout).digest()
@@ -248,12 +249,12 @@ def stored_pool(
 
 
 def shares_pages(storage: HiCacheStorageConfig) -> bool:
-    """Whether other ranks read what one writes, which they cannot under names that are a process's own."""
+    """Return True if other ranks read what one writes, which they cannot under names that are a process's own."""
     return bool(storage.is_mla_model and storage.tp_size > 1)
 
 
 def pages_among(keys: Sequence[ChunkKey], chunks: int) -> int:
-    """How many of `keys` from the first on there are when of the different ones among them the first `chunks` are there."""
+    """Count the `keys` from the first on that are there if the first `chunks` of the different ones among them are."""
     seen: set[ChunkKey] = set()
     for position, key in enumerate(keys):
         seen.add(key)

@@ -1,7 +1,7 @@
 """HTTP in front of control sockets: `POST /v1/<command>` with the message as JSON, `GET /v1/statistics`, `GET /metrics`.
 
 All but `GET /healthz` wants the bearer token, if there is one. Whatever goes wrong is JSON with `error.kind` and
-`error.message`; the token is in none of it, and in no log line.
+`error.message`, but for uvicorn's own 400 and 503; the token is in none of it, and in no log line.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=_MOST_CONNECTIONS,
+        timeout_keep_alive=int(HEADERS_S),
         timeout_graceful_shutdown=5,
         lifespan="off",
         ws="none",

@@ -54,11 +54,12 @@ def config_explain(
         Path | None, typer.Argument(help="A tiercache or LMCache YAML file; none: the environment's.")
     ] = None,
     as_json: AsJson = False,
+    defaults: Annotated[bool, typer.Option("--all", help="Show the defaults, too.")] = False,
 ) -> None:
-    """The effective configuration, where each value came from, and which tiers it makes."""
+    """Show which tiers a configuration makes, what was set, and where."""
     from tiercache.commands.explain import explain_command
 
-    raise typer.Exit(explain_command(file, as_json))
+    raise typer.Exit(explain_command(file, as_json, defaults))
 
 
 @app.command()

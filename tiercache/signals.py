@@ -12,7 +12,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """For the main thread of a program. Within, both do what SIGINT does at that moment: a KeyboardInterrupt, or what
+    """Use it in the main thread of a program. Within, both do what SIGINT does at that moment: a KeyboardInterrupt, or what
     asyncio and uvicorn have put in its place. What is ignored (`nohup`) stays so."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 INDENT = 6
@@ -24,18 +24,45 @@ def show(table: Table, console: Console, lines: Iterable[Line]) -> None:
 
 
 def show_figures(table: Table, console: Console) -> None:
-    """A table of figures: as it is in a file or a pipe, too; a line a row in a terminal that is too narrow for it."""
-    columns = _columns(table, console)
-    if columns <= console.width:
-        console.print(table)
-    elif not console.is_terminal:
-        Console(file=console.file, width=columns).print(table)
+    """A table of figures: as it is in a file or a pipe, too; in parts below one another where a terminal is too narrow."""
+    if console.is_terminal:
+        console.print(*fitting(table, console), sep="\n")
     else:
-        if table.title:
-            say(console, [(0, str(table.title))])
-        say(console, _figure_lines(table))
-        if table.caption:
-            say(console, [(0, str(table.caption))])
+        Console(file=console.file, width=max(console.width, _columns(table, console))).print(table)
+
+
+def fitting(table: Table, console: Console) -> list[Table | Text]:
+    """Return the table, or parts that fit the console, with some of its columns each; all parts begin with the first one."""
+    if _columns(table, console) <= console.width:
+        return [table]
+    widths = [_columns(_part(table, [column]), console) - 1 for column in table.columns]
+    groups = _grouped(widths, console.width)
+    for width in range(console.width - 1, max(widths), -1):  # parts of one width look better than a short last one
+        if len(narrower := _grouped(widths, width)) == len(groups):
+            groups = narrower
+    parts = [_part(table, [table.columns[number] for number in (0, *group)]) for group in groups]
+    title, caption = ([Text(str(text))] if text else [] for text in (table.title, table.caption))
+    return [*title, *parts, *caption]
+
+
+def _grouped(widths: list[int], width: int) -> list[list[int]]:
+    """Return the numbers of the columns behind the first one, in groups that fit `width` beside that."""
+    groups: list[list[int]] = []
+    for number in range(1, len(widths)):
+        if groups and 1 + widths[0] + sum(widths[other] for other in groups[-1]) + widths[number] <= width:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+def _part(table: Table, columns: list[Column]) -> Table:
+    part = Table()
+    for column in columns:
+        part.add_column(column.header, justify=column.justify)
+    for row, cells in zip(table.rows, zip(*(list(column.cells) for column in columns), strict=True), strict=True):
+        part.add_row(*cells, style=row.style)
+    return part
 
 
 def say(console: Console, lines: Iterable[Line]) -> None:
@@ -52,12 +79,3 @@ def _columns(table: Table, console: Console) -> int:
     """Return the width of the table with every cell on one line; its title may take more lines."""
     unlimited = console.options.update(width=1 << 20)
     return table.__rich_measure__(console, unlimited).maximum
-
-
-def _figure_lines(table: Table) -> Iterable[Line]:
-    headers = [str(column.header) for column in table.columns]
-    for row in zip(*(list(column.cells) for column in table.columns), strict=True):
-        name, *cells = map(str, row)
-        figures = ", ".join(f"{header} {cell}".strip() for header, cell in zip(headers[1:], cells, strict=True) if cell)
-        yield 0, name
-        yield INDENT, figures

@@ -87,9 +87,38 @@ def test_who_may_read_the_chunks(tmp_path: Path, mode: int, status: str, said: s
 def test_the_shared_memory_tier_of_this_environment_is_looked_at(
     in_memory: Path, monkeypatch: pytest.MonkeyPatch, path: str, size_gb: float, status: tuple[str, ...], found: str
 ) -> None:
-    assert "shared_memory_path" not in by_topic(examine(in_memory))
+    assert "tier shared_memory" not in by_topic(examine(in_memory))
     monkeypatch.setenv("TIERCACHE_SHARED_MEMORY_PATH", path.format(in_memory=in_memory))
     monkeypatch.setenv("TIERCACHE_MAX_SHARED_MEMORY_SIZE", str(size_gb))
-    finding = by_topic(examine(in_memory))["shared_memory_path"]
+    finding = by_topic(examine(in_memory))["tier shared_memory"]
     assert finding.status in status and finding.found.startswith(found)
     assert finding.advice or finding.status == OK
+
+
+def test_it_ends_with_a_verdict_for_each_tier_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    file = tmp_path / "tiercache.yaml"
+    file.write_text(f"""
+        max_local_cpu_size: 100000
+        local_disk: {tmp_path / "kv"}
+        max_local_disk_size: 0.001
+        gds_path: {tmp_path / "file"}
+        gds_buffer_size: 64
+        weka_path: {tmp_path / "weka"}
+        remote_storage_plugins: [redis, fs.a, fs.b]
+        remote_storage_plugin.redis.url: redis://:hush@host
+        remote_storage_plugin.fs.a.base_path: here
+        remote_url: lm://host
+    """)
+    monkeypatch.setenv("TIERCACHE_CONFIG_FILE", str(file))
+    verdicts = [finding for finding in examine(tmp_path)[-8:] if finding.topic.startswith("tier ")]
+    assert [(finding.topic, finding.status) for finding in verdicts] == [
+        ("tier cpu", PROBLEM), ("tier disk", OK), ("tier gds", PROBLEM), ("tier weka", PROBLEM), ("tier redis", OK),
+        ("tier fs.a", PROBLEM), ("tier fs.b", PROBLEM), ("tier lm", NOTE),
+    ]  # fmt: skip
+    assert "is not a directory" in verdicts[2].found and "not on WekaFS" in verdicts[3].found
+    assert not [finding for finding in verdicts if "hush" in finding.found]
+    file.write_text("chunk_sise: 1")
+    assert "the nearest is chunk_size" in by_topic(examine(tmp_path))["configuration"].found

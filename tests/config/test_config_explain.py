@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tiercache.commands.explain import explain_command
+from tests.docs.generated import reference
+from tiercache.commands.explain import explain_command, render
 from tiercache.config import Config, explain
 from tiercache.config.kinds import Choice
-from tiercache.config.reference import reference
-from tiercache.config.rendering import render
 from tiercache.config.schema import KEYS
 from tiercache.core.admission import ADMISSIONS
 from tiercache.core.eviction import POLICIES
@@ -79,17 +78,16 @@ def test_every_key_is_explained_with_its_source(load_text, tmp_path: Path) -> No
     values = explain(config).to_dict()["values"]
     file = str(tmp_path / "tiercache.yaml")
     assert values.keys() == KEYS.keys()
-    assert values["chunk_size"] == {"value": 16, "effective": True, "source": "file", "name": file, "line": 1}
+    assert values["chunk_size"] == {"value": 16, "source": "file", "name": file, "line": 1}
     assert values["gds_buffer_size"] == {
-        "value": 64, "effective": True, "source": "file", "name": file, "line": 3, "alias": "cufile_buffer_size",
+        "value": 64, "source": "file", "name": file, "line": 3, "alias": "cufile_buffer_size",
     }  # fmt: skip
     assert values["local_cpu"] == {
         "value": True,
-        "effective": True,
         "source": "environment",
         "name": "LMCACHE_LOCAL_CPU",
     }
-    assert values["cache_policy"] == {"value": "LRU", "effective": True, "source": "default"}
+    assert values["cache_policy"] == {"value": "LRU", "source": "default"}
 
 
 def test_people_see_tiers_values_sources_and_warnings(load_text) -> None:
@@ -157,7 +155,10 @@ def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "a.yaml"
     path.write_text("chunk_size: 16\n")
     assert explain_command(path, as_json=False) == 0
-    assert "chunk_size" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "chunk_size: 16" in shown and "cache_policy" not in shown
+    assert explain_command(path, as_json=False, defaults=True) == 0
+    assert "cache_policy: LRU (default)" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("bare_environment")

@@ -160,9 +160,10 @@ def test_quotas_and_compression_that_say_none_need_no_tier(load_text) -> None:
     assert load_text("tenant_max_local_disk_size: 0\ndisk_compression: none\n").warnings == ()
 
 
-def test_admission_without_a_disk_tier_gets_a_warning(load_text) -> None:
-    (warning,) = load_text("gds_path: /g\ngds_buffer_size: 64\nflash_admission: second_touch\n").warnings
-    assert warning.startswith("flash_admission: of the disk tier only")
+def test_admission_without_a_disk_or_gds_tier_gets_a_warning(load_text) -> None:
+    (warning,) = load_text("weka_path: /w\ngds_buffer_size: 64\nflash_admission: second_touch\n").warnings
+    assert warning == "accepted but not honoured: flash_admission (of tiers that are off or not configured)"
+    assert load_text("gds_path: /g\ngds_buffer_size: 64\nflash_admission: second_touch\n").warnings == ()
     assert load_text("local_disk: /d\nmax_local_disk_size: 1\nflash_bytes_per_day: 1e9\n").warnings == ()
 
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from tiercache import Layout
 from tiercache.assembly import make_tiers
+from tiercache.commands.explain import render
 from tiercache.config import Config, explain
 from tiercache.config.remotes import remotes_of
-from tiercache.config.rendering import render
 from tiercache.errors import TierCacheError
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)

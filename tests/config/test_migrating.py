@@ -5,9 +5,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from tests.docs.generated import DIFFERS, feature_of, with_tables
 from tiercache.config import Config, explain
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED
-from tiercache.config.migrating import DIFFERS, feature_of, with_tables
 from tiercache.config.remote_options import FLAT
 from tiercache.config.schema import ALIASES, KEYS
 

@@ -61,14 +61,14 @@ def message_of(what: str) -> bytes:
         return framed({"command": "statistics"})
     name, _, kind = what.partition("-")
     prefix: dict[str, Any] = {
-        "tokens": {"tokens": [2**31 + number for number in range(1 << 20)]},
-        "small": {"tokens": [number % 100 for number in range(1 << 20)]},
-        "keys": {"keys": [f"{number:048x}" for number in range(1 << 16)]},
+        "tokens": {"tokens": [2**31 + number for number in range(209_000)]},
+        "small": {"tokens": [number % 100 for number in range(1_048_000)]},
+        "keys": {"keys": [f"{number:048x}" for number in range(20_900)]},
         "nested": {"tokens": []},
     }[kind]
     if kind == "nested":
-        packed = b"\x82\xa7command\xa6lookup\xa6tokens" + b"\x91" * (8 << 20)
-        packed = packed[: 8 << 20]
+        packed = b"\x82\xa7command\xa6lookup\xa6tokens" + b"\x91" * (1 << 20)
+        packed = packed[: 1 << 20]
         return len(packed).to_bytes(4, "big") + packed
     return framed({"command": name, **prefix})
 

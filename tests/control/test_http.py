@@ -22,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.cli.conftest import tiercache
 from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of
 from tiercache import Layout, TierCache
-from tiercache.control import connections
-from tiercache.control.command import read_token, server_config
-from tiercache.control.fleet import Fleet
-from tiercache.control.http import make_app
+from tiercache.control import http
+from tiercache.control.client import Fleet
+from tiercache.control.command import read_token
+from tiercache.control.http import make_app, server_config
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES
 
 TOKEN = "correct-horse-battery-staple-42"
@@ -159,7 +159,8 @@ async def test_without_the_token_nothing_is_said_or_done(cache: TierCache, serve
         ("prefetch", b'{"tokens": [1], "deadline_s": -1}', 400, "malformed", "deadline_s"),
         ("prefetch", b'{"tokens": ' + b"[" * 100_000, 400, "malformed", "malformed body"),
         ("prefetch", b'{"tokens": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "malformed", "malformed body"),
-        ("prefetch", b'{"lora": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, 400, "malformed", "nested too deep"),
+        ("prefetch", b'{"lora": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, 400, "malformed", "unknown field `a`"),
+        ("prefetch", b'{"command": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, 400, "malformed", "malformed body"),
         ("prefetch", b"\xff\xfe", 400, "malformed", "malformed body"),
         ("progress", b'{"handle": "none"}', 404, "unknown", "no prefetch 'none'"),
         ("lookup", b'{"tokens": [1], "lora": {"name": "a", "path": "/a"}}', 409, "refused", "in vLLM only"),
@@ -302,7 +303,7 @@ def test_wrong_token_stops_the_start(
 
 async def test_connection_that_never_asks_is_closed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few are served at a time, and whoever holds one needs no token."""
-    monkeypatch.setattr(connections, "HEADERS_S", 0.1)
+    monkeypatch.setattr(http, "HEADERS_S", 0.1)
     url = server.base_url
     silent = [await asyncio.open_connection(url.host, url.port) for _ in range(70)]
     for _, writer in silent:
@@ -316,7 +317,7 @@ async def test_connection_that_never_asks_is_closed(server: Any, monkeypatch: py
 
 
 async def test_connection_that_asked_once_is_not_kept_for_ever(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADERS_S", 0.1)
+    monkeypatch.setattr(http, "HEADERS_S", 0.1)
     reader, writer = await asyncio.open_connection(server.base_url.host, server.base_url.port)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /healthz")
     async with asyncio.timeout(20):

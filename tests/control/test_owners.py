@@ -17,8 +17,7 @@ import pytest
 
 from tests.control.test_socket import LAYOUT, TOKENS, config_of
 from tiercache import TierCache
-from tiercache.control.client import ask, find_sockets
-from tiercache.control.fleet import Fleet
+from tiercache.control.client import Fleet, ask, find_sockets
 from tiercache.control.messages import ControlError, Prefetch, Statistics
 from tiercache.errors import ConfigError
 

@@ -277,13 +277,20 @@ async def test_each_rank_has_a_socket(tmp_path: Path) -> None:
 async def test_too_many_connections_are_told_so(
     cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    answering = asyncio.Event()
+
+    async def hang(*_: Any) -> None:
+        answering.set()
+        await asyncio.Event().wait()
+
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", 1)
-    _, writer = await asyncio.open_unix_connection(str(place))
-    await asyncio.sleep(0)
+    monkeypatch.setattr(cache, "forget", hang)
+    hung = asyncio.create_task(ask(place, Forget(tokens=TOKENS)))
+    await answering.wait()
     with pytest.raises(ControlError, match="open already") as caught:
         await ask(place, Statistics())
     assert caught.value.kind == "busy"
-    writer.close()
+    hung.cancel()
 
 
 async def test_message_that_is_too_large_is_not_sent(cache: TierCache, place: Path) -> None:

@@ -16,7 +16,7 @@ from tests.control.test_socket import LAYOUT, cache, config_of, place
 from tiercache import TierCache
 from tiercache.control import server
 from tiercache.control.client import ask
-from tiercache.control.messages import Lookup, Statistics
+from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Lookup, Statistics
 
 __all__ = ["cache", "place"]
 LONGEST_S = 0.05
@@ -108,9 +108,8 @@ async def test_who_asks_and_never_reads_keeps_no_descriptor(
         assert (await ask(place, Statistics()))["rank"] == 0
 
 
-async def test_silent_connections_shut_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connections_shut_nobody_out(tmp_path: Path) -> None:
     """64 that say nothing hold all places, for no longer than others need them."""
-    monkeypatch.setattr(server, "_SPARED_S", 0.0)
     async with TierCache.open(config_of(tmp_path), LAYOUT):
         place = tmp_path / "c.sock"
         silent = [await asyncio.open_unix_connection(str(place)) for _ in range(64)]
@@ -120,14 +119,13 @@ async def test_silent_connections_shut_nobody_out(tmp_path: Path, monkeypatch: p
             writer.close()
 
 
-@pytest.mark.parametrize("sent", [b"\x82\xa7command", b"\x01" * (17 << 10)], ids=["10 bytes", "17 KiB"])
+@pytest.mark.parametrize("sent", [b"\x82\xa7command", b"\x01" * (65 << 10)], ids=["10 bytes", "65 KiB"])
 async def test_messages_that_are_announced_and_not_sent_take_nobodys_room(
     cache: TierCache, place: Path, sent: bytes
 ) -> None:
-    """Four of 8 MiB are all that there is room for."""
-    silent = [await asyncio.open_unix_connection(str(place)) for _ in range(16)]
+    silent = [await asyncio.open_unix_connection(str(place)) for _ in range(32)]
     for _, writer in silent:
-        writer.write((8 << 20).to_bytes(4, "big") + sent)
+        writer.write(LARGEST_MESSAGE_BYTES.to_bytes(4, "big") + sent)
         await writer.drain()
     answer = await ask(place, Lookup(tokens=list(range(30_000))), timeout_s=8)
     assert answer["asked"] == 30_000 // 16

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from tests.cli.conftest import tiercache
 from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of
 from tiercache import TierCache
 from tiercache.control.families import figures_of
-from tiercache.control.top import rows_of
+from tiercache.control.top import rows_of, tables_of
+from tiercache.tables import fitting
 
 
 @pytest.fixture
@@ -65,6 +69,19 @@ async def test_one_refresh_shows_a_running_cache(cache: TierCache, tmp_path: Pat
     assert "c.sock: m, rank 0 of 1" in out
     (line,) = (line for line in out.splitlines() if "disk" in line)
     assert megabytes(CHUNKS) in line and line.count("closed") == 2
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+async def test_every_column_has_its_name_in_a_narrow_terminal(cache: TierCache, columns: int) -> None:
+    console = Console(width=columns, force_terminal=True, color_system=None, file=io.StringIO())
+    (table,) = tables_of({Path("c.sock"): figures_of(cache)}, {}, 0.0)
+    assert isinstance(table, Table)
+    for part in fitting(table, console):
+        console.print(part)
+    said = console.file.getvalue()
+    assert "…" not in said and all(len(line) <= columns for line in said.splitlines())
+    assert all(str(column.header) in said for column in table.columns)
+    assert said.count("disk") > 1 and "c.sock: m, rank 0 of 1" in said and "slots in use" in said
 
 
 def test_without_a_cache_it_says_so(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tiercache.integrations.sglang.hits import PoolPages, restorable
+from tiercache.integrations.sglang.lookup import PoolPages, restorable
 
 
 def test_every_page_is_needed_where_there_is_no_window() -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.sglang.process import in_sglang
-from tiercache.integrations.sglang.adapters import began_ns, identity_of_adapters
 from tiercache.integrations.sglang.arguments import digest_of
+from tiercache.integrations.sglang.identity import began_ns, identity_of_adapters
 
 LATER_NS = 3_000_000_000
 """Beyond the grain of a file system's clock."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tiercache.control.messages import ControlError, Prefix
-from tiercache.integrations.sglang.naming import PageNaming
+from tiercache.integrations.sglang.lookup import PageNaming
 
 NO_CACHE: Any = SimpleNamespace()
 

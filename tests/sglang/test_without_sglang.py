@@ -29,5 +29,4 @@ def test_another_sglang_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("no_sglang")
 def test_pages_and_hits_do_without() -> None:
-    importlib.import_module("tiercache.integrations.sglang.hits")
-    importlib.import_module("tiercache.integrations.sglang.naming")
+    importlib.import_module("tiercache.integrations.sglang.lookup")

@@ -1,1 +1,1 @@
-"""What the command line runs, one file a command."""
+"""The commands, one file each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -12,9 +13,11 @@ import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
+from tiercache.assembly import WEKAFS, refused_remotes
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
 from tiercache.config import Config
+from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.errors import ConfigError
 from tiercache.tiers.files.access import mount_of, mounts
 from tiercache.tiers.files.capacity import counted_in
@@ -66,8 +69,12 @@ def _show(findings: list[Finding]) -> None:
 
 
 def examine(path: Path | None = None) -> list[Finding]:
-    """All findings. Writes one small file at `path` (this directory by default) and removes it; changes nothing else."""
-    return [*_processor(), *_memory(), *_disk(path or Path(".")), *_devices(), *_mounts(), *_packages()]
+    """Return all findings, at the end one for each tier that the configuration of this environment names.
+
+    Writes one small file at `path` (this directory by default) and removes it; changes nothing else.
+    """
+    machine = [*_processor(), *_memory(), *_disk(path or Path(".")), *_devices(), *_mounts(), *_packages()]
+    return [*machine, *_verdicts()]
 
 
 def _processor() -> list[Finding]:
@@ -97,7 +104,7 @@ def _memory() -> list[Finding]:
         advice = "needed only for local_cpu_use_hugepages: sysctl vm.nr_hugepages=<arena in MiB / 2>"
         findings.append(Finding("reserved huge pages", NOTE, pages, advice))
     elif not free:
-        findings.append(Finding("reserved huge pages", NOTE, pages, "all are in use: reserve more, or stop who has them"))
+        findings.append(Finding("reserved huge pages", NOTE, pages, "all are in use: reserve more, or free some"))
     else:
         findings.append(Finding("reserved huge pages", OK, pages))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -109,7 +116,7 @@ def _memory() -> list[Finding]:
 
 
 def _meminfo() -> dict[str, int]:
-    """In kB, or as a number of pages."""
+    """Return sizes in kB, and numbers of pages."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -118,7 +125,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _memory_limit() -> list[Finding]:
-    """The control group's, where there is one: more than that and the kernel kills us, however much the machine has."""
+    """Return the control group's limit, if there is one: the kernel kills a process that takes more."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -129,7 +136,7 @@ def _memory_limit() -> list[Finding]:
 
 
 def huge_page_mode() -> str:
-    """Of transparent huge pages: "always", "madvise", "never" or "absent"."""
+    """Return the mode of transparent huge pages: "always", "madvise", "never" or "absent"."""
     try:
         return _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     except OSError:
@@ -143,34 +150,7 @@ def _shared_memory() -> list[Finding]:
     except OSError:
         return [Finding(topic, NOTE, "/dev/shm is absent", "needed only for shm_name, shared_memory_path and 3FS")]
     found = f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GB free in /dev/shm"
-    return [Finding(topic, OK, found), *_shared_tier()]
-
-
-def _shared_tier() -> list[Finding]:
-    """Whether the shared memory tier that this environment configures has the room that it is to have."""
-    try:
-        config = Config.load()
-    except ConfigError:
-        return []  # `config explain` says what is wrong with it
-    if config.shared_memory_path is None:
-        return []
-    directory, topic = Path(config.shared_memory_path), "shared_memory_path"
-    try:
-        require_memory(directory, config.shared_memory_bytes)
-    except ConfigError as error:
-        found, _, advice = str(error).partition("; ")
-        return [Finding(topic, PROBLEM, found.partition(": ")[2], advice)]
-    mount = mount_of(directory)
-    wanted = f"{config.max_shared_memory_size:g} GB for {directory}"
-    size, huge = shutil.disk_usage(mount.point), mount.option("huge")
-    findings = []
-    if size.free + (counted_in(found_place(directory) / ".tiercache" / "ledger") or 0) < config.shared_memory_bytes:
-        advice = "others take the rest: chunks will be evicted below the cap. Lower it, or enlarge the mount"
-        findings.append(Finding(topic, NOTE, f"{wanted}, and {size.free / 2**30:.1f} GB are free", advice))
-    if huge in (None, "never"):
-        advice = "mount a tmpfs with huge=within_size for it: chunks are mapped in a half of the time"
-        findings.append(Finding(topic, NOTE, f"{wanted}, in pages of 4 KiB", advice))
-    return findings or [Finding(topic, OK, wanted)]
+    return [Finding(topic, OK, found)]
 
 
 def _disk(path: Path) -> list[Finding]:
@@ -227,7 +207,7 @@ def _mounts() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """What is installed is asked of the package metadata: importing some of these takes seconds, or initialises CUDA."""
+    """Read the package metadata: importing some of these takes seconds, or initialises CUDA."""
     findings = []
     for name, (distributions, advice) in _BACK_ENDS.items():
         versions = [f"{each} {version}" for each in distributions if (version := _version(each)) is not None]
@@ -243,3 +223,65 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _verdicts() -> list[Finding]:
+    try:
+        config = Config.load(quiet=True)
+    except ConfigError as error:
+        return [Finding("configuration", PROBLEM, str(error), "correct it: the cache does not start")]
+    refused = {planned.name: str(error) for planned, error in refused_remotes(config)}
+    return [_verdict(tier, refused.get(tier.name)) for tier in plan_of(config)]
+
+
+def _verdict(tier: PlannedTier, refused: str | None) -> Finding:
+    """Say in one line whether a tier will serve here. Servers are not asked."""
+    topic = f"tier {tier.name}"
+    if refused is not None:
+        return Finding(topic, PROBLEM, refused, "correct it: the cache does not start")
+    if tier.state != ON:
+        return Finding(topic, NOTE, tier.state, tier.note)
+    cap = f"{tier.cap_bytes / 2**30:g} GB" if tier.cap_bytes else "what is free"
+    if tier.kind == "cpu":
+        available_bytes = _meminfo().get("MemAvailable", 0) * 1024
+        if 0 < available_bytes < (tier.cap_bytes or 0):
+            found = f"{cap} of memory, and {available_bytes / 2**30:.1f} GB are available"
+            return Finding(topic, PROBLEM, found, "lower max_local_cpu_size, or free memory")
+        return Finding(topic, OK, f"{cap} of memory")
+    if not tier.directories:
+        return Finding(topic, OK, f"{tier.place}: the server was not asked")
+    found = f"{cap} for {tier.place}"
+    try:
+        if tier.kind == "shared_memory":
+            require_memory(Path(tier.place), tier.cap_bytes or 0)
+        for place in tier.directories if tier.kind == "weka" else ():
+            if (kind := mount_of(Path(place)).kind) != WEKAFS:
+                raise ConfigError(f"weka_path: {place} lies on {kind}, not on WekaFS; mount that, or use gds_path")
+        room_bytes = sum({place: _room_bytes(Path(place)) for place in tier.directories}.values())
+    except ConfigError as error:
+        problem, _, advice = str(error).partition("; ")
+        return Finding(topic, PROBLEM, problem.partition(": ")[2], advice)
+    except OSError as error:
+        return Finding(topic, PROBLEM, f"{found}: {error.strerror}", "give this user write access, or mount what is missing")
+    if room_bytes < (tier.cap_bytes or 0):
+        advice = "others take the rest: chunks will be evicted below the cap. Lower it, or enlarge the mount"
+        return Finding(topic, NOTE, f"{found}, and {room_bytes / 2**30:.2f} GB are free", advice)
+    if tier.kind == "shared_memory" and mount_of(Path(tier.place)).option("huge") in (None, "never"):
+        advice = "mount a tmpfs with huge=within_size for it: chunks are mapped in a half of the time"
+        return Finding(topic, NOTE, f"{found}, in pages of 4 KiB", advice)
+    return Finding(topic, OK, found)
+
+
+def _room_bytes(directory: Path) -> int:
+    """Return what is free for chunks in a directory, or in the one that it will be made in, and what chunks have there.
+
+    Raises OSError where this user cannot write.
+    """
+    counted_bytes = counted_in(found_place(directory) / ".tiercache" / "ledger") or 0
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    if not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{directory} is not a directory")
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        raise PermissionError(errno.EACCES, f"{directory} cannot be written to")
+    return shutil.disk_usage(directory).free + counted_bytes

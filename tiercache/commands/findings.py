@@ -1,4 +1,4 @@
-"""What commands say: a line of the doctor's table, or why there is nothing to say."""
+"""Output of commands: a line of the doctor's table, and an error."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class Finding:
 
 
 def complain(problem: str) -> int:
-    """The exit status of a command that could not do what it was asked."""
+    """Print an error, and return the exit status of a command that could not do what it was asked."""
     print(f"error: {problem}", file=sys.stderr)
     return 2

@@ -37,7 +37,7 @@ async def _stat(directory: Path, as_json: bool) -> int:
 
 
 class _Found:
-    """What the headers in the chunks' directories say. Each directory is read in one call, in a thread."""
+    """Sums over the headers of chunks, added a directory at a time."""
 
     def __init__(self) -> None:
         self.layouts: dict[str, dict[str, int]] = defaultdict(
@@ -46,7 +46,7 @@ class _Found:
         self.counted_bytes = 0
         self.foreign = 0
         self.unfinished_bytes: list[int] = []
-        """Of files that are being written, or were when their writer died."""
+        """Sizes of files that are being written, or were when their writer died."""
         self.unreadable: list[str] = []
         self.ages: list[float] = []
         self._now_s = time.time()
@@ -73,7 +73,7 @@ class _Found:
 
 
 async def survey(directory: Path) -> dict[str, Any]:
-    """Counts and bytes of everything below `directory`, as the file system allocates them. Changes nothing.
+    """Count chunks and bytes below `directory`, as the file system allocates them. Changes nothing.
 
     `counted_bytes` is what the capacity counter should say: chunks, quarantine and the directories they lie in; it differs
     from `ledger_bytes` while a process writes, and after a crash until a recount.
@@ -109,19 +109,19 @@ async def survey(directory: Path) -> dict[str, Any]:
 
 
 def _headers(directory: Path) -> tuple[list[tuple[str, os.stat_result, Header | str | None]], int]:
-    """Files of a directory with their headers, or what is wrong with them; and what the directory itself takes."""
+    """Return the files of a directory with their headers, or what is wrong with them, and its own bytes."""
     return [(path, status, _header(path, status)) for path, status in _files(directory)], _own_bytes(directory)
 
 
 def _header(path: str, status: os.stat_result) -> Header | str | None:
-    """Of a chunk; None where there is none by that name, or not any more."""
+    """Return the header of a chunk or what is wrong with it; None for other files, and one that is gone."""
     if not CHUNK_NAME.fullmatch(os.path.basename(path)):
         return None
     try:
         with open(path, "rb", buffering=0) as file:
             header = Header.unpack(file.read(PACKED_BYTES))
     except FileNotFoundError:
-        return None  # evicted while we looked
+        return None  # evicted meanwhile
     except (OSError, HeaderError) as error:
         return str(error)
     expected = file_bytes(header.payload_bytes)
@@ -129,7 +129,7 @@ def _header(path: str, status: os.stat_result) -> Header | str | None:
 
 
 def _files(directory: Path) -> list[tuple[str, os.stat_result]]:
-    """Files right below `directory`, with what the system says of them; those that vanish meanwhile are left out."""
+    """Return the files right below `directory` with their status. Those that vanish meanwhile are left out."""
     found = []
     try:
         with os.scandir(directory) as entries:

@@ -1,4 +1,4 @@
-"""What a directory's storage is good for: which tier suits it, and what keeps it from being fast or safe to share."""
+"""Examine a directory's storage: which tier suits it, and what keeps it from being fast or safe to share."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Place:
     direct: bool
     """O_DIRECT works there."""
     alignment_bytes: int | None
-    """What O_DIRECT wants memory and offsets aligned to; None where the system does not say."""
+    """Alignment of memory and offsets for O_DIRECT; None if the system does not say."""
     gpu: bool
     nvidia_fs: bool
 
 
 def explain(place: Place) -> list[Finding]:
-    """All findings about one place. Looks at nothing but `place`."""
+    """Return all findings about `place`. Pure."""
     return [*_mount(place.mount), _tier(place.mount.kind), _direct(place), _gds(place), *_sharing(place.mount)]
 
 
 def alignment_of(directory: Path) -> int | None:
-    """What O_DIRECT needs in `directory`, asked of the kernel (6.1 or newer) about a file that is removed again."""
+    """Return the alignment for O_DIRECT in `directory`, as the kernel (6.1 or newer) says of a temporary file."""
     statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None:
         return None
@@ -69,7 +69,7 @@ def has_nvidia_fs() -> bool:
 
 
 def access_to(directory: Path) -> list[Finding]:
-    """Who may read the chunks in a directory that a cache has used; nothing where none has."""
+    """Find which users may read the chunks in a directory; return nothing if no cache has used it."""
     topic, directory = "file access", found_place(directory)
     ours = directory / ".tiercache"
     if not ours.is_dir():
@@ -156,7 +156,7 @@ def _gds(place: Place) -> Finding:
 
 
 def _sharing(mount: Mount) -> Iterator[Finding]:
-    """Instances on several hosts keep one cap, and elect who evicts, through locks that all of them must see."""
+    """Instances on several hosts keep one cap through locks that all of them must see."""
     if mount.kind not in SHARED_KINDS:
         return
     option, remedy = local_locks(mount)
@@ -175,14 +175,14 @@ def _sharing(mount: Mount) -> Iterator[Finding]:
 
 
 def _what_to_look_at(kind: str) -> str:
-    """Where the mount table does not say whether flock reaches other hosts."""
+    """Return advice where the mount table does not say whether flock reaches other hosts."""
     if kind == "beegfs":
         return "set tuneUseGlobalFileLocks = true in beegfs-client.conf"
     return "make sure that its flock is seen by other hosts" if kind.startswith("fuse.") else ""
 
 
 def _late_s(mount: Mount) -> float:
-    """For how long this host may not see what others do in a directory."""
+    """Return the seconds for which this host may not see what others do in a directory."""
     if mount.kind in NFS:
         if mount.option("noac") is not None:
             return 0.0

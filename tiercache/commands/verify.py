@@ -39,7 +39,7 @@ class Verified:
     checked: int = 0
     checked_bytes: int = 0
     bad: list[str] = field(default_factory=list)
-    """One sentence each: the file, what was expected, what was found. They are in quarantine now."""
+    """A sentence for each file that is in quarantine now: what was expected, what was found."""
     unreadable: list[str] = field(default_factory=list)
     """Files that the system did not let us read; they stay where they are."""
 
@@ -79,13 +79,13 @@ def verify(directory: Path, console: Console) -> Verified:
             if isinstance(outcome, int):
                 found.checked_bytes += outcome
             elif isinstance(outcome, CorruptChunk):
-                # Opened for the first bad chunk only: whoever just looks leaves no trace.
+                # Opened for the first bad chunk only: a check without one leaves no trace.
                 files = files or _open_files(directory, stack)
                 if has_our_header(str(path)):
                     files.quarantine(bytes.fromhex(path.name))
                     found.bad.append(str(outcome))
                 else:
-                    found.unreadable.append(f"{outcome}: it may be somebody else's")
+                    found.unreadable.append(f"{outcome}: it may belong to another program")
             else:
                 found.unreadable.append(f"{path}: {outcome.strerror}")
     return found
@@ -101,7 +101,7 @@ def _open_files(directory: Path, stack: ExitStack) -> ChunkFiles:
 
 
 def _check(path: Path) -> int | CorruptChunk | OSError:
-    """Payload bytes of a good chunk, or what is wrong."""
+    """Return the payload bytes of a good chunk, or what is wrong."""
     try:
         return _read_and_verify(path)
     except (CorruptChunk, OSError) as problem:
@@ -119,7 +119,7 @@ def _read_and_verify(path: Path) -> int:
             memory = _memory(aligned(length))
             while got < length and (more := file.readinto(memory[got - HEADER_BYTES :].data)):
                 got += more
-        # Nobody reads these pages soon, and the page cache may hold what somebody does.
+        # These pages are not read again soon: leave the page cache to others.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     raw_header = memoryview(header)[:PACKED_BYTES]
     found = verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))
@@ -139,7 +139,7 @@ def _promised_bytes(header: bytes) -> int | None:
 
 
 def _memory(size_bytes: int) -> np.ndarray:
-    """This thread's buffer of at least that size: fresh pages for each chunk would cost more than the check."""
+    """Return this thread's buffer of at least that size: fresh pages for each chunk would cost more than the check."""
     memory: np.ndarray | None = getattr(_thread, "memory", None)
     if memory is None or memory.nbytes < size_bytes:
         memory = _thread.memory = np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config.config import Config
+from tiercache.config.loading import Config
 
 if TYPE_CHECKING:
     from tiercache.config.explanation import Explanation, explain
@@ -16,7 +16,7 @@ __all__ = ["Config", "Explanation", "explain"]
 
 
 def __getattr__(name: str) -> Any:
-    """Explaining is for people: who only loads does not pay for importing it."""
+    """Import the explanation when it is used: loading alone does without."""
     if name not in ("Explanation", "explain"):
         raise AttributeError(f"module 'tiercache.config' has no attribute {name!r}")
     from tiercache.config import explanation

@@ -1,4 +1,4 @@
-"""What single values cannot show: keys that need, or exclude, one another."""
+"""Check what single values cannot show: keys that need, or exclude, one another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SOCKET_PATH_BYTES = 96
 def combination_problems(
     values: Mapping[str, Any], plugins: Mapping[str, str], flat: Mapping[str, str], foreign: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Problems of parsed `values` (absent means default), settings of remote tiers, and LMCache keys that are not ours."""
+    """Yield problems of parsed `values` (absent: default), settings of remote tiers, and LMCache keys that are not ours."""
     yield from _memory(values, foreign)
     yield from _shared_memory(values)
     yield from _control(values)
@@ -74,7 +74,7 @@ def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _directories(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """By names alone: a mount may hang. Tiers find links out when they open the directories."""
+    """Compare names alone, since a mount may hang. Tiers find links out when they open the directories."""
     users: dict[str, tuple[str, str]] = {}
     for key in ("shared_memory_path", "local_disk", "gds_path", "weka_path"):
         named = values.get(key) or ()
@@ -185,8 +185,8 @@ def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Pr
         place = PurePosixPath(path)
         if place in seen:
             first = seen[place]
-            yield (key,), f"{key}: {path!r} is a base path already ({first}); who shares it with itself would fill it twice"
-        if without or not instances or key != "hf3fs_base_path":  # else nobody uses it
+            yield (key,), f"{key}: {path!r} is a base path already ({first}); it would be filled twice"
+        if without or not instances or key != "hf3fs_base_path":  # else it is unused
             seen.setdefault(place, f"{key}: {path!r}")
         if VIRTUAL_DIRECTORY in place.parts:
             yield (key,), f"{key}: expected a directory for files, found {path!r}: 3FS registers memory there"

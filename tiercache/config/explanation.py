@@ -1,11 +1,11 @@
-"""What a configuration means: its values, where each came from, and the tiers it makes. Secrets are not in it."""
+"""Explain a configuration: its values, where each came from, and the tiers it makes. Secrets are not in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from tiercache.config.config import Config
+from tiercache.config.loading import Config
 from tiercache.config.plan import PlannedTier, plan_of
 from tiercache.config.remote_options import OPTIONS
 from tiercache.config.remotes import PLUGIN_PREFIX
@@ -20,30 +20,27 @@ _SECRET_OPTIONS = tuple(
     if option.secret and not option.name.endswith("url")
     for name in (option.name, *option.flat)
 )
-"""What the tables call secret: settings of instances, and LMCache's."""
+"""Names that the tables call secret: settings of instances, and LMCache's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedValue:
-    """One key: what it is, and why."""
+    """A key with its value and the source of that."""
 
     key: str
     value: Any
-    """As it may be shown."""
+    """The value as it may be shown."""
     origin: Origin | None
     """None: the default."""
     meaning: str
     tier: str
-    effective: bool
-    """False when this version accepts the key and does nothing with it."""
 
     def to_dict(self) -> dict[str, Any]:
         value = list(self.value) if isinstance(self.value, tuple) else self.value
         origin = self.origin
         if origin is None:
-            return {"value": value, "effective": self.effective, "source": "default"}
-        found: dict[str, Any] = {"value": value, "effective": self.effective}
-        found |= {"source": origin.source, "name": origin.name}
+            return {"value": value, "source": "default"}
+        found: dict[str, Any] = {"value": value, "source": origin.source, "name": origin.name}
         if origin.line is not None:
             found["line"] = origin.line
         if origin.alias:
@@ -53,7 +50,7 @@ class ExplainedValue:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The effective configuration, for people (`tiercache.config.rendering`) and for programs (`to_dict`)."""
+    """The effective configuration, for people (`tiercache config explain`) and for programs (`to_dict`)."""
 
     values: tuple[ExplainedValue, ...]
     tiers: tuple[PlannedTier, ...]
@@ -73,11 +70,9 @@ class Explanation:
 
 
 def explain(config: Config) -> Explanation:
-    """What `config` means. Pure: touches neither disk nor network."""
+    """Explain `config`. Pure: touches neither disk nor network."""
     values = [
-        ExplainedValue(
-            name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier, key.honoured
-        )
+        ExplainedValue(name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier)
         for name, key in KEYS.items()
     ]
     remotes = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
@@ -85,7 +80,7 @@ def explain(config: Config) -> Explanation:
         meaning = "a setting of that remote tier" if name in remotes else "a setting of all remote tiers of a type"
         secret = name.endswith(_SECRET_OPTIONS)
         shown = hidden("remote_url" if name.endswith(("url", "uri")) else name, value, secret=secret)
-        values.append(ExplainedValue(name, shown, config.origins.get(name), meaning, "remote", True))
+        values.append(ExplainedValue(name, shown, config.origins.get(name), meaning, "remote"))
     return Explanation(
         values=tuple(values),
         tiers=plan_of(config),

@@ -53,6 +53,8 @@ _FOREIGN = """
     worker_socket_recv_timeout_ms worker_socket_send_timeout_ms
     internal_api_server_access_log internal_api_server_log_level
     enable_cache_usage_details_in_response remote_enable_mla_worker_id_as0
+    store_location retrieve_locations pin_timeout_sec pin_check_interval_sec
+    max_alloc_attempts allocation_attempt_delay_secs
     phx_path phx_path_sharding phx_buffer_size retrieve_buffer_size
 """
 

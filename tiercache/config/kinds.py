@@ -1,4 +1,4 @@
-"""What a configured value may be: parsing and range of one value, without knowing which key it belongs to.
+"""Kinds of values: parsing and range of one value, without knowing which key it belongs to.
 
 Each kind turns what YAML, JSON or an environment variable holds into the value of a field, and raises ValueError with
 what it expected. Parsing a parsed value gives the same value.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 _BYTES_OF_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS = {"GB": 2**30, "MiB": 2**20, "bytes": 1}
@@ -22,19 +23,25 @@ _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 
 
-class Kind(Protocol):
+@dataclass(frozen=True, slots=True)
+class Kind(ABC):
     """The kind of a key's value."""
 
     @property
+    @abstractmethod
     def expected(self) -> str:
-        """What is accepted, as a noun phrase."""
+        """A noun phrase for what is accepted."""
 
+    @abstractmethod
     def parse(self, raw: Any) -> Any:
-        """The value that `raw` means; ValueError when it means none."""
+        """Return the value that `raw` means. Raises ValueError when it means none."""
+
+    def refusal(self, more: str = "") -> ValueError:
+        return ValueError(f"expected {self.expected}{more}")
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class Switch(Kind):
     """true or false, in any of the spellings that YAML and LMCache's environment know."""
 
     @property
@@ -48,11 +55,11 @@ class Switch:
                 return True
             if word in _FALSE:
                 return False
-        raise ValueError(f"expected {self.expected}")
+        raise self.refusal()
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Kind):
     """A whole number in a closed range."""
 
     low: int | None = None
@@ -61,21 +68,24 @@ class Whole:
 
     @property
     def expected(self) -> str:
-        return _noun("a whole number", self.unit) + _range(self.low, self.high)
+        noun = _noun("a whole number", self.unit)
+        if self.high is not None:
+            return f"{noun} in {self.low} .. {self.high}"
+        return noun if self.low is None else f"{noun} >= {self.low}"
 
     def parse(self, raw: Any) -> int:
         number = _number(raw, self.expected, self.unit)
         if not number.is_integer():
-            raise ValueError(f"expected {self.expected}")
+            raise self.refusal()
         # Through float only where the text is not an integer already: 2**53 and more must stay exact.
         value = raw if isinstance(raw, int) else int(raw) if _is_integer_text(raw) else int(number)
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
-            raise ValueError(f"expected {self.expected}")
+            raise self.refusal()
         return value
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class Number(Kind):
     """A finite number, `low` or more; with `above`, more than `low`. `high` itself is allowed."""
 
     low: float = 0.0
@@ -91,49 +101,40 @@ class Number:
     def parse(self, raw: Any) -> float:
         value = _number(raw, self.expected, self.unit)
         if value < self.low or (self.above and value == self.low) or (self.high is not None and value > self.high):
-            raise ValueError(f"expected {self.expected}")
+            raise self.refusal()
         return value
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Kind):
     """Text on one line, spaces around it dropped."""
 
     meaning: str = "text"
+    may_be_empty: bool = True
 
     @property
     def expected(self) -> str:
-        return self.meaning
+        return self.meaning if self.may_be_empty else f"{self.meaning}, not empty"
 
     def parse(self, raw: Any) -> str:
         if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
-            raise ValueError(f"expected {self.expected}")
-        return _plain(str(raw).strip(), self.expected)
+            raise self.refusal()
+        text = str(raw).strip()
+        if not text and not self.may_be_empty:
+            raise self.refusal()
+        # An environment variable may hold bytes that are no UTF-8.
+        if "\0" in text or (not text.isascii() and text.encode(errors="ignore").decode() != text):
+            raise self.refusal(", in UTF-8 and without NUL characters")
+        return text
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """Text on one line that is not empty."""
-
-    meaning: str = "a name"
-
-    @property
-    def expected(self) -> str:
-        return f"{self.meaning}, not empty"
-
-    def parse(self, raw: Any) -> str:
-        if isinstance(raw, bool) or not isinstance(raw, (str, int, float)) or not (name := str(raw).strip()):
-            raise ValueError(f"expected {self.expected}")
-        return _plain(name, self.expected)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of a few words, in any case."""
+class Choice(Kind):
+    """A word out of a few, in any case."""
 
     words: tuple[str, ...]
     why: str = ""
-    """Why not others, for whom that surprises."""
+    """The reason why others are refused, where that surprises."""
 
     @property
     def expected(self) -> str:
@@ -143,11 +144,11 @@ class Choice:
         for word in self.words:
             if isinstance(raw, str) and raw.strip().lower() == word.lower():
                 return word
-        raise ValueError(f"expected {self.expected}" + (f" ({self.why})" if self.why else ""))
+        raise self.refusal(f" ({self.why})" if self.why else "")
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class Words(Kind):
     """A list, in YAML or with commas; `paths` drops `file://` and expands `~`."""
 
     paths: bool = False
@@ -159,13 +160,13 @@ class Words:
     def parse(self, raw: Any) -> tuple[str, ...]:
         parts = raw.split(",") if isinstance(raw, str) else raw
         if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
-            raise ValueError(f"expected {self.expected}")
+            raise self.refusal()
         words = [part.strip() for part in parts]
         return tuple(_path(word) if self.paths else word for word in words if word)
 
 
 @dataclass(frozen=True, slots=True)
-class Optional:
+class Optional(Kind):
     """Another kind, or nothing: an empty text."""
 
     kind: Kind
@@ -176,13 +177,6 @@ class Optional:
 
     def parse(self, raw: Any) -> Any:
         return None if raw is None or (isinstance(raw, str) and not raw.strip()) else self.kind.parse(raw)
-
-
-def _plain(text: str, expected: str) -> str:
-    """An environment variable may hold bytes that are no UTF-8."""
-    if "\0" in text or (not text.isascii() and text.encode(errors="ignore").decode() != text):
-        raise ValueError(f"expected {expected}, in UTF-8 and without NUL characters")
-    return text
 
 
 def _path(text: str) -> str:
@@ -213,7 +207,7 @@ def _number(raw: Any, expected: str, unit: str) -> float:
 
 
 def _without_unit(raw: Any, unit: str) -> str:
-    """The hint for `5GB`, where the number alone was wanted."""
+    """Return the hint for `5GB`, where the number alone was wanted."""
     match = _WITH_UNIT.fullmatch(raw) if isinstance(raw, str) else None
     if match is None or unit not in _UNITS:
         return ""
@@ -227,9 +221,3 @@ def _is_integer_text(raw: Any) -> bool:
 
 def _noun(noun: str, unit: str) -> str:
     return f"{noun} of {unit}" if unit else noun
-
-
-def _range(low: int | None, high: int | None) -> str:
-    if high is None:
-        return "" if low is None else f" >= {low}"
-    return f" in {low} .. {high}"

@@ -1,4 +1,4 @@
-"""From settings to a checked Config: names resolved, precedence applied, every problem collected."""
+"""A checked configuration, and how it is read: names resolved, precedence applied, every problem collected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,29 +38,61 @@ from tiercache.errors import ConfigError
 logger = logging.getLogger("tiercache.config")
 
 
-def load(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Config`, as `read`, and each warning in the log."""
-    values = read(path, environ, overrides)
-    for warning in values["warnings"]:
-        logger.warning("%s", warning)
-    return values
+@dataclass(frozen=True, repr=False)
+class Config(ConfigFields):
+    """A checked configuration. `Config.load` reads one; built directly, values are checked as well.
 
+    Raises ConfigError that names every problem it found.
+    """
 
-def read(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Read and check without a word in the log."""
-    problems: list[str] = []
-    layers = []
-    file = config_file(path, environ)
-    if file is not None:
-        layers.append(_read(problems, partial(file_settings, file)))
-    for prefix in PREFIXES:
-        layers.append(_read(problems, partial(environment_settings, environ, prefix)))
-    layers.append(_read(problems, partial(override_settings, overrides)))
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        quiet: bool = False,
+    ) -> Config:
+        """Read the YAML file, then the environment, then `overrides`; later ones win.
 
-    resolved = _Resolution(problems)
-    for layer in layers:
-        resolved.add_layer(layer)
-    return resolved.fields()
+        Without `path` the file is the one that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
+        environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
+        `tiercache.` or `lmcache.`. Logs each of `warnings`, but for `quiet`. Raises ConfigError that names every problem.
+        """
+        environ = os.environ if environ is None else environ
+        problems: list[str] = []
+        layers = []
+        file = config_file(path, environ)
+        if file is not None:
+            layers.append(_read(problems, partial(file_settings, file)))
+        for prefix in PREFIXES:
+            layers.append(_read(problems, partial(environment_settings, environ, prefix)))
+        layers.append(_read(problems, partial(override_settings, overrides or {})))
+        resolved = _Resolution(problems)
+        for layer in layers:
+            resolved.add_layer(layer)
+        config = cls(**resolved.fields())
+        for warning in () if quiet else config.warnings:
+            logger.warning("%s", warning)
+        return config
+
+    def __post_init__(self) -> None:
+        """Check fields that were given directly, too, and bring each to its own type."""
+        problems, values = [], {}
+        for name, key in KEYS.items():
+            given = getattr(self, name)
+            try:
+                values[name] = key.parse(given)
+            except ValueError as error:
+                problems.append(f"{name}: {error}, found {key.found(given)}")
+            else:
+                object.__setattr__(self, name, values[name])
+        if not problems:
+            plugins, flat = self.remote_storage_plugin_settings, self.remote_settings
+            problems = [sentence for _, sentence in combination_problems(values, plugins, flat, {})]
+        if problems:
+            raise _error_of(problems)
 
 
 def _read(problems: list[str], source: Callable[[], list[Setting]]) -> list[Setting]:
@@ -117,7 +149,7 @@ class _Resolution:
             if not self.bad.intersection(names):
                 self.problems.append(problem)
         if self.problems:
-            raise error_of(self.problems)
+            raise _error_of(self.problems)
         warnings = self._warnings()
         return self.values | {
             "remote_storage_plugin_settings": self.plugins,
@@ -161,11 +193,6 @@ class _Resolution:
         warnings = self._without_effect()
         if self.values.get("local_disk") and not self.values.get("max_local_disk_size"):
             warnings.append("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)")
-        disk = self.values.get("local_disk") and self.values.get("max_local_disk_size")
-        options = ("flash_admission", "flash_bytes_per_day")
-        disk_only = [key for key in options if self.values.get(key) not in (None, 0, "all")]
-        if disk_only and not disk:
-            warnings.append(f"{' and '.join(disk_only)}: of the disk tier only, which is off; other tiers write everything")
         if str(self.values.get("remote_url") or "").startswith("hf3fs://"):
             warnings.append(
                 "remote_url: hf3fs:// is the old form; use remote_storage_plugins: [hf3fs] with hf3fs_base_path"
@@ -176,7 +203,7 @@ class _Resolution:
         return warnings + self._leave_memory_free()
 
     def _without_effect(self) -> list[str]:
-        """One line that names every key that was accepted and does nothing, and why."""
+        """Return a line that names every key that was accepted and does nothing, and why."""
         remotes, _ = read_remotes(self.values, self.plugins, self.flat)
         absent: dict[str, list[str]] = {}
         for remote in remotes:
@@ -193,13 +220,12 @@ class _Resolution:
             **absent,
             "of remote tiers that are not configured": unused,
             "of tiers that are off or not configured": self._of_no_tier(remotes),
-            "not in this version": [name for name in self.values if not KEYS[name].honoured],
         }
         parts = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items() if names]
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
 
     def _of_no_tier(self, remotes: list[Remote]) -> list[str]:
-        """Quotas and compression of tiers that there will not be."""
+        """Return quotas, compression and admission of tiers that there will not be."""
         values = self.values
         disk = values.get("local_disk") and values.get("max_local_disk_size")
         has_tier = {
@@ -207,6 +233,8 @@ class _Resolution:
             "tenant_max_shared_memory_size": values.get("shared_memory_path"),
             "tenant_max_local_disk_size": disk,
             "disk_compression": disk,
+            "flash_admission": disk or values.get("gds_path"),
+            "flash_bytes_per_day": disk or values.get("gds_path"),
             "tenant_max_gds_size": values.get("gds_path") or values.get("weka_path"),
             "tenant_max_hf3fs_size": any(remote.type == "hf3fs" for remote in remotes),
         }
@@ -231,27 +259,8 @@ class _Resolution:
         return [f"{lowered}: {available / GB:.1f} GB are available, reserve_local_cpu_size is {reserve:g}"]
 
 
-def check_fields(config: ConfigFields) -> None:
-    """Check fields that were given directly, and bring each field to its own type. Raises ConfigError."""
-    problems, values = [], {}
-    for name, key in KEYS.items():
-        given = getattr(config, name)
-        try:
-            values[name] = key.parse(given)
-        except ValueError as error:
-            problems.append(f"{name}: {error}, found {key.found(given)}")
-        else:
-            object.__setattr__(config, name, values[name])
-    if not problems:
-        problems = [sentence for _, sentence in combination_problems(
-                values, config.remote_storage_plugin_settings, config.remote_settings, {}
-            )]
-    if problems:
-        raise error_of(problems)
-
-
-def error_of(problems: list[str]) -> ConfigError:
-    """One error for all problems, one line each."""
+def _error_of(problems: list[str]) -> ConfigError:
+    """Return an error that has a line for each problem."""
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError(
@@ -260,7 +269,7 @@ def error_of(problems: list[str]) -> ConfigError:
 
 
 def _may_be_empty(key: Key) -> bool:
-    """An empty variable switches a path off, and means nothing for a number."""
+    """Return True for a key that an empty variable resets, such as a path; for a number it means nothing."""
     return key.default is None or key.default in ("", ())
 
 

@@ -1,4 +1,4 @@
-"""What the machine has, as far as a configuration depends on it."""
+"""Memory of the machine, which a configuration may depend on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @cache
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """What the system could give without swapping, once per process; None where it does not say."""
+    """Return what the system could give without swapping, read once per process; None if it does not say."""
     try:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

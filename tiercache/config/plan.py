@@ -18,20 +18,20 @@ class PlannedTier:
 
     name: str
     kind: str
-    """What it is built by: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third
+    """The builder: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third
     party's type."""
     place: str
     """Directories, a URL without credentials, or what kind of memory; as it may be shown."""
     cap_bytes: int | None
     """None: no cap of its own."""
     tenant_bytes: int = field(default=0, kw_only=True)
-    """What a tenant may have of it; 0: any part."""
+    """Bytes that a tenant may have of it; 0: any part."""
     state: str = ON
     """on, off, not available in this version, or refused: the cache does not start."""
     note: str = ""
-    """Why."""
+    """The reason for the state."""
     directories: tuple[str, ...] = ()
-    """Of tiers on files, as far as the keys of such a tier name them: for all ranks."""
+    """Directories of a tier on files, of all ranks."""
     remote: Remote | None = None
     """Settings of an instance, where it has some of its own."""
 
@@ -48,7 +48,7 @@ class PlannedTier:
 
 
 def plan_of(config: ConfigFields) -> tuple[PlannedTier, ...]:
-    """The tiers that `config` makes, the hot cache first: a get asks them in this order."""
+    """Return the tiers that `config` makes, in the order in which a get asks them: the hot cache first."""
     return (_cpu(config), *_shared_memory(config), *_disk(config), *_gds(config), *_remotes(config))
 
 

@@ -14,7 +14,7 @@ from tiercache.core.compression import MODES
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One setting of an instance."""
+    """A setting of an instance."""
 
     name: str
     kind: Kind
@@ -40,7 +40,7 @@ COMMON = (
     Option("module_path", _TEXT, None, "the Python module of a tier of your own"),
     Option("class_name", _TEXT, None, "its class, a tiercache.tiers.base.Tier made from RemoteSettings"),
 )
-"""What every type has."""
+"""Options of every type."""
 
 _COMPRESSION = Option(
     "compression",
@@ -141,7 +141,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "hf3fs": (Option("base_path", Words(paths=True), (), "directories under the mount"),),
 }  # fmt: skip
-"""What a type has besides. Types that are not here are somebody else's, and take any text."""
+"""Further options by type. Types that are not here come from third parties, and take any text."""
 
 ALIASES = {
     "redis": "redis",
@@ -169,5 +169,5 @@ FLAT: dict[str, frozenset[str]] = {
 
 
 def options_of(type_name: str) -> dict[str, Option]:
-    """The rows of a type, by option."""
+    """Return the rows of a type, by option."""
     return {option.name: option for option in (*COMMON, *OPTIONS.get(type_name, ()))}

@@ -19,7 +19,7 @@ ENTRY_POINTS = "tiercache.tiers"
 """The group of entry points by which installed packages bring types of their own."""
 
 OWN_NAMES = frozenset({"cpu", "device", "shared_memory", "disk", "gds", "weka"})
-"""Of the tiers that are no instances. Statistics and flushes tell tiers apart by name alone."""
+"""Names of the tiers that are no instances. Statistics and flushes tell tiers apart by name alone."""
 
 ELSEWHERE = (
     "aerospike",
@@ -41,7 +41,7 @@ PLUGINS_ELSEWHERE = {
     "gcs": "a bucket of Google Cloud Storage has an S3 interface: an s3 tier with endpoint https://storage.googleapis.com "
     "and an HMAC key",
 }
-"""As `ELSEWHERE`, of plug-ins that are no scheme of a URL, with what to use instead."""
+"""The same for plug-ins that are no scheme of a URL, with what to use instead."""
 SCHEMES = tuple(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake"))
 
 Problem = tuple[tuple[str, ...], str]
@@ -50,7 +50,7 @@ Problem = tuple[tuple[str, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """One remote tier. `place`, `url` and `options` may hold credentials."""
+    """A remote tier. `place` and `options` may hold credentials."""
 
     name: str
     type: str
@@ -73,7 +73,7 @@ class Remote:
 
 
 def remotes_of(config: ConfigFields) -> list[Remote]:
-    """Remote tiers in the order in which they are written: plugins first, then the URL."""
+    """Return remote tiers in the order in which they are written: plugins first, then the URL."""
     return read_remotes(
         {
             "remote_url": config.remote_url,
@@ -88,7 +88,7 @@ def remotes_of(config: ConfigFields) -> list[Remote]:
 def read_remotes(
     values: Mapping[str, Any], settings: Mapping[str, str], flat: Mapping[str, str]
 ) -> tuple[list[Remote], list[Problem]]:
-    """What the three keys in `values` mean, with `settings` of instances (NAME.option) and LMCache's `flat` ones."""
+    """Read the three keys in `values`, with `settings` of instances (NAME.option) and LMCache's `flat` ones."""
     problems: list[Problem] = []
     remotes: list[Remote] = []
     url = values.get("remote_url") or ""
@@ -122,7 +122,7 @@ def read_remotes(
 
 
 def flat_settings_in_use(remotes: list[Remote]) -> frozenset[str]:
-    """LMCache's settings outside of instances that one of `remotes` takes."""
+    """Return LMCache's settings outside of instances that one of `remotes` takes."""
     return frozenset(name for remote in remotes for name in FLAT.get(remote.type, ()))
 
 
@@ -136,23 +136,23 @@ def split_paths(text: str) -> list[str]:
 
 
 def plugin_types() -> list[str]:
-    """What the first part of a plug-in's name may be, for a tier to be made of it."""
+    """Return the first parts of names of plug-ins that tiers can be made of."""
     return sorted({*ALIASES, *third_party_types()})
 
 
 def types_at_hand() -> frozenset[str]:
-    """Types of tiers that can be made."""
+    """Return the types of tiers that can be made."""
     return frozenset(ALIASES.values()) | third_party_types()
 
 
 @cache
 def third_party_types() -> frozenset[str]:
-    """Types that installed packages bring."""
+    """Return the types that installed packages bring."""
     return frozenset(entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def shown_place(remote: Remote) -> str:
-    """Where it is, without credentials."""
+    """Return its place without credentials."""
     return str(hidden("remote_url", remote.place))
 
 

@@ -1,4 +1,4 @@
-"""The table of keys: what tiercache understands, and what each key means.
+"""The table of keys that tiercache understands.
 
 A field of `ConfigFields` is a row: its type, default and range, the names it also goes by, the tier it belongs to.
 Validation, `explain` and docs/configuration.md are all made from these rows.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config.kinds import Choice, Kind, Name, Number, Optional, Switch, Text, Whole, Words
+from tiercache.config.kinds import Choice, Kind, Number, Optional, Switch, Text, Whole, Words
 from tiercache.config.secrets import hidden
 from tiercache.core.compression import MODES
 
@@ -28,7 +28,7 @@ def in_bytes(size_gb: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row of the table."""
+    """A row of the table."""
 
     name: str
     kind: Kind
@@ -37,8 +37,6 @@ class Key:
     aliases: tuple[str, ...] = ()
     tier: str = ""
     """The kind of tier that the key belongs to, or remote; empty: the cache as a whole."""
-    honoured: bool = True
-    """False while nothing acts on it yet: it is checked, kept, and named in a warning."""
     secret: bool = False
     extra: bool = False
     """LMCache wants it inside `extra_config`; we take it there and at the top level."""
@@ -49,11 +47,11 @@ class Key:
         return self.default if raw is None else self.kind.parse(raw)
 
     def shown(self, value: Any) -> Any:
-        """`value` as it may be shown to people."""
+        """Return `value` as it may be shown to people."""
         return hidden(self.name, value, secret=self.secret)
 
     def found(self, value: Any) -> str:
-        """`value` in an error message: quoted, shortened, and no secret."""
+        """Return `value` for an error message: quoted, shortened, and no secret."""
         try:
             text = repr(self.shown(value))
         except ValueError:
@@ -68,7 +66,7 @@ def _key(kind: Kind, default: Any, meaning: str, **rest: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class ConfigFields:
-    """What a `Config` holds: see there."""
+    """The fields of a `Config`: see there."""
 
     chunk_size: int = _key(Whole(1, 65536, "tokens"), 256, "tokens per chunk")
     save_unfull_chunk: bool = _key(Switch(), False, "store the partial chunk at the end of a prompt")
@@ -78,8 +76,6 @@ class ConfigFields:
         Optional(Whole()), None, "requests of a lower priority (a larger number) are not stored"
     )
     min_retrieve_tokens: int = _key(Whole(0, unit="tokens"), 0, "hits shorter than this are not loaded")
-    store_location: str | None = _key(Optional(Text("a tier")), None, "store in this tier only", honoured=False)
-    retrieve_locations: tuple[str, ...] = _key(Words(), (), "load from these tiers only", honoured=False)
     blocking_timeout_secs: int = _key(Whole(1, unit="seconds"), 10, "longest wait for a load or for room")
     lookup_timeout_ms: int = _key(Whole(1, unit="milliseconds"), 3000, "longest wait for a lookup")
     prefill_tokens_per_s: float = _key(
@@ -96,18 +92,12 @@ class ConfigFields:
         ours=True,
     )  # fmt: skip
     close_timeout_s: float = _key(Number(unit="seconds"), 10.0, "longest wait for queued writes at the end", ours=True)
-    pin_timeout_sec: int = _key(
-        Whole(1, unit="seconds"), 300, "leases held longer are released, loudly", honoured=False
-    )
-    pin_check_interval_sec: int = _key(
-        Whole(1, unit="seconds"), 30, "how often leases are checked for that", honoured=False
-    )
     tenant_salt: str = _key(
         Text("a secret text"), "", "part of every chunk key: tenants share nothing", secret=True, ours=True
     )
 
     model_id: str | None = _key(
-        Name("a name for the model"),
+        Text("a name for the model", may_be_empty=False),
         None,
         "in vLLM: stands for the content of the model's files, which is not looked at then. Unset: their digest, taken once "
         "and kept beside them or in ~/.cache/tiercache. Engines of one model_id share KV: it has to change with the weights",
@@ -125,7 +115,7 @@ class ConfigFields:
     file_access: str = _key(
         Choice(("owner", "group")),
         "owner",
-        "who may read what the tiers on files store (disk, GDS, Weka, 3FS, fs). owner: files 0600, directories 0700; "
+        "users that may read what tiers on files store (disk, GDS, Weka, 3FS, fs). owner: files 0600, directories 0700; "
         "group: 0660 and 2770, so that users of one group share a directory. A named directory that exists keeps its mode; "
         "what tiercache made below it, and this user owns, gets the mode when a cache opens it: its directories at once, "
         "chunks as the cache counts what is there, in the background",
@@ -145,7 +135,7 @@ class ConfigFields:
     tenant_max_local_cpu_size: float = _key(
         Number(unit="GB"),
         0.0,
-        "the most RAM that a tenant (a cache_salt, or all that has none) may hold, per worker: at that he evicts his own "
+        "the most RAM that a tenant (a cache_salt, or all that has none) may hold, per worker: at that it evicts its own "
         "chunks only; 0: no quota. The other tenant_max_ keys are the same for their tiers",
         tier="cpu",
         ours=True,
@@ -296,13 +286,6 @@ class ConfigFields:
     use_direct_io: bool = _key(
         Switch(), False, "true: warn where O_DIRECT does not work; it is used where it does", tier="gds", extra=True
     )
-    max_alloc_attempts: int = _key(
-        Whole(1), 10, "tries for room in the device buffer; blocking_timeout_secs bounds that wait", tier="gds", extra=True,
-        honoured=False,
-    )  # fmt: skip
-    allocation_attempt_delay_secs: float = _key(
-        Number(unit="seconds"), 0.1, "wait between those tries", tier="gds", extra=True, honoured=False
-    )
     weka_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the Weka tier", tier="weka")
 
     hf3fs_base_path: tuple[str, ...] = _key(
@@ -358,9 +341,9 @@ class ConfigFields:
     remote_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
     """LMCache's settings for all remote tiers of a type, as written: redis_url, s3_region and such."""
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
-    """Where the values came from that are not defaults, by key."""
+    """The sources of values that are not defaults, by key."""
     warnings: tuple[str, ...] = field(default=(), compare=False)
-    """What was accepted and will not have its effect, one sentence each."""
+    """A sentence for each setting that was accepted and will not have its effect."""
 
     def __repr__(self) -> str:
         changed = {

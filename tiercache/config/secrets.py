@@ -1,4 +1,4 @@
-"""What must never be shown: passwords, tokens, salts, and the credentials inside a URL."""
+"""Hide what must never be shown: passwords, tokens, salts, and the credentials inside a URL."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CREDENTIALS_OF_URL_KEY = re.compile(r"^([\w+-]+:/*)?.*@", re.DOTALL)
 """A mistyped URL must not give away more than a right one."""
 _SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:pass|token|secret|sig|key|auth|cred)[^=&]*=)[^&]*", re.IGNORECASE)
 _SHOWN_PARAMETERS = ("db", "database", "device")
-"""Of a URL: all that tiers take themselves. What any other one means is not known, and signed URLs are passwords."""
+"""Parameters of a URL that tiers take themselves. The meaning of others is unknown, and signed URLs are passwords."""
 _PLACES = ("url", "uri", "address", "endpoint", "server")
 """Ends of keys that name servers, which may be written without a scheme."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,31}")
 
 
 def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> Any:
-    """`value` of the key `name` as it may be shown: secrets and what is secret inside URLs replaced by ***.
+    """Return `value` of the key `name` as it may be shown: secrets, also those inside URLs, are replaced by ***.
 
     Below `depth` levels nothing is shown: a YAML alias can make a list that holds itself.
     """
@@ -51,12 +51,12 @@ def _hidden_key(key: Any) -> Any:
 
 
 def hidden_url(url: str) -> str:
-    """A URL, right or mistyped, without credentials: what stands before an @, and what its parameters and fragment say."""
+    """Return a URL, right or mistyped, without what stands before an @, values of parameters and the fragment."""
     return _without_parameters(_CREDENTIALS_OF_URL_KEY.sub(rf"\1{HIDDEN}@", _CREDENTIALS.sub(f"{HIDDEN}@", url)))
 
 
 def shown_scheme(url: str) -> str:
-    """What stands before `://`, for an error message; empty where that is no scheme, and may be anything."""
+    """Return what stands before `://`, for an error message; empty where that is no scheme, and may be anything."""
     scheme, separator, _ = url.partition("://")
     return scheme if separator and _SCHEME.fullmatch(scheme) else ""
 

@@ -1,6 +1,6 @@
-"""Where settings come from: a YAML file, the environment, and what an embedder hands over.
+"""Collect settings from a YAML file, the environment, and what an embedder hands over.
 
-Everything here collects settings with their origin and says nothing about their meaning.
+Each has its origin; their meaning is not looked at here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT(_[0-9]+_(TCP|UDP
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from."""
+    """The source of a value."""
 
     source: str
     """file, environment or override."""
@@ -57,14 +57,14 @@ class Setting:
 
 
 def config_file(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
-    """The file to read: `path`, else the one that the environment names."""
+    """Return the file to read: `path`, else the one that the environment names."""
     if path is not None:
         return Path(path)
     return next((Path(environ[name]) for name in _FILE_VARIABLES if environ.get(name)), None)
 
 
 def file_settings(path: Path) -> list[Setting]:
-    """The settings of a YAML file. Raises ConfigError: one sentence with the file, and the line where it is known."""
+    """Return the settings of a YAML file. Raises ConfigError: one sentence with the file, and the line if it is known."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MOST_FILE_BYTES + 1)
@@ -119,7 +119,7 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
 
 
 def _size_of(node: Any, known: dict[int, int]) -> int:
-    """Values below `node` with every alias written out: a few lines of aliases of aliases can mean billions."""
+    """Count the values below `node` with every alias written out: a few lines of aliases of aliases can mean billions."""
     if (size := known.get(id(node))) is not None:
         return size
     known[id(node)] = 1  # what holds itself is refused later
@@ -160,7 +160,7 @@ def _refuse_duplicates(path: Path, node: Any) -> None:
 
 
 def environment_settings(environ: Mapping[str, str], prefix: str) -> list[Setting]:
-    """The variables with `prefix`, as keys in lower case. Raises ConfigError for a bad EXTRA_CONFIG."""
+    """Return the variables with `prefix` as keys in lower case. Raises ConfigError for a bad EXTRA_CONFIG."""
     settings: list[Setting] = []
     for variable in sorted(environ):
         if variable.startswith(prefix) and variable not in _NO_SETTINGS:
@@ -171,7 +171,7 @@ def environment_settings(environ: Mapping[str, str], prefix: str) -> list[Settin
 
 
 def override_settings(overrides: Mapping[str, Any]) -> list[Setting]:
-    """What an embedder hands over; a prefix `tiercache.` or `lmcache.` is dropped, None means not given."""
+    """Return what an embedder hands over. A prefix `tiercache.` or `lmcache.` is dropped, None means not given."""
     settings: list[Setting] = []
     for name, value in overrides.items():
         if value is not None:
@@ -181,12 +181,12 @@ def override_settings(overrides: Mapping[str, Any]) -> list[Setting]:
 
 
 def is_foreign_variable(name: str) -> bool:
-    """Variables that Kubernetes sets for a service called tiercache or lmcache are nobody's configuration."""
+    """Return True for a variable that Kubernetes sets for a service called tiercache or lmcache."""
     return _KUBERNETES.fullmatch(name) is not None
 
 
 def _unfolded(setting: Setting) -> list[Setting]:
-    """`extra_config` opened up into its keys, anything else as it is."""
+    """Return the keys of `extra_config` one by one, and any other setting as it is."""
     if setting.name != "extra_config":
         return [setting]
     value = setting.value
@@ -206,6 +206,6 @@ def _unfolded(setting: Setting) -> list[Setting]:
 
 
 def _without_quotes(value: str) -> str:
-    """Quotes around a value, which env files of containers keep, as LMCache drops them."""
+    """Drop quotes around a value, as LMCache does: env files of containers keep them."""
     value = value.strip()
     return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value

@@ -1,24 +1,28 @@
-"""The other end of a control socket: for programs on the same machine, and for the HTTP server."""
+"""The other end of control sockets: one cache's, or those of all workers, whose answers become one."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tiercache.control.framing import frame, receive
-from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Command, ControlError
+from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Command, ControlError, Prefetch
 from tiercache.control.server import ANSWER_S
 from tiercache.control.sockets import connect, is_believed
 
 _MARGIN_S = 5.0
+_LEAST = ("found", "promoted", "pinned", "chunks")
+"""Figures of which the least of all ranks counts: a prefix is where each rank has its part of it."""
 
 
 async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -> dict[str, Any]:
-    """The answer of the cache behind `path`. Raises ControlError: what the cache says, "unreachable", "late" or "too_large".
+    """Return the answer of the cache behind `path`. Raises ControlError: what the cache says, "unreachable", "late" or
+    "too_large".
 
     By default it waits as long as the cache may take. Cancelled, it hangs up; what the command began goes on.
     """
@@ -39,25 +43,7 @@ async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -
     return found
 
 
-def find_sockets(configured: Path) -> list[Path]:
-    """The sockets that the workers of a cache with `control_socket: configured` have open: that path, or one a rank. What
-    users have put there who are not to be believed is left out."""
-    ranked = re.compile(re.escape(configured.name) + r"(\.\d+){0,2}")
-    try:
-        return sorted(path for path in configured.parent.iterdir() if ranked.fullmatch(path.name) and _is_ours(path))
-    except OSError:
-        return []
-
-
-def _is_ours(path: Path) -> bool:
-    """A socket that may be believed: in a shared directory others may have put theirs there, or a link to some socket."""
-    try:
-        return path.is_socket() and is_believed(path, path.lstat().st_uid)
-    except OSError:
-        return False
-
-
-async def _exchange(path: Path, message: bytes) -> bytearray:
+async def _exchange(path: Path, message: bytes) -> bytes:
     reader, writer = await connect(path)
     try:
         writer.write(message)
@@ -66,3 +52,80 @@ async def _exchange(path: Path, message: bytes) -> bytearray:
     finally:
         # Not `close`, which waits for as long as the cache does not read.
         writer.transport.abort()
+
+
+def find_sockets(configured: Path) -> list[Path]:
+    """Return the sockets that the workers of a cache with `control_socket: configured` have open: that path, or one a rank.
+
+    Sockets that other users have put there are left out.
+    """
+    ranked = re.compile(re.escape(configured.name) + r"(\.\d+){0,2}")
+    try:
+        return sorted(path for path in configured.parent.iterdir() if ranked.fullmatch(path.name) and _is_ours(path))
+    except OSError:
+        return []
+
+
+def _is_ours(path: Path) -> bool:
+    """Return True for a socket that may be believed: in a shared directory other users may have put theirs, or a link."""
+    try:
+        return path.is_socket() and is_believed(path, path.lstat().st_uid)
+    except OSError:
+        return False
+
+
+class Fleet:
+    """The workers whose sockets are named by `paths` (each one socket, or several with ranks appended). Keeps no state:
+    workers may come and go."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def sockets(self) -> list[Path]:
+        return [socket for path in self.paths for socket in find_sockets(path)]
+
+    async def ask(self, command: Command) -> dict[str, Any]:
+        """Return all answers as one: the least of what the workers have, and under `failed` those that could not do it.
+
+        Raises ControlError when none could: what the first one says.
+        """
+        if isinstance(command, Prefetch) and not command.handle:
+            # Every rank calls it by the same name, so that it can be asked for later.
+            command = msgspec.structs.replace(command, handle=secrets.token_hex(12))
+        answers = await self.ask_each(command)
+        good = [answer for answer in answers.values() if not isinstance(answer, ControlError)]
+        if not good:
+            raise next(iter(answers.values()))  # type: ignore[misc]
+        failed = {str(path): str(answer) for path, answer in answers.items() if isinstance(answer, ControlError)}
+        return _combined(good) | ({"failed": failed} if failed else {})
+
+    async def ask_each(self, command: Command) -> dict[Path, dict[str, Any] | ControlError]:
+        """Return the answers by socket. Raises ControlError ("unreachable") when there is no socket."""
+        sockets = self.sockets()
+        if not sockets:
+            places = ", ".join(map(str, self.paths))
+            raise ControlError("unreachable", f"no cache has a socket open at {places}: is control_socket set there?")
+        answers = await asyncio.gather(*(_ask(path, command) for path in sockets))
+        return dict(zip(sockets, answers, strict=True))
+
+
+async def _ask(path: Path, command: Command) -> dict[str, Any] | ControlError:
+    try:
+        return await ask(path, command)
+    except ControlError as error:
+        return error
+
+
+def _combined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(answers) == 1:
+        return answers[0]
+    combined = dict(answers[0])
+    for name, value in combined.items():
+        values = [answer[name] for answer in answers]
+        if isinstance(value, bool):
+            combined[name] = all(values)
+        elif isinstance(value, int):
+            combined[name] = min(values) if name in _LEAST else max(values)
+        elif isinstance(value, dict):
+            combined[name] = {key: min(found.get(key, 0) for found in values) for key in value}
+    return combined

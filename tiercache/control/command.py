@@ -7,13 +7,8 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tiercache.config.sources import CONTROL_TOKEN_VARIABLE
-
-if TYPE_CHECKING:
-    import uvicorn
-    from starlette.applications import Starlette
 
 _LEAST_CHARACTERS = 16
 _MOST_CHARACTERS = 4096
@@ -25,8 +20,8 @@ def serve_control_command(
     try:
         import uvicorn
 
-        from tiercache.control.fleet import Fleet
-        from tiercache.control.http import make_app
+        from tiercache.control.client import Fleet
+        from tiercache.control.http import make_app, server_config
     except ImportError as error:
         missing = f"serve-control needs a library that cannot be imported ({error})"
         return _complain(f"{missing}: pip install 'tiercache[control]'")
@@ -40,32 +35,8 @@ def serve_control_command(
     return 0
 
 
-def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
-    """How the application is served: a bounded number of connections, none of them silent for long, and no log line for a
-    request."""
-    import uvicorn
-
-    from tiercache.control.connections import HEADER_BYTES, Connection
-
-    return uvicorn.Config(
-        app,
-        http=Connection,
-        h11_max_incomplete_event_size=HEADER_BYTES,
-        host=host,
-        port=port,
-        log_level="info",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
-        lifespan="off",
-        ws="none",
-    )
-
-
 def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None:
-    """From the file, else from the environment; None only when nobody but this machine can ask and that is wished.
+    """Return the token of the file, else of the environment; None where `no_token` is asked for, on loopback only.
 
     Raises ValueError with what to do.
     """
@@ -93,16 +64,16 @@ def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None
 
 
 def _read_private(token_file: Path) -> str:
-    """Raises ValueError where others than we and root can read or change it: then it is no secret."""
+    """Return the text of a file. Raises ValueError if users other than this one and root can read or change it."""
     try:
-        # A pipe is not waited for until somebody writes. Links are followed: mounted secrets are some.
+        # O_NONBLOCK: a pipe is not waited for. Links are followed, since mounted secrets are links.
         with open(token_file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"--token-file {token_file} cannot be read: it is not a regular file")
             if status.st_uid not in (0, os.geteuid()):
                 raise ValueError(
-                    f"--token-file {token_file} belongs to user {status.st_uid}, who can read it; have one of your own: "
+                    f"--token-file {token_file} belongs to user {status.st_uid}, which can read it; have one of your own: "
                     f"`install -m 600 {token_file} FILE`"
                 )
             if (mode := stat.S_IMODE(status.st_mode)) & 0o077:

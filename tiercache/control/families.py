@@ -1,4 +1,4 @@
-"""What a cache's figures are called and what they mean: once, for every program that exports or shows them."""
+"""Names and meanings of a cache's figures, for every program that exports or shows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercache.core.estimate import SECONDS, Distribution
 from tiercache.core.tenants import MOST_SHOWN
 
 Figures = Mapping[str, Any]
-"""What a cache answers to `Statistics`: plain dictionaries, as `figures_of` makes them."""
+"""The answer of a cache to `Statistics`: plain dictionaries, as `figures_of` makes them."""
 Labels = tuple[str, ...]
 Row = tuple[Labels, "float | Distribution"]
 
@@ -22,18 +22,18 @@ class Family:
     """Figures of one name and meaning. A counter only grows; of a gauge, the values of several caches add up."""
 
     name: str
-    """As Prometheus has it; to a counter's it adds `_total`."""
+    """The name in Prometheus, which adds `_total` to that of a counter."""
     kind: Literal["counter", "gauge", "histogram"]
     text: str
     labels: Labels = ()
     rows: Callable[[Figures], Iterable[Row]] = lambda _: ()
-    """Values of the labels, and the figure. Nothing where somebody else than the cache counts."""
+    """Return values of the labels with their figure; nothing where another program than the cache counts."""
     bounds: tuple[float, ...] = ()
-    """Of a histogram's buckets."""
+    """Upper bounds of a histogram's buckets."""
 
 
 def figures_of(cache: ServedCache) -> dict[str, Any]:
-    """Belongs to the cache's loop."""
+    """Return the answer to `Statistics`. Call it on the cache's loop."""
     layout = cache.layout
     return {
         "model": layout.model,
@@ -48,7 +48,7 @@ def figures_of(cache: ServedCache) -> dict[str, Any]:
 
 
 def reads_by_tier(figures: Figures) -> dict[str, dict[str, Any]]:
-    """Of each tier below the hot cache: reads into host memory and into device memory together."""
+    """Return the reads of each tier below the hot cache, into host memory and into device memory together."""
     statistics = figures["statistics"]
     found = {
         tier: {**read, "seconds": distribution_of(read["seconds"])} for tier, read in statistics["reads"].items()
@@ -63,7 +63,7 @@ def reads_by_tier(figures: Figures) -> dict[str, dict[str, Any]]:
 
 
 def hits_by_tier(figures: Figures) -> dict[str, int]:
-    """Chunks served to host and to device memory, by where they were."""
+    """Return the chunks served to host and to device memory, by the tier that had them."""
     statistics = figures["statistics"]
     hits: dict[str, int] = dict(statistics["reader"]["hits"])
     device = statistics["device"]
@@ -73,28 +73,12 @@ def hits_by_tier(figures: Figures) -> dict[str, int]:
 
 
 def distribution_of(plain: Mapping[str, Any]) -> Distribution:
-    """As it was before it went through a socket."""
+    """Return the distribution that went through a socket."""
     return Distribution(tuple(plain["bounds"]), list(plain["counts"]), list(plain["sums"]))
-
-
-def _of_tiers(key: str) -> Callable[[Figures], Iterable[Row]]:
-    return lambda figures: (((tier,), values[key]) for tier, values in figures["statistics"]["tiers"].items())
-
-
-def _of_writers(key: str) -> Callable[[Figures], Iterable[Row]]:
-    return lambda figures: (((tier,), values[key]) for tier, values in figures["statistics"]["writers"].items())
 
 
 def _of_reads(key: str) -> Callable[[Figures], Iterable[Row]]:
     return lambda figures: (((tier,), values[key]) for tier, values in reads_by_tier(figures).items())
-
-
-def _of_readers(key: str) -> Callable[[Figures], Iterable[Row]]:
-    def rows(figures: Figures) -> Iterator[Row]:
-        device = figures["statistics"]["device"]
-        yield (), figures["statistics"]["reader"][key] + (device["reader"][key] if device is not None else 0)
-
-    return rows
 
 
 def _of_cache(key: str) -> Callable[[Figures], Iterable[Row]]:
@@ -111,14 +95,14 @@ def _of_device(key: str) -> Callable[[Figures], Iterable[Row]]:
 
 
 def _states(breakers: Mapping[str, str]) -> Iterator[Row]:
-    """Every state, so that one that has passed does not stay."""
+    """Yield every state, so that one that has passed does not stay."""
     for tier, found in breakers.items():
         for state in BreakerState:
             yield (tier, state.value), float(state.value == found)
 
 
 def _read_breakers(figures: Figures) -> Iterator[Row]:
-    """Of reads into device memory where the tier is read into that."""
+    """Yield breakers of reads; those into device memory where the tier is read into that."""
     device = figures["statistics"]["device"]
     return _states(figures["statistics"]["breakers"] | (device["breakers"] if device is not None else {}))
 
@@ -154,22 +138,34 @@ def _tenant(key: str) -> Callable[[Figures], Iterable[Row]]:
 
 
 def _tier(kind: Literal["counter", "gauge"], key: str, text: str) -> Family:
-    return Family(f"tiercache_tier_{key}", kind, text, ("tier",), _of_tiers(key))
+    def rows(figures: Figures) -> Iterator[Row]:
+        for tier, values in figures["statistics"]["tiers"].items():
+            yield (tier,), values[key]
+
+    return Family(f"tiercache_tier_{key}", kind, text, ("tier",), rows)
 
 
 def _writer(kind: Literal["counter", "gauge"], key: str, text: str) -> Family:
-    return Family(f"tiercache_writer_{key}", kind, text, ("tier",), _of_writers(key))
+    def rows(figures: Figures) -> Iterator[Row]:
+        for tier, values in figures["statistics"]["writers"].items():
+            yield (tier,), values[key]
+
+    return Family(f"tiercache_writer_{key}", kind, text, ("tier",), rows)
 
 
 def _reader(key: str, text: str) -> Family:
-    return Family(f"tiercache_reader_{key}", "counter", text, (), _of_readers(key))
+    def rows(figures: Figures) -> Iterator[Row]:
+        device = figures["statistics"]["device"]
+        yield (), figures["statistics"]["reader"][key] + (device["reader"][key] if device is not None else 0)
+
+    return Family(f"tiercache_reader_{key}", "counter", text, (), rows)
 
 
 TENANTS = (
     Family(
         "tiercache_tenant_bytes",
         "gauge",
-        f"Bytes of a tier that a tenant holds, by the tag that his salt is hashed to: the {MOST_SHOWN} that hold most, and "
+        f"Bytes of a tier that a tenant holds, by the tag that its salt is hashed to: the {MOST_SHOWN} that hold most, and "
         "the rest as one. Where tenants have quotas.",
         ("tier", "tenant"),
         _tenant("held_bytes"),
@@ -178,7 +174,7 @@ TENANTS = (
     Family(
         "tiercache_tenant_evicted",
         "gauge",
-        "Chunks of a tenant that were evicted from a tier, since he last held none.",
+        "Chunks of a tenant that were evicted from a tier, since it last held none.",
         ("tier", "tenant"),
         _tenant("evicted"),
     ),

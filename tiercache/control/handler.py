@@ -1,4 +1,4 @@
-"""What each control message does to a cache."""
+"""Carry out control messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from tiercache.control.messages import (
     Unpin,
 )
 from tiercache.control.naming import Naming
-from tiercache.control.pace import Pace
 from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.prefetcher import PrefetchHandle
@@ -39,16 +38,22 @@ _FORGOTTEN_AT_ONCE = 8192
 
 
 class Handler:
-    """Belongs to the cache's loop. `answer` gives plain dictionaries; a cancelled `answer` leaves what it began alone."""
+    """Belongs to the cache's loop. A cancelled `answer` leaves what it began alone."""
 
-    def __init__(self, cache: ServedCache, naming: Naming, pace: Pace) -> None:
+    def __init__(self, cache: ServedCache, naming: Naming) -> None:
         self._cache = cache
         self._naming = naming
-        self._pace = pace
         self._handles: OrderedDict[str, PrefetchHandle] = OrderedDict()
+        self._turns = asyncio.Lock()
+
+    async def turn(self) -> None:
+        """Wait for a turn of the loop: one at a time, however many connections ask. What follows up to the next `await`
+        should take no longer than a few milliseconds."""
+        async with self._turns:
+            await asyncio.sleep(0)
 
     async def answer(self, command: Command) -> dict[str, Any]:
-        """Raises ControlError for what cannot be done, and whatever the cache raises."""
+        """Return the answer as plain data. Raises ControlError for what cannot be done, and what the cache raises."""
         match command:
             case Prefetch():
                 return await self._prefetch(command)
@@ -98,7 +103,7 @@ class Handler:
             self._cache.ahead.unpin(part)
 
     async def _forget(self, keys: list[ChunkKey]) -> None:
-        """A part whose removal fails keeps no other from it; the first error is raised at the end."""
+        """Remove all parts, and raise the first error at the end."""
         failed: Exception | None = None
         async for part in self._parts(keys, _FORGOTTEN_AT_ONCE):
             self._cache.ahead.unpin(part)
@@ -110,10 +115,10 @@ class Handler:
             raise failed
 
     async def _parts(self, keys: list[ChunkKey], at_once: int = _KEYS_AT_ONCE) -> AsyncIterator[list[ChunkKey]]:
-        """Few enough to take no more than a turn of the loop."""
+        """Yield parts that each take no more than a turn of the loop."""
         for start in range(0, len(keys), at_once):
             if start:
-                await self._pace.turn()
+                await self.turn()
             yield keys[start : start + at_once]
 
     async def _prefetch(self, command: Prefetch) -> dict[str, Any]:
@@ -154,5 +159,3 @@ async def _wait(handle: PrefetchHandle, until_s: float) -> None:
 def _progress(name: str, handle: PrefetchHandle) -> dict[str, Any]:
     progress = handle.progress
     return {"handle": name, **asdict(progress), "done": progress.done}
-
-

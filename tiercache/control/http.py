@@ -1,17 +1,17 @@
 """HTTP in front of control sockets: `POST /v1/<command>` with the message as JSON, `GET /v1/statistics`, `GET /metrics`.
 
 All but `GET /healthz` wants the bearer token, if there is one. Whatever goes wrong is JSON with `error.kind` and
-`error.message`; the token is in none of it, and in no log line.
+`error.message`, but for uvicorn's own 400 and 503; the token is in none of it, and in no log line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,16 +21,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as StarletteMessage
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tiercache.control.fleet import Fleet
+from tiercache.control.client import Fleet
 from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Message, Statistics
 from tiercache.control.metrics import exposition
-from tiercache.control.pace import ByteSemaphore, due_s
 
+HEADERS_S = 10.0
+"""Time for the header of a connection's first request; and, after an answer, of the next one."""
 _BODY_S = 10.0
-_SMALL_BYTES = 64 << 10
-_ROOM_BYTES = 4 * LARGEST_MESSAGE_BYTES
-"""For the bodies of all requests that are longer than that, until they are answered."""
+_TAKEN_S = 10.0
+"""Time for a client to take what was written to it."""
+_HEADER_BYTES = 16 << 10
+_MOST_CONNECTIONS = 512
+"""Further requests are answered by 503. Connections that say nothing end after `HEADERS_S`."""
 _STATUS = {
     "malformed": 400,
     "unauthorised": 401,
@@ -46,8 +50,8 @@ _LOCAL_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 
 
 def make_app(fleet: Fleet, token: str | None) -> Starlette:
-    """Without a token only requests that name this machine as their host are served: a page in somebody's browser that
-    has its own name point here is not."""
+    """Without a token only requests that name this machine as their host are served. That keeps out a page in a browser
+    that has its own name point here."""
     server = _Server(fleet, token)
     return Starlette(
         routes=[
@@ -64,8 +68,68 @@ def make_app(fleet: Fleet, token: str | None) -> Starlette:
     )
 
 
+def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
+    """Return how the application is served: few connections, none silent for long, and no log line for a request."""
+    return uvicorn.Config(
+        app,
+        http=_Connection,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        host=host,
+        port=port,
+        log_level="info",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_keep_alive=int(HEADERS_S),
+        timeout_graceful_shutdown=5,
+        lifespan="off",
+        ws="none",
+    )
+
+
+class _Connection(H11Protocol):
+    """uvicorn's for h11, with deadlines where that waits without one: for a header, and for a client to take its answer."""
+
+    _silent: asyncio.TimerHandle | None = None
+    _untaken: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._silent, self._untaken):
+            if timer is not None:
+                timer.cancel()
+
+    def on_response_complete(self) -> None:
+        self._expect_request()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._untaken = self.loop.call_later(_TAKEN_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._untaken is not None:
+            self._untaken.cancel()
+
+    def _expect_request(self) -> None:
+        if self._silent is not None:
+            self._silent.cancel()
+        self._silent = self.loop.call_later(HEADERS_S, self._abort_if_silent, self.cycle)
+
+    def _abort_if_silent(self, before: Any) -> None:
+        if self.cycle is before:
+            # Not `close`, which waits for as long as the client does not read.
+            self.transport.abort()
+
+
 class _Ending:
-    """Requests that the server does not wait for any more when it stops are told so: or the log has a traceback for each."""
+    """Answer the requests that are cancelled when the server stops; the log has a traceback for each otherwise."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -90,7 +154,6 @@ class _Server:
     def __init__(self, fleet: Fleet, token: str | None) -> None:
         self._fleet = fleet
         self._token = token.encode() if token is not None else None
-        self._room = ByteSemaphore(_ROOM_BYTES)
 
     async def command(self, request: Request) -> Response:
         self._check_token(request)
@@ -101,45 +164,10 @@ class _Server:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # Also what keeps pages in a browser out: they may not send this unasked.
             raise ControlError("unsupported", "expected content-type: application/json")
-        async with AsyncExitStack() as stack:
-            command = _decoded(name, kind, await self._body(stack, request))
-            return _json(await self._fleet.ask(command))
-
-    async def _body(self, stack: AsyncExitStack, request: Request) -> bytes:
-        """Takes room for a long one when the first bytes of it are here: to announce one costs nothing.
-
-        Raises ControlError for one that is too large, as soon as that is known, or too slow; and "busy".
-        """
-        length, body, loop = _announced_bytes(request), bytearray(), asyncio.get_running_loop()
-        began_s: float | None = None
-        try:
-            async with asyncio.timeout(_BODY_S) as late:
-                async for part in request.stream():
-                    body += part
-                    if len(body) > LARGEST_MESSAGE_BYTES:
-                        raise _too_large()
-                    if began_s is None and len(body) > _SMALL_BYTES:
-                        late.reschedule(None)
-                        await self._take_room(stack, length)
-                        began_s = loop.time()
-                    if began_s is not None:
-                        late.reschedule(began_s + due_s(len(body), length))
-        except TimeoutError:
-            raise ControlError("late", f"the body stalled, or did not arrive within {_BODY_S:g} s") from None
-        except ClientDisconnect:
-            raise ControlError("malformed", "the connection ended before the body did") from None
-        return bytes(body)
-
-    async def _take_room(self, stack: AsyncExitStack, length: int) -> None:
-        """Numbers in JSON are ten times as large once they are decoded, and as many connections may send some."""
-        try:
-            async with asyncio.timeout(_BODY_S):
-                await stack.enter_async_context(self._room.of(length))
-        except TimeoutError:
-            raise ControlError("busy", f"{_ROOM_BYTES} bytes of other requests' bodies are being answered") from None
+        return _json(await self._fleet.ask(_decoded(kind, await _body(request))))
 
     async def statistics(self, request: Request) -> Response:
-        """Of each socket by its name: sums over ranks would hide the one that lags."""
+        """Return the figures of each socket by its name: sums over ranks would hide the one that lags."""
         self._check_token(request)
         answers = await self._fleet.ask_each(Statistics())
         return _json({path.name: _plain(answer) for path, answer in answers.items()})
@@ -162,26 +190,33 @@ class _Server:
             raise ControlError("unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token")
 
 
-def _decoded(name: str, kind: type[Message], body: bytes) -> Any:
-    """The command. The path says which one it is, so the body does not."""
+def _decoded(kind: type[Message], body: bytes) -> Any:
+    """Return the command. The path says which one it is, so the body need not."""
     try:
-        content = msgspec.json.decode(body or b"{}", type=dict[str, msgspec.Raw])
-        content["command"] = msgspec.Raw(msgspec.json.encode(name))
-        return msgspec.json.decode(msgspec.json.encode(content), type=kind)
+        return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ControlError("malformed", f"malformed body: {error}") from None
     except RecursionError:
         raise ControlError("malformed", "malformed body: its values are nested too deep") from None
 
 
-def _announced_bytes(request: Request) -> int:
-    """How long the body is, at most. Raises ControlError when that is too much."""
-    announced = request.headers.get("content-length")
-    if announced is None:
-        return LARGEST_MESSAGE_BYTES if "transfer-encoding" in request.headers else 0
+async def _body(request: Request) -> bytes:
+    """Return the body. Raises ControlError for one that is too large, as soon as that is known, or too slow."""
+    announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > 18 or int(announced) > LARGEST_MESSAGE_BYTES:
         raise _too_large()
-    return int(announced)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > LARGEST_MESSAGE_BYTES:
+                    raise _too_large()
+    except TimeoutError:
+        raise ControlError("late", f"the body did not arrive within {_BODY_S:g} s") from None
+    except ClientDisconnect:
+        raise ControlError("malformed", "the connection ended before the body did") from None
+    return bytes(body)
 
 
 def _too_large() -> ControlError:

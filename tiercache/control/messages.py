@@ -1,19 +1,19 @@
-"""What may be said to a cache through its control socket.
+"""The messages that a cache takes through its control socket.
 
 The same types are decoded from JSON behind HTTP, so both refuse the same things with the same words.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
 from tiercache.core.keys import HEX_KEY
 from tiercache.errors import TierCacheError
 
-LARGEST_MESSAGE_BYTES = 8 << 20
-"""Room for a prompt of a million token ids."""
+LARGEST_MESSAGE_BYTES = 1 << 20
+"""Room for about 200,000 token ids or 20,000 keys; a longer prefix is named by its keys, in several messages."""
 LONGEST_S = 7 * 86400.0
 LONGEST_NAME = 256
 
@@ -26,7 +26,7 @@ Wait = Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
 class ControlError(TierCacheError):
-    """What a control message gets instead of an answer. `kind` is one word for programs, the text is for people."""
+    """The refusal of a control message. `kind` is one word for programs, the text is for people."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -45,8 +45,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="command", k
 
     @property
     def wait_s(self) -> float:
-        """How long it waits on purpose, at the cache, beyond what answering takes."""
-        return 0.0
+        """Seconds that the cache waits on purpose, beyond what answering takes."""
+        return float(getattr(self, "until_s", 0.0))
 
 
 class Prefix(Message, kw_only=True):
@@ -68,14 +68,10 @@ class Prefetch(Prefix, tag="prefetch", kw_only=True):
 
 
 class Progress(Message, tag="progress", kw_only=True):
-    """How far a prefetch is, after waiting for its end for up to `until_s`."""
+    """Report how far a prefetch is, after waiting for its end for up to `until_s`."""
 
     handle: Name
     until_s: Wait = 0.0
-
-    @property
-    def wait_s(self) -> float:
-        return self.until_s
 
 
 class Cancel(Message, tag="cancel", kw_only=True):
@@ -88,10 +84,6 @@ class Pin(Prefix, tag="pin", kw_only=True):
     ttl_s: Seconds = 600.0
     until_s: Wait = 5.0
 
-    @property
-    def wait_s(self) -> float:
-        return self.until_s
-
 
 class Unpin(Prefix, tag="unpin"):
     """Let its chunks be evicted like others."""
@@ -102,7 +94,7 @@ class Forget(Prefix, tag="forget"):
 
 
 class Lookup(Prefix, tag="lookup"):
-    """How far the prefix reaches, and in which tiers."""
+    """Report how far the prefix reaches, and in which tiers."""
 
 
 class Began(Prefix, tag="began", kw_only=True):
@@ -127,16 +119,11 @@ class Over(Message, tag="over", kw_only=True):
 
 
 class Statistics(Message, tag="statistics"):
-    """What the cache holds and did."""
+    """Report the contents and counters of the cache."""
 
 
-Command = (
-    Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics
-)  # fmt: skip
-COMMANDS: dict[str, type[Message]] = {
-    str(kind.__struct_config__.tag): kind
-    for kind in (Prefetch, Progress, Cancel, Pin, Unpin, Forget, Lookup, Began, Ended, Over, Statistics)
-}
+Command = Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics
+COMMANDS: dict[str, type[Message]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Command)}
 
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 

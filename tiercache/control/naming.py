@@ -1,4 +1,4 @@
-"""From the prefix that a control message speaks of to the chunks that the cache knows it by."""
+"""Find the chunks of the prefix that a control message names."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from tiercache.control.served import ServedCache
 from tiercache.core.keys import KEY_BYTES, ChunkKey, chunk_keys
 
 _TOKENS_AT_ONCE = 16 << 10
-_KEYS_AT_ONCE = 8 << 10
 
 
 class Naming(Protocol):
-    """How the program that owns the cache names prefixes. Both raise ControlError for what cannot be named."""
+    """The names that the owner of a cache gives to prefixes. Both methods raise ControlError for a prefix without a name."""
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """Its chunks, in order: what a request that begins with it would look for."""
+        """Return its chunks in order, as a request that begins with it looks for them."""
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """Those, and every shorter chunk that may lie behind some part of it; in no order."""
+        """Return those and every shorter chunk that may lie behind a part of it, in no order."""
 
 
 class TokenNaming:
-    """Of a cache whose program stores and loads by token ids (`cache.store`, `cache.load`) or by keys.
+    """The names in a cache whose program stores and loads by token ids (`cache.store`, `cache.load`) or by keys.
 
     Lets others run on the loop between short steps, and names one prompt at a time.
     """
@@ -34,7 +33,7 @@ class TokenNaming:
         self._naming = asyncio.Lock()
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        if (given := await given_keys(prefix)) is not None:
+        if (given := given_keys(prefix)) is not None:
             return given
         if prefix.lora is not None:
             raise ControlError(
@@ -62,16 +61,9 @@ async def _hashed(cache: ServedCache, tokens: Sequence[int], salt: str) -> list[
     return keys
 
 
-async def given_keys(prefix: Prefix) -> list[ChunkKey] | None:
-    """The keys that a message itself has; None where it has tokens. Raises ControlError unless it has one of the two."""
+def given_keys(prefix: Prefix) -> list[ChunkKey] | None:
+    """Return the keys that a message has, None where it has tokens. Raises ControlError unless it has one of the two."""
     if (prefix.tokens is None) == (prefix.keys is None):
         found = "neither" if prefix.tokens is None else "both"
         raise ControlError("malformed", f"expected either tokens (ids) or keys (hex), found {found}")
-    if prefix.keys is None:
-        return None
-    keys: list[ChunkKey] = []
-    for start in range(0, len(prefix.keys), _KEYS_AT_ONCE):
-        if start:
-            await asyncio.sleep(0)
-        keys += map(bytes.fromhex, prefix.keys[start : start + _KEYS_AT_ONCE])
-    return keys
+    return None if prefix.keys is None else [bytes.fromhex(key) for key in prefix.keys]

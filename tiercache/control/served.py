@@ -1,4 +1,4 @@
-"""What the control socket wants of a cache."""
+"""The part of a cache that the control socket uses."""
 
 from __future__ import annotations
 

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiercache.control.framing import frame, receive_length, receive_part
+from tiercache.control.framing import frame, receive
 from tiercache.control.handler import Handler
-from tiercache.control.large import FROM_BYTES, decode_large
-from tiercache.control.messages import LARGEST_MESSAGE_BYTES, ControlError, decode
+from tiercache.control.messages import ControlError, decode
 from tiercache.control.naming import Naming
-from tiercache.control.pace import ARRIVES_S, ByteSemaphore, Pace, due_s
 from tiercache.control.served import ServedCache
 from tiercache.control.sockets import bound
 from tiercache.errors import ConfigError, TierCacheError
@@ -26,19 +24,16 @@ logger = logging.getLogger("tiercache.control")
 
 _MOST_CONNECTIONS = 64
 _BUSY_S = 1.0
-"""For a question that will be refused."""
+"""Time for a question that will be refused."""
 _IDLE_S = 60.0
 """A connection that asks nothing for so long, or takes so long to ask, is closed."""
-_SPARED_S = 1.0
-"""When all places are taken, a connection that has asked nothing for so long gives its place to a new one."""
 _TAKEN_S = 10.0
-"""For an answer to be taken."""
-_ROOM_S = 30.0
-_SHORT_BYTES = 4096
-_ROOM_BYTES = 4 * LARGEST_MESSAGE_BYTES
-"""For large messages, all connections' together, from their arrival to their answer."""
+"""Time for an answer to be taken."""
+_LARGE_BYTES = 64 << 10
+_MOST_LARGE = 16
+"""Larger messages that are answered at a time: numbers take ten times as much memory once they are decoded."""
 ANSWER_S = 20.0
-"""For an answer, beyond what the message itself waits for."""
+"""Time for an answer, beyond what the message itself waits for."""
 
 
 @dataclass
@@ -51,22 +46,21 @@ class _Connection:
 class ControlServer:
     """Lives on the cache's loop. Connections ask one thing after another; each wait has a deadline.
 
-    The loop is the cache's: what messages take of it, they take a short step a round, all connections together.
+    The loop is the cache's: what messages take of it, they take in short steps, one a round, all connections together.
     """
 
     def __init__(self, path: Path, cache: ServedCache, naming: Naming) -> None:
         self.path = path
-        self._pace = Pace()
-        self._handler = Handler(cache, naming, self._pace)
+        self._handler = Handler(cache, naming)
         self._lock: int | None = None
         self._server: asyncio.Server
         self._connections: dict[asyncio.Task[None], _Connection] = {}
-        self._room = ByteSemaphore(_ROOM_BYTES)
+        self._large = asyncio.BoundedSemaphore(_MOST_LARGE)
 
     async def start(self) -> None:
         """Take the path. Raises ConfigError when another process has it, or when no socket can be made there.
 
-        Who holds the lock file beside it owns the path, so that what a dead process left is known to be nobody's.
+        The holder of the lock file beside it owns the path, so a socket without a holder was left by a dead process.
         """
         try:
             self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -74,7 +68,7 @@ class ControlServer:
             if self.path.exists() and not self.path.is_socket():
                 raise FileExistsError(errno.EEXIST, "there is something there that is no socket")
             self.path.unlink(missing_ok=True)
-            # In two steps: one that is cancelled while it begins to listen has told nobody what to close.
+            # In two steps: if the second is cancelled, there is a server to close.
             self._server = await asyncio.start_unix_server(self._serve, sock=bound(self.path), start_serving=False)
             await self._server.start_serving()
         except asyncio.CancelledError:
@@ -114,15 +108,15 @@ class ControlServer:
         if len(self._connections) >= 2 * _MOST_CONNECTIONS:
             writer.transport.abort()
             return
-        self._connections[task] = _Connection(writer, asyncio.get_running_loop().time())
+        connection = self._connections[task] = _Connection(writer, asyncio.get_running_loop().time())
         try:
             if busy:
                 # After the question: a client whose connection is closed while it writes does not read why.
                 async with asyncio.timeout(_BUSY_S):
-                    await reader.readexactly(min(await receive_length(reader), _SHORT_BYTES))
+                    await receive(reader)
                 raise ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already")
             while True:
-                await self._next(reader, self._connections[task])
+                await self._next(reader, connection)
         except ControlError as error:
             # Busy, or too large: what follows on this connection is not a message.
             with contextlib.suppress(TimeoutError, OSError):
@@ -138,39 +132,15 @@ class ControlServer:
 
     async def _next(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
         """Receive a message and answer it."""
-        loop = asyncio.get_running_loop()
-        connection.idle_since_s = loop.time()
-        async with asyncio.timeout(_IDLE_S) as silence, contextlib.AsyncExitStack() as stack:
-            length = await receive_length(reader)
-            silence.reschedule(min(silence.when() or 0.0, loop.time() + ARRIVES_S))
-            packed = bytearray()
-            while len(packed) < min(length, FROM_BYTES):
-                await receive_part(reader, packed, min(length, FROM_BYTES))
-            if length > FROM_BYTES:
-                # Not before some of it is here: to announce one costs nothing.
-                silence.reschedule(None)
-                await self._take_room(stack, length)
-                began_s = loop.time()
-                while len(packed) < length:
-                    silence.reschedule(began_s + due_s(len(packed), length))
-                    await receive_part(reader, packed, length)
-            silence.reschedule(None)
-            connection.idle_since_s = None
-            answer = await self._answer(packed)
-        await self._reply(connection.writer, answer)
-
-    async def _take_room(self, stack: contextlib.AsyncExitStack, length: int) -> None:
-        try:
-            async with asyncio.timeout(_ROOM_S):
-                await stack.enter_async_context(self._room.of(length))
-        except TimeoutError:
-            raise ControlError("busy", f"{_ROOM_BYTES} bytes of other large messages are being answered") from None
+        connection.idle_since_s = asyncio.get_running_loop().time()
+        async with asyncio.timeout(_IDLE_S):
+            packed = await receive(reader)
+        connection.idle_since_s = None
+        await self._reply(connection.writer, await self._answer(packed))
 
     def _hang_up_on_the_idlest(self) -> bool:
-        """Close the connection that has been idle for longest, if any has been for long; whether there was one."""
-        before_s = asyncio.get_running_loop().time() - _SPARED_S
-        places = self._connections.values()
-        idle = [place for place in places if place.idle_since_s is not None and place.idle_since_s < before_s]
+        """Close the connection that has been idle for longest. Return False if all are being answered."""
+        idle = [place for place in self._connections.values() if place.idle_since_s is not None]
         if not idle:
             return False
         idlest = min(idle, key=lambda place: place.idle_since_s or 0.0)
@@ -178,17 +148,12 @@ class ControlServer:
         idlest.writer.transport.abort()
         return True
 
-    async def _answer(self, packed: bytearray) -> dict[str, Any]:
+    async def _answer(self, packed: bytes) -> dict[str, Any]:
         try:
-            if len(packed) > FROM_BYTES:
-                async with asyncio.timeout(ANSWER_S):
-                    command = await self._pace.all_of(decode_large(packed))
-                packed.clear()
-            else:
-                await self._pace.turn()
-                command = decode(packed)
-            async with asyncio.timeout(command.wait_s + ANSWER_S):
-                return {"ok": await self._handler.answer(command)}
+            if len(packed) <= _LARGE_BYTES:
+                return await self._carry_out(packed)
+            async with self._large:  # each holder ends by its own deadline
+                return await self._carry_out(packed)
         except ControlError as error:
             return _refusal(error)
         except TimeoutError:
@@ -199,6 +164,12 @@ class ControlServer:
             logger.warning("a control message failed: %r", error)
             return _refusal(ControlError("failed", f"{type(error).__name__}: {error}"))
 
+    async def _carry_out(self, packed: bytes) -> dict[str, Any]:
+        await self._handler.turn()
+        command = decode(packed)
+        async with asyncio.timeout(command.wait_s + ANSWER_S):
+            return {"ok": await self._handler.answer(command)}
+
     async def _reply(self, writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
         writer.write(frame(answer))
         async with asyncio.timeout(_TAKEN_S):
@@ -206,7 +177,7 @@ class ControlServer:
 
 
 def socket_path(configured: str, *ranks: tuple[int, int]) -> Path:
-    """The path of one worker's socket: `configured`, and for each (rank, number of ranks) above one, a dot and the rank."""
+    """Return the path of a worker's socket: `configured`, with a dot and the rank for each (rank, ranks) above one."""
     return Path(configured + "".join(f".{rank}" for rank, ranks in ranks if ranks > 1))
 
 

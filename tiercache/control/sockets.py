@@ -1,4 +1,4 @@
-"""Whose a Unix socket is: in a directory that others may write to, anybody can put one under any name."""
+"""Check the owner of a Unix socket: in a directory that others may write to, any user can put one under any name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bound(path: Path) -> socket.socket:
 
 
 async def connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Raises OSError, and ControlError ("refused") unless whoever listens there may be told what prompts are coming."""
+    """Open a connection. Raises OSError, and ControlError ("refused") unless the listener is trusted with what is coming."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         _check_peer(path, writer.get_extra_info("socket"))
@@ -52,7 +52,7 @@ def _check_peer(path: Path, connection: socket.socket) -> None:
 
 
 def is_believed(path: Path, user: int) -> bool:
-    """Whether `user` may have a socket at `path`: root and we may, others where only they, root and we can put one."""
+    """Return True if `user` may have a socket at `path`: root and this user may, others where only these can put one."""
     ours = (0, os.geteuid())
     if user in ours:
         return True
@@ -61,7 +61,7 @@ def is_believed(path: Path, user: int) -> bool:
 
 
 def check_private(directory: Path) -> None:
-    """Raises TierCacheError where somebody else made it, or can look into it, and OSError where it is missing."""
+    """Raise TierCacheError if another user made the directory or can look into it, and OSError if it is missing."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise TierCacheError(

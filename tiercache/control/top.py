@@ -16,17 +16,20 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tiercache.control.client import Fleet
 from tiercache.control.families import Figures, distribution_of, hits_by_tier, reads_by_tier
-from tiercache.control.fleet import Fleet
 from tiercache.control.messages import ControlError, Statistics
 from tiercache.core.breaker import BreakerState
 from tiercache.core.estimate import Distribution
-from tiercache.tables import show_figures
+from tiercache.tables import fitting, show_figures
 
-_HEADERS = ("tier", "hits", "hit %", "read MB", "MB/s", "ms", "written MB", "MB/s", "ms", "queue", "evicted", "failed")
+_HEADERS = (
+    ("tier", "hits", "hit %", "read MB", "read MB/s", "read ms", "written MB", "write MB/s", "write ms")
+    + ("queue", "evicted", "failed", "holds MB", "reads", "writes")
+)
 
 _MOST_TENANTS = 8
-"""Of each tier."""
+"""Tenants shown for each tier."""
 
 Answers = Mapping[Path, "dict[str, Any] | ControlError"]
 
@@ -59,7 +62,7 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
             now_s = time.monotonic()
             tables = list(tables_of(answers, before, now_s - asked_s))
             if live is not None:
-                live.update(Group(*tables), refresh=True)
+                live.update(Group(*_fitting(tables, console)), refresh=True)
             else:
                 for table in tables:
                     if isinstance(table, Table):
@@ -72,9 +75,16 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
             await asyncio.sleep(every_s)
 
 
+def _fitting(tables: Iterable[Table | Text], console: Console) -> Iterator[Table | Text]:
+    for table in tables:
+        yield from fitting(table, console) if isinstance(table, Table) else (table,)
+
+
 def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[Table | Text]:
-    """One for each cache; a sentence for one that does not answer. Rates and times are of what came since `before`,
-    `elapsed_s` ago, or since the cache was opened where nothing was asked before."""
+    """Yield a table for each cache, or a sentence for one that does not answer.
+
+    Rates and times cover what came since `before`, `elapsed_s` ago, or since the cache was opened.
+    """
     for path, answer in answers.items():
         if isinstance(answer, ControlError):
             yield Text(f"{path.name}: {answer}", style="red")
@@ -93,7 +103,7 @@ def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float
         caption=f"{slots - free} of {slots} slots in use, {figures['pinned']} chunks pinned, "
         f"{statistics['stuck']} operations abandoned",
     )
-    for number, header in enumerate((*_HEADERS, "holds MB", "reads", "writes")):
+    for number, header in enumerate(_HEADERS):
         table.add_column(header, justify="left" if number == 0 else "right")
     for row in rows_of(figures, before, elapsed_s):
         style = None if set(row[-2:]) <= {BreakerState.CLOSED.value, ""} else "red"
@@ -102,7 +112,7 @@ def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float
 
 
 def _tenants(name: str, figures: Figures) -> Table:
-    """What the largest hold, where tenants have quotas."""
+    """Return a table of the largest tenants, where tenants have quotas."""
     table = Table(title=f"{name}: tenants")
     for number, header in enumerate(("tier", "tenant", "holds MB", "chunks", "evicted")):
         table.add_column(header, justify="left" if number < 2 else "right")
@@ -115,7 +125,7 @@ def _tenants(name: str, figures: Figures) -> Table:
 
 
 def rows_of(figures: Figures, before: Figures | None, elapsed_s: float) -> Iterable[tuple[str, ...]]:
-    """By tier, in the order of the cascade. A tier's hits are of what those above it lacked."""
+    """Yield a row for each tier, in the order of the cascade. Its hit rate counts the chunks that the tiers above lacked."""
     statistics = figures["statistics"]
     then = before["statistics"] if before is not None else None
     hits = hits_by_tier(figures)

@@ -20,7 +20,7 @@ __all__ = ["TierCacheStorage"]
 
 
 def __getattr__(name: str) -> Any:
-    """Pages and hits are of use, and tested, without SGLang."""
+    """Import SGLang when its class is asked for: what is pure is tested without it."""
     if name != "TierCacheStorage":
         raise AttributeError(f"module 'tiercache.integrations.sglang' has no attribute {name!r}")
     from tiercache.integrations.sglang.identity import TESTED

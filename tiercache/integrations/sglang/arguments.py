@@ -1,4 +1,4 @@
-"""What SGLang's server was told that changes KV: every argument but those that are known to be harmless.
+"""The arguments of SGLang's server that may change KV: all but those that are known to be harmless.
 
 An argument that a new version brings counts by itself. What counts and does not matter costs hits after it was changed; what
 matters and does not count would cost answers.
@@ -18,7 +18,7 @@ _BY_CONTENT = (
     "model_path", "revision", "download_dir", "speculative_draft_model_path", "speculative_draft_model_revision",
     "lora_paths",
 )  # fmt: skip
-"""What lies there is in the layout, wherever it lies (`identity.py`, `adapters.py`)."""
+"""The content of these is in the layout, wherever it lies (`identity.py`)."""
 
 _IN_LAYOUT = ("page_size", "tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
 """The layout has what comes of them: the page, and the part of the KV that a rank has."""
@@ -111,7 +111,7 @@ _PATHS = ("_path", "_file", "_config", "_location", "_map")
 
 
 def arguments_in_effect() -> Mapping[str, Any] | None:
-    """SGLang's, of this process, as it has resolved them; None where there are none (in a program that uses its parts)."""
+    """Return SGLang's arguments of this process, as it has resolved them; None in a program that uses its parts."""
     try:
         from sglang.srt.runtime_context import get_context
 
@@ -126,7 +126,7 @@ def arguments_in_effect() -> Mapping[str, Any] | None:
 
 
 def digest_of(arguments: Mapping[str, Any]) -> str:
-    """32 hex digits for all that count, with the content of files and weights that they name. Raises OSError."""
+    """Return 32 hex digits for all that count, with the content of files and weights that they name. Raises OSError."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(arguments.keys() - DO_NOT_COUNT):
         value = arguments[name]
@@ -135,7 +135,7 @@ def digest_of(arguments: Mapping[str, Any]) -> str:
 
 
 def _ordered(value: Any) -> Any:
-    """The order of a set differs from one start to the next."""
+    """Return `value` in a fixed order: that of a set differs from one start to the next."""
     if isinstance(value, (set, frozenset)):
         return sorted(repr(_ordered(one)) for one in value)
     if isinstance(value, Mapping):
@@ -146,7 +146,7 @@ def _ordered(value: Any) -> Any:
 
 
 def _contents(name: str, value: Any) -> list[str]:
-    """Digests of what a path names: another file may come to lie there."""
+    """Return digests of what a path names: another file may come to lie there."""
     texts = value if isinstance(value, (list, tuple)) else [value]
     named = [text for text in texts if isinstance(text, str) and (os.sep in text or name.endswith(_PATHS))]
     places = [Path(text).expanduser() for text in named if os.path.exists(os.path.expanduser(text))]
@@ -164,5 +164,5 @@ def _content(place: Path) -> list[str]:
 
 
 def _all_weights(place: Path) -> str:
-    """Of whatever format, with the code beside them."""
+    """Identify weights of any format, with the code beside them."""
     return identity_of_model(place, "any", with_code=True)

@@ -1,8 +1,7 @@
-"""What SGLang's metrics want to know of transfers: pages, and speed."""
+"""Figures of transfers for SGLang's metrics: pages, and speed."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from typing import Any
 
@@ -15,7 +14,6 @@ class TransferFigures:
 
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
-        self._lock = threading.Lock()
         self._loaded: deque[tuple[int, float]] = deque(maxlen=_KEPT)
         self._stored: deque[tuple[int, float]] = deque(maxlen=_KEPT)
 
@@ -26,16 +24,13 @@ class TransferFigures:
         self._note(self._stored, pages, payload_bytes, seconds)
 
     def take(self) -> Any:
-        """A StorageMetrics of what was noted since the last call; None where nobody wants one. Speeds in GiB/s, as SGLang's
-        other back ends have them."""
+        """Return a StorageMetrics of what was noted since the last call, or None without metrics. Speeds are in GiB/s, as in
+        SGLang's other back ends."""
         if not self._wanted:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
-        with self._lock:
-            loaded, stored = list(self._loaded), list(self._stored)
-            self._loaded.clear()
-            self._stored.clear()
+        loaded, stored = ([one.popleft() for _ in range(len(one))] for one in (self._loaded, self._stored))
         return StorageMetrics(
             prefetch_pgs=[pages for pages, _ in loaded],
             backup_pgs=[pages for pages, _ in stored],
@@ -45,5 +40,4 @@ class TransferFigures:
 
     def _note(self, transfers: deque[tuple[int, float]], pages: int, payload_bytes: int, seconds: float) -> None:
         if self._wanted and pages:
-            with self._lock:
-                transfers.append((pages, payload_bytes / max(seconds, 1e-9) / 2**30))
+            transfers.append((pages, payload_bytes / max(seconds, 1e-9) / 2**30))

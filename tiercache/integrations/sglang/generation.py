@@ -1,8 +1,9 @@
-"""What this process stores and finds after SGLang has cleared its storage: pages of a generation of its own.
+"""Names of the pages that this process stores after SGLang has cleared its storage: a generation of its own.
 
 SGLang's storage is cleared when weights were replaced in memory. What is computed from then on is not what the files say
-that are in the layout, so it may not have their names: another engine, or the next start, would take it for theirs. Nobody
-says which weights they are now, so the names are this process's own until it ends, however often the storage is attached.
+that are in the layout, so it may not have their names: another engine, or the next start, would take it for theirs.
+SGLang does not say which weights they are now, so the names are this process's own until it ends,
+however often the storage is attached.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _current = b""
 
 
 def current() -> bytes:
-    """Of this process; empty until `begin` was called."""
+    """Return this process's generation; empty until `begin` was called."""
     return _current
 
 
 def begin() -> bytes:
-    """What was stored before is not found any more, and nobody else finds what is stored from now on."""
+    """Begin a generation: what was stored before is not found any more, nor by others what is stored from now on."""
     global _current
     _current = os.urandom(_GENERATION_BYTES)
     return _current
@@ -49,7 +50,7 @@ class UnderWay:
                 self._ended.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Until all that have begun by now have ended; False after `limit_s` seconds."""
+        """Wait until all that have begun by now have ended. Return False after `limit_s` seconds."""
         with self._ended:
             begun = set(self._calls)
             return self._ended.wait_for(lambda: begun.isdisjoint(self._calls), limit_s)

@@ -4,22 +4,35 @@ and the pools.
 What a pool's pages mean is in the names of its chunks (`HostPool.describe`). The rest is here: which weights and adapters,
 by their content where they are files on this machine; what of the server's arguments may change what they compute
 (`arguments.py`); the version; and which part of the KV this rank holds.
+
+SGLang names the pages of an adapter that it loads at start by the adapter's name and path. It means the content, which may
+be another one at the next start. An adapter that is loaded later, or loaded again, gets a random name: its pages are this
+engine's alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.config import Config
+from tiercache.control.server import socket_path
 from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
-from tiercache.integrations.sglang.adapters import began_ns, identity_of_adapters
 from tiercache.integrations.sglang.arguments import arguments_in_effect, digest_of
 from tiercache.integrations.sglang.pools import HostPool
-from tiercache.integrations.vllm.model_identity import NothingToRead, identity_of_model
+from tiercache.integrations.vllm.model_identity import (
+    NothingToRead,
+    adapter_files,
+    identity_of_adapter,
+    identity_of_model,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -28,6 +41,24 @@ logger = logging.getLogger("tiercache.sglang")
 
 TESTED = ("0.5.23",)
 """Versions whose pools, cache controllers and back-end factory the tests drive (tests/sglang)."""
+_GRAIN_NS = 2_000_000_000
+"""The most by which clocks of file systems are taken to be wrong."""
+
+
+def for_process(config: Config, storage: HiCacheStorageConfig) -> Config:
+    """Return the configuration with a socket and shared memory for each process of a server.
+
+    Pages come from and go to host memory: no device is used, unless a tier needs one."""
+    ranks = [(storage.dp_rank, storage.dp_rank + 1)]
+    if storage.is_mla_model:  # of others the layout tells ranks apart
+        ranks.append((storage.tp_rank, storage.tp_size))
+    if config.control_socket is not None:
+        config = replace(config, control_socket=str(socket_path(config.control_socket, *ranks)))
+    if config.shm_name is not None:
+        config = replace(config, shm_name=str(socket_path(config.shm_name, *ranks)))
+    if config.device == "auto" and not config.gds_path and not config.weka_path:
+        config = replace(config, device="none")
+    return config
 
 
 def make_layout(
@@ -57,7 +88,7 @@ def make_layout(
 
 
 def _told(server: Mapping[str, Any] | None, version: str) -> list[tuple[str, str]]:
-    """What the server was told besides its model."""
+    """Return what the server was told besides its model."""
     if server is None:
         return []
     cache = server.get("download_dir")
@@ -78,14 +109,14 @@ def shard_of(config: HiCacheStorageConfig) -> tuple[int, int]:
 
 
 def _parts(config: HiCacheStorageConfig) -> list[tuple[str, int, int]]:
-    """Kinds of ranks that the KV is divided among, number and count of each: two of four is another part of the heads than
-    of the layers."""
+    """Return kinds of ranks that the KV is divided among, with number and count of each: two of four is another part of the
+    heads than of the layers."""
     parts = [("pp", config.pp_rank, config.pp_size), ("attn_cp", config.attn_cp_rank, config.attn_cp_size)]
     return parts if config.is_mla_model else [*parts, ("tp", config.tp_rank, config.tp_size)]
 
 
 def model_of(config: HiCacheStorageConfig, server: Mapping[str, Any] | None, version: str) -> str:
-    """What stands for the model's weights in a layout: their content, or what is known of it."""
+    """Return what stands for the model's weights in a layout: their content, or what is known of it."""
     if server is None:
         if not config.model_name:
             raise ConfigError(
@@ -99,7 +130,7 @@ def model_of(config: HiCacheStorageConfig, server: Mapping[str, Any] | None, ver
 
 
 def _draft(server: Mapping[str, Any], version: str) -> str:
-    """A speculative decoder's own model: its layers' KV may lie in the same pages, or in pools of its own."""
+    """Return the identity of a speculative decoder's own model, whose KV may lie in the same pages, or in other pools."""
     if not (path := server.get("speculative_draft_model_path")):
         return ""
     load_format = server.get("speculative_draft_load_format") or server["load_format"]
@@ -127,7 +158,7 @@ def _weights(model: str, revision: str | None, load_format: str, server: Mapping
 
 
 def _place_of(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """The file or directory, or the snapshot in the Hugging Face cache where `model` is a name. Asks no server."""
+    """Return the file or directory, or the snapshot in the Hugging Face cache if `model` is a name. Asks no server."""
     place = Path(model).expanduser()
     if place.exists():
         return place
@@ -138,3 +169,53 @@ def _place_of(model: str, revision: str | None, cache: str | None) -> Path | Non
         return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
         return None
+
+
+def identity_of_adapters(lora_paths: Any, place_of: Callable[[str], Path | None], since_ns: int) -> str:
+    """Return what of `lora_paths`, SGLang's argument, names pages: names, paths and the content of the adapters.
+
+    `place_of` finds the directory of a path. The engine loaded what lies there after `since_ns`. If that cannot be
+    known, the result is random: nothing is shared then, also not with the next start or with other ranks.
+    """
+    try:
+        known = sorted((name, path, _content(path, place_of, since_ns)) for name, path in _named(lora_paths))
+    except (OSError, TypeError, ValueError) as error:
+        logger.warning("nothing is shared with other processes, also not with the next start: %s", error)
+        return f"unknown, of {os.urandom(16).hex()}"
+    return repr(known) if known else ""
+
+
+def began_ns() -> int:
+    """Return the time at which this process began, on the clock that files have."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(ago_s * 1e9)
+
+
+def _named(lora_paths: Any) -> Sequence[tuple[str, str]]:
+    """Return name and path of each, from all the forms that SGLang takes. Raises TypeError for another."""
+    if isinstance(lora_paths, dict):
+        return [(str(name), str(path)) for name, path in lora_paths.items()]
+    found = []
+    for one in lora_paths or ():
+        if isinstance(one, str):
+            name, equals, path = one.partition("=")
+            found.append((name, path if equals else name))
+        elif isinstance(one, dict):
+            found.append((str(one["lora_name"]), str(one["lora_path"])))
+        elif isinstance(getattr(one, "lora_path", None), str):
+            found.append((str(one.lora_name), one.lora_path))
+        else:
+            raise TypeError(f"lora_paths: expected names and paths, found {type(one).__name__}")
+    return found
+
+
+def _content(path: str, place_of: Callable[[str], Path | None], since_ns: int) -> str:
+    place = place_of(path)
+    if place is None:
+        raise ValueError(f"the LoRA adapter {path} is not files here")
+    for name, file in adapter_files(place).items():
+        stat = file.stat()
+        if max(stat.st_mtime_ns, stat.st_ctime_ns) > since_ns - _GRAIN_NS:
+            raise ValueError(f"{name} of the LoRA adapter {path} was changed after the engine began")
+    return identity_of_adapter(place)

@@ -1,4 +1,4 @@
-"""SGLang's host pools: where the pages of one lie, and the calls that copy a page into a chunk and back.
+"""SGLang's host pools: where the pages of one lie, how they are named, and the calls that copy a page into a chunk and back.
 
 Pages are copied by the cache's threads, straight between a slot of the arena and the pool's own memory, where the pool says
 at which addresses a page lies (`PiecePool`; for layouts that put a page first that is one piece, or one for K and one for
@@ -7,18 +7,24 @@ V). Others give a page as a tensor of its own, which is one copy more (`FlatPool
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.payloads import Sink, Source
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 logger = logging.getLogger("tiercache.sglang")
 
@@ -29,7 +35,7 @@ _GEOMETRY = (
     "temporal_dtype", "temporal_state_elem_size", "conv_dtype", "conv_state_elem_sizes", "conv_state_shapes",
     "item_bytes", "dcp_size", "dcp_rank",
 )  # fmt: skip
-"""What pools say of the meaning of a page's bytes; each kind has some of these."""
+"""Attributes of pools that tell the meaning of a page's bytes; each kind has some of these."""
 _BY_HEADS = ("MHATokenToKVPoolHost", "MHATokenToKOnlyPoolHost", "MambaPoolHost")
 """Classes of pools of which each tensor-parallel rank has its own part, also where the model's KV is the same for all."""
 
@@ -47,21 +53,21 @@ class HostPool(ABC):
 
     @property
     def by_heads(self) -> bool:
-        """Whether its pages differ from one tensor-parallel rank to the next, whatever the model's other pools do."""
+        """True if its pages differ from one tensor-parallel rank to the next, whatever the model's other pools do."""
         return any(kind.__name__ in _BY_HEADS for kind in type(self._host).__mro__)
 
     def describe(self) -> str:
-        """Everything about the pool that changes a page's bytes."""
+        """Return everything about the pool that changes a page's bytes."""
         known = [(name, str(getattr(self._host, name))) for name in _GEOMETRY if hasattr(self._host, name)]
         return json.dumps([self.name, type(self._host).__qualname__, type(self).__name__, self.page_bytes, known])
 
     @abstractmethod
     def sources(self, indices: Any, lending: Lending) -> list[Source]:
-        """For each page of `indices` (a tensor; whole pages), the call that copies it into a slot."""
+        """Return a call for each page of `indices` (a tensor; whole pages) that copies it into a slot."""
 
     @abstractmethod
     def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
-        """For each page of `indices`, the call that fills it from a chunk. Raises ValueError in its thread for a chunk of
+        """Return a call for each page of `indices` that fills it from a chunk. The call raises ValueError for a chunk of
         another length."""
 
 
@@ -115,7 +121,7 @@ class PiecePool(HostPool):
         return [sink(page) for page in self._pages(indices)]
 
     def _pages(self, indices: Any) -> list[list[np.ndarray]]:
-        """The pieces of each page, as uint8 views of the pool's memory."""
+        """Return the pieces of each page, as uint8 views of the pool's memory."""
         try:
             addresses, lengths = self._host.get_page_buffer_meta(indices)
         except (AttributeError, NotImplementedError, ValueError, TypeError) as error:
@@ -172,7 +178,7 @@ class FlatPool(HostPool):
 
 
 def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
-    """The pool, by pieces where it says them. Raises LayoutError for one whose pages cannot be had at all."""
+    """Return the pool, by pieces if it says them. Raises LayoutError for a pool whose pages cannot be had at all."""
     if by_pieces:
         try:
             return PiecePool(name, host)
@@ -189,13 +195,13 @@ def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
 
 
 def _buffers(host: Any) -> list[Any]:
-    """The tensors that a pool's pages lie in."""
+    """Return the tensors that a pool's pages lie in."""
     found = host.get_hybrid_pool_buffer() if hasattr(host, "get_hybrid_pool_buffer") else [host.kv_buffer]
     return [buffer for each in found for buffer in (each if isinstance(each, (list, tuple)) else [each])]
 
 
 def _bytes_of(tensor: Any) -> np.ndarray:
-    """A uint8 vector over a tensor's memory."""
+    """Return a uint8 vector over a tensor's memory."""
     import torch
 
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -209,3 +215,49 @@ def _bytes_of(tensor: Any) -> np.ndarray:
 def _check_length(chunk: np.ndarray, expected_bytes: int) -> None:
     if chunk.nbytes != expected_bytes:
         raise ValueError(f"the page has {expected_bytes} bytes, the chunk {chunk.nbytes}")
+
+
+@dataclass(frozen=True)
+class StoredPool:
+    """A pool, and how its pages are called."""
+
+    pool: HostPool
+    namespace: bytes
+    tenant: Tenant
+    writes: bool
+    """False where another rank writes the same pages."""
+
+    def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
+        """Return the keys of pages. SGLang's hashes are chained SHA-256 over tokens, LoRA and cache salt, in hex."""
+        namespace, tenant = self.namespace, self.tenant
+        return [
+            hashlib.blake2b(value.encode(), digest_size=KEY_BYTES, key=namespace).digest() + tenant for value in hashes
+        ]
+
+
+def stored_pool(
+    pool: HostPool, storage: HiCacheStorageConfig, layout: bytes, tenant: Tenant, generation: bytes
+) -> StoredPool:
+    """Name a pool below the layout's namespace. `generation` is empty unless SGLang has cleared.
+
+    Pools that tensor-parallel ranks have their own parts of are told apart by rank, all others by the layout."""
+    apart = pool.by_heads and storage.is_mla_model
+    meaning = pool.describe() + (f" tp {storage.tp_rank} of {storage.tp_size}" if apart else "")
+    namespace = hashlib.blake2b(generation + meaning.encode(), digest_size=KEY_BYTES, key=layout).digest()
+    writes = (storage.is_storage_writer or apart) and not (generation and shares_pages(storage))
+    return StoredPool(pool, namespace, tenant, writes)
+
+
+def shares_pages(storage: HiCacheStorageConfig) -> bool:
+    """Return True if other ranks read what one writes, which they cannot under names that are a process's own."""
+    return bool(storage.is_mla_model and storage.tp_size > 1)
+
+
+def pages_among(keys: Sequence[ChunkKey], chunks: int) -> int:
+    """Count the `keys` from the first on that are there if the first `chunks` of the different ones among them are."""
+    seen: set[ChunkKey] = set()
+    for position, key in enumerate(keys):
+        seen.add(key)
+        if len(seen) > chunks:
+            return position
+    return len(keys)

@@ -28,14 +28,10 @@ from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError, LayoutError, TierUnavailable
 from tiercache.integrations.sglang import generation
-from tiercache.integrations.sglang.asking import forget_all, prefix, present
 from tiercache.integrations.sglang.figures import TransferFigures
-from tiercache.integrations.sglang.hits import PoolPages, restorable
-from tiercache.integrations.sglang.identity import make_layout
-from tiercache.integrations.sglang.naming import PageNaming
-from tiercache.integrations.sglang.per_process import for_process
-from tiercache.integrations.sglang.pools import HostPool, make_pool
-from tiercache.integrations.sglang.stored import StoredPool, pages_among, shares_pages, stored_pool
+from tiercache.integrations.sglang.identity import for_process, make_layout
+from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, prefix, present, restorable
+from tiercache.integrations.sglang.pools import HostPool, StoredPool, make_pool, pages_among, shares_pages, stored_pool
 from tiercache.integrations.unread import warn_of_unread
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.payloads import source_of
@@ -52,9 +48,9 @@ _KV = str(PoolName.KV)
 _SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 """Keys of the extra configuration that are not ours. SGLang takes out others before it hands it over."""
 _MARGIN_S = 2.0
-"""What a wait for the cache's thread may take beyond the cache's own deadline."""
+"""Time for the cache's thread to answer, beyond the cache's own deadline."""
 _COPY_S = 10.0
-"""Copies under way are waited for, however long; after each time like this it is said."""
+"""Copies in flight are waited for, however long, with a line in the log after each such time."""
 _CLEAR_S = 60.0
 
 
@@ -69,7 +65,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = dict(storage_config.extra_config or {})
         self._by_pieces = bool(extra.get("interface_v1", 0))
-        """Whether pages of the KV come and go by their indices; else as tensors, which are ordered in another way."""
+        """True if pages of the KV come and go by their indices; else as tensors, which are ordered in another way."""
         overrides = {key: value for key, value in extra.items() if key not in _SGLANGS_OWN}
         is_first = storage_config.tp_rank == 0
         self._config = for_process(Config.load(overrides=overrides, quiet=not is_first), storage_config)
@@ -155,7 +151,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many of `keys` there are from the first on without a gap, by `lookup_timeout_ms` at the latest."""
+        """Count the `keys` from the first on without a gap, by `lookup_timeout_ms` at the latest."""
         if self._is_logical(_KV):
             return len(keys)
         return self._or_else(0, "a look-up", lambda: self._prefix(_KV, keys, self._lookup_s))
@@ -166,7 +162,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Which prefixes of `keys` all pools have what it takes for, by `lookup_timeout_ms` at the latest. Pools of block
+        """Find the prefixes of `keys` that all pools can restore, by `lookup_timeout_ms` at the latest. Pools of block
         groups, which never shorten a hit, are not looked at."""
         until_s = time.monotonic() + self._lookup_s
 
@@ -208,25 +204,25 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Load pages of the KV; which arrived. Pages behind the first that did not may have been written to."""
+        """Load pages of the KV, and return which arrived. Pages behind the first that did not may have been written to."""
         return self._move(_KV, keys, host_indices, self._load)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store pages of the KV; which are in the cache now. They are copied, and may change, when this returns."""
+        """Store pages of the KV, and return which are in the cache now. They are copied when this returns."""
         return self._move(_KV, keys, host_indices, self._store)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As `batch_get_v1`, for pages of several pools."""
+        """Do the same as `batch_get_v1` for pages of several pools."""
         return {one.name: self._move(one.name, one.keys or [], one.host_indices, self._load) for one in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As `batch_set_v1`, for pages of several pools."""
+        """Do the same as `batch_set_v1` for pages of several pools."""
         return {one.name: self._move(one.name, one.keys or [], one.host_indices, self._store) for one in transfers}
 
     def _move(
@@ -305,7 +301,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store a tensor for each key; whether all are in the cache now."""
+        """Store a tensor for each key. Return True if all are in the cache now."""
         self._require_tensors(values, "values")
         limit_s = float(self._config.blocking_timeout_secs)
 
@@ -356,7 +352,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return True
 
     def get_stats(self) -> Any:
-        """SGLang's StorageMetrics since the last call; None without `--enable-metrics`."""
+        """Return SGLang's StorageMetrics since the last call; None without `--enable-metrics`."""
         return self.figures.take()
 
     def close(self) -> None:

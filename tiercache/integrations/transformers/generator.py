@@ -19,12 +19,11 @@ from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
 from tiercache.integrations.transformers.kv_cache import TieredCache
-from tiercache.integrations.transformers.model_kv import ModelKv
-from tiercache.integrations.transformers.prefill import positions, prefill
+from tiercache.integrations.transformers.model_kv import ModelKv, positions, prefill
 from tiercache.integrations.transformers.prefix_cache import PrefixCache
 
 _STORES = 2
-"""Conversations that may wait to be stored, each with its KV: before more are computed, one has to be done."""
+"""Conversations that may wait to be stored, each with its KV. Before more are computed, one has to be done."""
 
 _COMPUTE_AGAIN = (
     "prompt_lookup_num_tokens",
@@ -47,9 +46,9 @@ class Answer:
     """Prompt and answer."""
     prompt_tokens: int
     hit_tokens: int
-    """Of the prompt, that were loaded instead of computed."""
+    """Tokens of the prompt that were loaded instead of computed."""
     hit_by_tier: dict[str, int]
-    """Where these were found."""
+    """The tiers that these were found in."""
 
     @property
     def new_ids(self) -> list[int]:
@@ -71,9 +70,9 @@ class Generator:
         self._turn = asyncio.Lock()
         self._stops: set[threading.Event] = set()
         self._computing: asyncio.Future[list[int]] | None = None
-        """What the thread did last, or does."""
+        """The thread's last request, which may have ended."""
         self._stores: dict[asyncio.Task[int], list[ChunkKey]] = {}
-        """And the first chunk that each stores."""
+        """The running stores, with the first chunk of each."""
         self._closed = False
 
     async def __aenter__(self) -> Generator:
@@ -167,7 +166,7 @@ class Generator:
             await asyncio.wait(self._stores)
 
     async def _settled(self, first: list[ChunkKey]) -> None:
-        """Until the thread is free, there is room for one more conversation, and what begins alike is stored."""
+        """Wait until the thread is free, there is room for another conversation, and what begins alike is stored."""
         if self._computing is not None:
             await asyncio.wait([self._computing])
         if alike := [task for task, key in self._stores.items() if key == first]:
@@ -176,7 +175,7 @@ class Generator:
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
 
     def _store(self, past: TieredCache, first: list[ChunkKey], done: asyncio.Future[list[int]]) -> None:
-        """The thread is done with a request."""
+        """Begin to store what the thread has computed."""
         if not done.cancelled() and done.exception() is None:
             task = asyncio.get_running_loop().create_task(self.prefixes.store(past, done.result()))
             self._stores[task] = first
@@ -192,7 +191,7 @@ class Generator:
     # In the model's thread
 
     def _compute_checked(self, *request: Any) -> list[int]:
-        """As `_compute`; the last argument says whether the weights have to be those of what is stored."""
+        """Compute. The last argument says whether the weights have to be those of what is stored."""
         *what, cached = request
         streamer: _EndedOnce | None = what[3]
         try:
@@ -212,7 +211,7 @@ class Generator:
         streamer: _EndedOnce | None,
         stop: threading.Event,
     ) -> list[int]:
-        """All ids; of a request that was stopped in its prompt, those that were computed."""
+        """Return all ids; of a request that was stopped in its prompt, those that were computed."""
         model = self.kv.model
         prompt = torch.tensor([ids], device=model.device)
         whole = (len(ids) - 1) // self.kv.chunk_tokens * self.kv.chunk_tokens
@@ -234,7 +233,7 @@ class Generator:
 
 
 def _settings(model: Any, settings: GenerationConfig | None) -> GenerationConfig:
-    """A copy of `settings` that goes on behind a filled cache. Raises ValueError where there is none.
+    """Return a copy of `settings` that goes on behind a filled cache. Raises ValueError if there is none.
 
     What `settings` leave open, `generate` takes from the model's own.
     """
@@ -263,7 +262,7 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 
 class _Stopped(StoppingCriteria):  # type: ignore[misc]
-    """Nobody waits for the answer any more."""
+    """Stop when the answer is not waited for any more."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -273,7 +272,7 @@ class _Stopped(StoppingCriteria):  # type: ignore[misc]
 
 
 class _EndedOnce(BaseStreamer):  # type: ignore[misc]
-    """`generate` ends a streamer only where it comes to its own end, and a reader would wait for ever."""
+    """End a streamer however a request ends: `generate` does so only at its own end, and a reader would wait for ever."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer

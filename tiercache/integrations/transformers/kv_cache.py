@@ -16,7 +16,7 @@ from tiercache.integrations.transformers.parts import Part
 
 
 class TieredCache(DynamicCache):  # type: ignore[misc]
-    """Of one conversation, for `generate` and for a model's `forward`. From `PrefixCache.load`.
+    """The KV of a conversation, for `generate` and for a model's `forward`. `PrefixCache.load` makes it.
 
     Besides what attention needs it keeps the KV that has left a sliding window, from the hit on: there it takes as much
     memory as a cache of full attention.
@@ -31,11 +31,11 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
         self.kv = kv
         self.salt = salt
         self.hit_tokens = 0
-        """That came from the cache."""
+        """Tokens that came from the cache."""
         self.hit_by_tier: dict[str, int] = {}
-        """Where the look-up found them."""
+        """The tiers in which the look-up found them."""
         self.stored_keys: list[ChunkKey] = []
-        """Of the chunks that are known to be stored: the hit's, and what followed it."""
+        """Keys of the chunks that are known to be stored: the hit's, and what followed it."""
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[0] != 1:

@@ -1,4 +1,4 @@
-"""What the KV of a transformers model looks like, and what it depends on.
+"""The KV of a transformers model: its shape, and what it depends on.
 
 The fingerprint has the weights themselves, as they lie in memory (a model that was fine-tuned, merged or quantised is
 another one, wherever its files lie), the numbers of its modules, the configuration, the data type, the implementations of
@@ -8,10 +8,12 @@ asked: it computes a few tokens.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from tiercache.core.layout import Layout
 from tiercache.errors import LayoutError
@@ -24,11 +26,15 @@ from tiercache.integrations.transformers.model_state import (
     state_of,
 )
 from tiercache.integrations.transformers.parts import SEES_EVERYTHING, LayerKv, parts_of
-from tiercache.integrations.transformers.probing import probe
 
 _FORMAT = "parts of layers; of each layer keys, then values; head, token, number"
 _CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings of which the same token gets another key when the text has become longer."""
+_TOKENS = 12
+_PIECE_TOKENS = 4
+_ROUNDING = 64
+"""Of as many smallest steps of a type two KVs of a token may be apart, relative to their length, that were computed in
+kernels of other shapes; but never by more than the root of such a step. (106 small models, in float32: 9 at most.)"""
 
 
 class ModelKv:
@@ -63,7 +69,7 @@ class ModelKv:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelKv:
-        """Itself: a copy of a cache belongs to the same model."""
+        """Return itself: a copy of a cache belongs to the same model."""
         return self
 
     @property
@@ -71,12 +77,12 @@ class ModelKv:
         return self.layout.chunk_tokens
 
     def check_unchanged(self) -> None:
-        """Raises LayoutError where weights were written to, exchanged or put into training since, got a hook, or a
+        """Raise LayoutError if weights were written to, exchanged or put into training since, got a hook, or a
         configuration or a public number of a module is another one. About 20 microseconds a weight.
 
         Writes that torch does not count (through `.data` or numpy, or to tensors of inference mode) are seen in a sample of
         about 256 numbers a weight. Not seen are such writes to other numbers, such as a few rows of an embedding,
-        and those that are taken back before anybody looks: make another ModelKv after them.
+        and those that are taken back before the next look: make another ModelKv after them.
         """
         check_modules(self.model)
         if state_of(self.model) != self._state:
@@ -114,3 +120,107 @@ def _layer_kv(layer: Any, dtype: torch.dtype) -> LayerKv:
             f"{values.dtype} {tuple(values.shape)}"
         )
     return LayerKv(keys.shape[1], keys.shape[3], values.shape[3], getattr(layer, "sliding_window", SEES_EVERYTHING))
+
+
+def probe(model: Any) -> list[Any]:
+    """Return the layers of a cache after one token. Leaves nothing in the model.
+
+    Raises LayoutError where the model cannot be asked; where it keeps KV in another way than by layers of plain attention;
+    and where KV depends on later tokens, on how a prompt is divided, or on whether the model is called or `generate` is.
+    """
+    try:
+        layers = _layers(model, _computed(model, [0]))
+        _check_same(model)
+    except LayoutError:
+        raise
+    except Exception as error:  # whatever models raise that have no such cache, or want more than token ids
+        raise LayoutError(
+            f"{type(model).__name__} does not compute KV of token ids alone: {type(error).__name__}: {error}"
+        ) from error
+    return layers
+
+
+def _computed(model: Any, ids: list[int], pieces: bool = False) -> DynamicCache:
+    """Compute with the model as it is when called, or in pieces as `generate` does."""
+    past = DynamicCache(config=model.config)
+    prompt = torch.tensor([ids], device=model.device)
+    if pieces:
+        for end in range(_PIECE_TOKENS, len(ids) + 1, _PIECE_TOKENS):
+            prefill(model, past, prompt, end)
+    else:
+        with torch.no_grad():
+            model(input_ids=prompt, past_key_values=past, use_cache=True)
+    return past
+
+
+def _layers(model: Any, past: DynamicCache) -> list[Any]:
+    layers = list(past.layers)
+    unlike = [type(one).__name__ for one in layers if type(one) not in (DynamicLayer, DynamicSlidingWindowLayer)]
+    if unlike or not layers:
+        raise LayoutError(f"expected layers of attention, full or with a sliding window, found {unlike or 'none'}")
+    if not all(layer.is_initialized for layer in layers):
+        raise LayoutError("some layers keep no KV in the cache that they are given")
+    return layers
+
+
+def _check_same(model: Any) -> None:
+    words = model.get_input_embeddings().weight.shape[0]
+    ids = [(10 + 7 * number) % words for number in range(_TOKENS)]
+    whole = _computed(model, ids)
+    if not _alike(whole, _computed(model, ids, pieces=True), _TOKENS):
+        raise LayoutError(
+            "the model computes other KV when it is called than in `generate`, which gives it a prompt in pieces with "
+            "positions from 0 on: it cannot be cached"
+        )
+    other = _computed(model, [*ids[:-1], (ids[-1] + 1) % words])
+    if not _alike(whole, other, _TOKENS - 1):
+        raise LayoutError("KV of a token depends on the tokens behind it: the model looks ahead and cannot be cached")
+
+
+def _alike(one: DynamicCache, other: DynamicCache, tokens: int) -> bool:
+    """Compare the first `tokens`, in each layer and piece. Most of a piece is enough: where experts are chosen, rounding may
+    send a token to another one."""
+    for mine, its in zip(one.layers, other.layers, strict=True):
+        for states, others in ((mine.keys, its.keys), (mine.values, its.values)):
+            seen = min(states.shape[2], others.shape[2])  # a window may have dropped some
+            states, others = (one[:, :, one.shape[2] - seen :] for one in (states, others))
+            apart = _apart(states, others)[: max(0, tokens - (_TOKENS - seen))]
+            step = torch.finfo(states.dtype).eps
+            if any(
+                len(one) and not one.median() <= min(_ROUNDING * step, step**0.5) for one in apart.split(_PIECE_TOKENS)
+            ):
+                return False
+    return True
+
+
+def _apart(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return how far each token's states are apart, relative to their length."""
+    states, others = (one[0].transpose(0, 1).flatten(1).double() for one in (states, others))
+    return (states - others).norm(dim=1) / states.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _accepts(model: Any, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters
+
+
+def positions(model: Any, tokens: int) -> dict[str, torch.Tensor]:
+    """Return what `generate` is to be told so that the first token has position 0, and each the next one.
+
+    Left to itself a model may take others: Qwen2-VL goes on behind a cache with what it remembers of an earlier image.
+    """
+    return {"position_ids": torch.arange(tokens, device=model.device)[None]} if _accepts(model, "position_ids") else {}
+
+
+def prefill(model: Any, past: Any, prompt: torch.Tensor, end: int) -> None:
+    """Compute the tokens of `prompt` behind those that `past` holds, up to `end`: as `generate` would if all before `end`
+    were its prompt. Only the last token's logits are asked for, where a model can do that."""
+    ids = prompt[:, :end]
+    known = {**positions(model, end), **({"logits_to_keep": 1} if _accepts(model, "logits_to_keep") else {})}
+    if not _accepts(model, "attention_mask"):
+        known["attention_mask"] = torch.ones_like(ids)  # `generate` leaves out one that hides nothing, but not here
+    new_tokens = end - past.get_seq_length()
+    with torch.no_grad():
+        inputs = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=new_tokens, past_key_values=past, use_cache=True, is_first_iteration=True, **known
+        )
+        model(**inputs, return_dict=True)

@@ -1,4 +1,4 @@
-"""Of a model all that changes its KV: a digest of it for keys, and a number that is another one when something changed.
+"""All of a model that changes its KV: a digest of it for keys, and a number that changes with it.
 
 What can be neither hashed nor watched is refused: hooks, modules with a `forward` of their own, packed weights.
 """
@@ -17,13 +17,13 @@ import torch
 from tiercache.errors import LayoutError
 
 _NOT_OF_THE_KV = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Of a configuration: where it lies, and what is known better from the model."""
+"""Fields of a configuration that say where it lies, or what is known better from the model."""
 _NOT_OF_A_MODULE = ("training", "name_or_path")
 """The first is looked at apart; the second says where it lies."""
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _TRUSTED = ("transformers", "accelerate")
-"""Whose hooks move or look at what modules compute, and do not change it."""
+"""Packages whose hooks move or look at what modules compute, and do not change it."""
 _PLAIN = (bool, int, float, str)
 _HASHING_THREADS = 4
 _SAMPLE = 256
@@ -31,7 +31,7 @@ _SAMPLE = 256
 
 
 def check_modules(model: Any) -> None:
-    """Raises LayoutError for a module in training, and for one that does not compute what its class and weights say."""
+    """Raise LayoutError for a module in training, or one that does not compute what its class and weights say."""
     for name, module in model.named_modules():
         own = vars(module)
         if own["training"]:
@@ -50,7 +50,7 @@ def _is_trusted(hook: Any) -> bool:
 
 
 def _is_placed(own: dict[str, Any]) -> bool:
-    """By accelerate, which moves inputs and weights between devices around the class's own `forward`."""
+    """Return True for the `forward` of accelerate, which moves inputs and weights around the class's own."""
     before = own.get("_old_forward")
     return (
         type(own.get("_hf_hook")).__module__.startswith("accelerate.")
@@ -60,8 +60,8 @@ def _is_placed(own: dict[str, Any]) -> bool:
 
 
 def state_of(model: Any) -> int:
-    """Another number when a weight was written to, or lies elsewhere, or a number of a module or of a configuration is
-    another one, such as the implementation of attention.
+    """Return a number that changes when a weight is written to or moved, or when a number of a module or a configuration
+    changes, such as the implementation of attention.
 
     Writes through `.data` or numpy, and to tensors of inference mode, count no version: hence the samples.
     """
@@ -78,7 +78,7 @@ def state_of(model: Any) -> int:
 
 
 def check_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """All that has to be hashed, by name; what is shared, wherever it is. Raises LayoutError where something cannot be."""
+    """Return all that has to be hashed, by name; what is shared, under each. Raises LayoutError if something cannot be."""
     weights = sorted([*_weights(model, shared=True), *_saved_beside(model)], key=lambda one: one[0])
     if missing := [name for name, weight in weights if weight.is_meta]:
         raise LayoutError(f"the weights are not in memory and cannot be told from others: {missing[0]}")
@@ -88,7 +88,7 @@ def check_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def digest_of_weights(model: Any) -> str:
-    """And of what modules save beside them, and of their numbers."""
+    """Return a digest of the weights, of what modules save beside them, and of their numbers."""
     weights = check_weights(model)
     once = list({id(weight): weight for _, weight in weights}.values())
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
@@ -103,7 +103,7 @@ def digest_of_config(model: Any) -> str:
 
 
 def implementations(model: Any) -> str:
-    """Of attention and experts, by the modules that were told; those of one configuration once."""
+    """Return the implementations of attention and experts, by the modules that were told; those of a configuration once."""
     found = [
         (name, *(str(getattr(config, which, None)) for which in _IMPLEMENTATIONS))
         for name, config in _configurations(model)
@@ -112,13 +112,13 @@ def implementations(model: Any) -> str:
 
 
 def _weights(model: Any, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and buffers also where they are not saved: the frequencies of rotary embeddings are such."""
+    """Yield parameters and buffers, also those that are not saved, such as the frequencies of rotary embeddings."""
     yield from model.named_parameters(remove_duplicate=not shared)
     yield from model.named_buffers(remove_duplicate=not shared)
 
 
 def _saved_beside(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What modules save that is neither parameter nor buffer: scales of packed weights, and packed weights themselves."""
+    """Yield what modules save that is neither parameter nor buffer: scales of packed weights, and packed weights."""
     weights = {name for name, _ in _weights(model, shared=True)}
     for name, value in model.state_dict().items():
         if name not in weights:
@@ -130,7 +130,7 @@ def _saved_beside(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _configurations(model: Any) -> Iterator[tuple[str, Any]]:
-    """Each once, with the name of the first module that has it."""
+    """Yield each once, with the name of the first module that has it."""
     seen = set()
     for name, module in model.named_modules():
         config = vars(module).get("config")
@@ -140,7 +140,7 @@ def _configurations(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(model: Any, shared: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Plain numbers and words of modules that their classes compute with, such as the epsilon of a norm. Private ones are
+    """Yield plain numbers and words that classes of modules compute with, such as the epsilon of a norm. Private ones are
     left out: transformers notes in them what it has done with a module."""
     for name, module in model.named_modules(remove_duplicate=not shared):
         for key, value in vars(module).items():
@@ -149,12 +149,12 @@ def _attributes(model: Any, shared: bool = False) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
-    """Bytes in memory are all of it. A parameter's class may be another, where its scales are saved beside it."""
+    """Return True if the bytes in memory are all of it. A parameter with scales beside it may be of another class."""
     return not weight.is_quantized and weight.layout == torch.strided and type(weight.data) is torch.Tensor
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Every n-th number. An odd n, so that they are not all of one column where rows are a power of two long."""
+    """Return every n-th number, for an odd n: else they are all of one column where rows are a power of two long."""
     step = weight.numel() // _SAMPLE | 1
     if weight.is_contiguous():
         return weight.view(-1)[::step]

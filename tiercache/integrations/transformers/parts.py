@@ -1,4 +1,4 @@
-"""How the KV of a model's layers is divided into chunks, and which chunks a hit needs. Pure.
+"""Divide the KV of a model's layers into chunks, and find the chunks that a hit needs. Pure.
 
 Layers that see everything and layers that see a window lie in chunks of their own, so that a hit loads of the latter only
 what the window still sees. All parts have about as many bytes, since every chunk takes a slot of the same size.
@@ -35,14 +35,14 @@ class Part:
     window_tokens: int
 
     def first_chunk(self, chunks: int, chunk_tokens: int) -> int:
-        """The first chunk that these layers need to go on behind `chunks` whole ones."""
+        """Return the first chunk that these layers need to go on behind `chunks` whole ones."""
         if self.window_tokens == SEES_EVERYTHING:
             return 0
         return max(0, chunks * chunk_tokens - (self.window_tokens - 1)) // chunk_tokens
 
 
 def parts_of(layers: Sequence[LayerKv], item_bytes: int) -> list[Part]:
-    """Those that see furthest come first; within a window, layers in their order."""
+    """Return the parts, those that see furthest first; within a window, layers in their order."""
     windows = sorted({layer.window_tokens for layer in layers}, key=lambda window: (window != SEES_EVERYTHING, -window))
     sizes = [layer.bytes_per_token(item_bytes) for layer in layers]
     by_window = [[number for number, layer in enumerate(layers) if layer.window_tokens == one] for one in windows]
@@ -55,7 +55,7 @@ def parts_of(layers: Sequence[LayerKv], item_bytes: int) -> list[Part]:
 
 
 def _runs(numbers: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """`numbers` in order, cut where one more would exceed `most` bytes a token."""
+    """Yield `numbers` in order, cut where one more would exceed `most` bytes a token."""
     run: list[int] = []
     for number in numbers:
         if run and sum(sizes[one] for one in run) + sizes[number] > most:
@@ -66,6 +66,6 @@ def _runs(numbers: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[l
 
 
 def needed(parts: Sequence[Part], chunks: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """(chunk, number of the part) of all that a hit of `chunks` chunks loads, in the order of the tokens."""
+    """Return (chunk, number of the part) of all that a hit of `chunks` chunks loads, in the order of the tokens."""
     firsts = [part.first_chunk(chunks, chunk_tokens) for part in parts]
     return [(chunk, number) for chunk in range(chunks) for number, first in enumerate(firsts) if chunk >= first]

@@ -39,8 +39,8 @@ class PrefixCache:
         self.kv = kv
 
     async def load(self, ids: Ids, *, salt: str = "", deadline_s: float | None = None) -> TieredCache:
-        """The longest prefix of `ids` that is stored, in whole chunks, and at least one token less than all: a model has to
-        compute something to go on. Empty on a miss. `salt` is a tenant's; `deadline_s` as for `TierCache.get`.
+        """Load the longest prefix of `ids` that is stored, in whole chunks, and at least one token less than all: a model
+        has to compute something to go on. Empty on a miss. `salt` is a tenant's; `deadline_s` as for `TierCache.get`.
 
         Raises LayoutError when the model's weights are not those that `kv` has seen. Cancelled, nothing is kept.
         """
@@ -69,7 +69,7 @@ class PrefixCache:
         """Store what was computed since the load, in whole chunks; returns how many tokens of `ids` are hot now.
 
         `ids` are all tokens that `past` holds, and the one behind them where a model has answered it and not been given it
-        (so `generate` leaves it). `past` is read until this returns, and nobody may let a model go on with it before. Raises
+        (so `generate` leaves it). `past` is read until this returns, and no model may go on with it before. Raises
         ValueError where its length or its beginning is not that of `ids`; LayoutError, and stores nothing, where `past` is
         another model's, or the weights are not those any more that `kv` has seen: it may have been computed with either.
         """
@@ -97,25 +97,25 @@ class PrefixCache:
         return len(past.stored_keys) * self.kv.chunk_tokens
 
     def keys(self, ids: Ids, *, salt: str = "") -> list[ChunkKey]:
-        """Of the whole chunks of `ids`: what all layers together go by. A chunk of a model with sliding windows lies in
+        """Return the names of the whole chunks of `ids`, for all layers. A chunk of a model with sliding windows lies in
         several chunks of the cache."""
         whole = len(ids) // self.kv.chunk_tokens * self.kv.chunk_tokens
         return self.cache.keys(ids[:whole], salt=salt)
 
     def stored_as(self, ids: Ids, *, salt: str = "") -> list[ChunkKey]:
-        """The cache's own chunks that going on behind `ids` needs, for `prefetch`, `ahead`, `warm_soon` and `forget`."""
+        """Return the cache's chunks that going on behind `ids` needs, for `prefetch`, `ahead`, `warm_soon` and `forget`."""
         names = self._names(self.keys(ids, salt=salt))
         return [names[part][chunk] for chunk, part in needed(self.kv.parts, len(names[0]), self.kv.chunk_tokens)]
 
     def expect(self, ids: Ids, *, salt: str = "", in_s: float = 0.0) -> PrefetchHandle:
-        """Somebody is about to go on behind `ids`, for instance because he begins to type. As `TierCache.prefetch`; with
-        `local_cpu: false` there is nothing to promote into, and the handle is one of no chunks."""
+        """Prefetch what going on behind `ids` needs, for instance when a user begins to type. As `TierCache.prefetch`; with
+        `local_cpu: false` there is nothing to promote into, and the handle has no chunks."""
         if not self.cache.ahead.promotes:
             return PrefetchHandle(self.cache.ahead, hint((), 0.0, "", 0.0))
         return self.cache.prefetch(self.stored_as(ids, salt=salt), deadline=in_s)
 
     def _names(self, keys: list[ChunkKey]) -> list[list[ChunkKey]]:
-        """For each part the names of its chunks. The first one's are `keys`."""
+        """Return the names of the chunks of each part. Those of the first are `keys`."""
         if not keys:
             return [[] for _ in self.kv.parts]
         tenant, hashes = tenant_of(keys[0]), [key[:KEY_BYTES] for key in keys]
@@ -123,8 +123,8 @@ class PrefixCache:
         return [keys, *others]
 
     async def _reach(self, names: list[list[ChunkKey]], chunks: int) -> tuple[int, dict[str, int]]:
-        """How many chunks of the prefix are there, at most `chunks`, with all that windows see behind them; and in which
-        tiers, in tokens, as far as the layers that see furthest go."""
+        """Count the chunks of the prefix that are there, at most `chunks`, with all that windows see behind them. Return
+        them with tokens by tier, of the layers that see furthest."""
         while chunks:
             by_tier: list[dict[str, int]] = []
             for part, keys in zip(self.kv.parts, names, strict=True):

@@ -22,7 +22,7 @@ class AnnouncedPrompts:
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         """As a request finds them: full chunks as far as there are any, the longest tail behind them, then what is
         missing."""
-        if (given := await given_keys(prefix)) is not None:
+        if (given := given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)
         _, found = await locate(cache, names, self._geometry)
@@ -32,7 +32,7 @@ class AnnouncedPrompts:
         return [*found, *(key for key in wanted if key not in known)]
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        if (given := await given_keys(prefix)) is not None:
+        if (given := given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)
         return keys_of(cache.namespace, all_names(names, self._geometry), self._geometry)

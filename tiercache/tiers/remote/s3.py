@@ -207,7 +207,7 @@ _open_tiers: set[S3Tier] = set()
 
 
 def _let_go() -> None:
-    """Wait until the client's threads sleep before the interpreter ends: one that returned to Python later would abort it."""
+    """Wait until the client's threads sleep before the interpreter ends: one that returns to Python later aborts it."""
     until_s = time.monotonic() + _EXIT_S
     while any(tier.pending for tier in _open_tiers) and time.monotonic() < until_s:
         time.sleep(_LET_GO_S)

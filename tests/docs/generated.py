@@ -1,21 +1,110 @@
-"""The tables of docs/migrating.md, made from the table of keys: what LMCache's configuration means here.
+"""The pages of docs/ that are made from the tables of keys: configuration.md, and the tables of migrating.md.
 
-Run `python -m tiercache.config.migrating` after a change of the tables; it writes them into the page, between its marks.
+Run `python -m tests.docs.generated` after a change of the tables; it writes both.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
+from tests.readme.blocks import REPOSITORY
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES
-from tiercache.config.reference import shown_default
-from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS
+from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS, Option
 from tiercache.config.remotes import ELSEWHERE, PLUGINS_ELSEWHERE
 from tiercache.config.schema import KEYS, Key
 
-BEGIN, END = "<!-- made by python -m tiercache.config.migrating: {} -->\n", "<!-- end -->\n"
+_INTRODUCTION = """\
+# Configuration
+
+This page is generated from the table in `tiercache/config/schema.py`; change it there, then run
+`python -m tests.docs.generated`.
+
+tiercache reads LMCache's files and variables unchanged. Sources, the later one wins:
+
+1. the YAML file: the one given, else the one that `TIERCACHE_CONFIG_FILE` names, else `LMCACHE_CONFIG_FILE`;
+2. `LMCACHE_<KEY>` in the environment, and `LMCACHE_EXTRA_CONFIG`, a JSON object of keys;
+3. `TIERCACHE_<KEY>` and `TIERCACHE_EXTRA_CONFIG`;
+4. overrides: `Config.load(overrides=...)`, vLLM's `kv_connector_extra_config`, what stands beside
+   `"type": "TierCacheTier"` in vLLM's `secondary_tiers` (`config_file` names the YAML file there), or SGLang's
+   `--hicache-storage-backend-extra-config`. A key may begin with `tiercache.` or `lmcache.`.
+
+Keys marked *extra* belong inside `extra_config:` for LMCache; tiercache takes every key there and at the top level.
+`extra_config` of several sources is merged key by key. A GB is 1024**3 bytes, as it is in LMCache. Keys marked *ours*
+are not LMCache's. An unknown key, a wrong type or a value out of range stops the start, and all problems are reported
+together.
+
+`tiercache config explain FILE` shows the tiers that it makes, what was set and where; with `--all` the defaults, too.
+"""
+
+_HEADINGS = {
+    "": "The cache as a whole",
+    "cpu": "CPU tier",
+    "shared_memory": "Shared memory tier",
+    "disk": "Disk tier",
+    "gds": "GDS tier",
+    "weka": "Weka tier",
+    "hf3fs": "3FS tier",
+    "remote": "Remote tiers",
+}
+
+
+def reference() -> str:
+    """The page, in Markdown."""
+    return "\n".join(_reference_lines())
+
+
+def _reference_lines() -> Iterator[str]:
+    yield _INTRODUCTION
+    for tier, heading in _HEADINGS.items():
+        yield f"## {heading}\n"
+        yield "| key | value | default | meaning |"
+        yield "|---|---|---|---|"
+        yield from (_row(key) for key in KEYS.values() if key.tier == tier)
+        yield ""
+    yield from _remotes()
+    yield "## Accepted and not honoured\n"
+    yield "LMCache keys that ask for what tiercache does not have. All that are given are named in one warning.\n"
+    yield ", ".join(f"`{name}`" for name in sorted(FOREIGN))
+    yield "\n`LMCACHE_USE_EXPERIMENTAL` is accepted and ignored.\n"
+
+
+def _remotes() -> Iterator[str]:
+    yield "### Settings of a remote tier\n"
+    yield "`remote_storage_plugin.NAME.<setting>` for the tier NAME of `remote_storage_plugins`. What LMCache has in"
+    yield "`extra_config` itself counts for all tiers of that type, unless an instance says otherwise. Types of your own"
+    yield "come by `module_path` and `class_name`, or by an entry point of the group `tiercache.tiers`.\n"
+    for type_name, options in (("", COMMON), *OPTIONS.items()):
+        names = ", ".join(f"`{alias}`" for alias, kind in ALIASES.items() if kind == type_name)
+        yield f"#### {names or 'Every type'}\n"
+        yield "| setting | value | default | meaning | LMCache |"
+        yield "|---|---|---|---|---|"
+        yield from map(_option_row, options)
+        yield ""
+
+
+def _option_row(option: Option) -> str:
+    flat = ", ".join(f"`{name}`" for name in option.flat)
+    meaning = option.meaning.replace("|", "\\|")
+    return f"| `{option.name}` | {option.kind.expected} | {shown_default(option.default)} | {meaning} | {flat} |"
+
+
+def _row(key: Key) -> str:
+    marks = [word for word, present in (("extra", key.extra), ("ours", key.ours)) if present]
+    name = f"`{key.name}`" + "".join(f" *{mark}*" for mark in marks)
+    meaning = key.meaning
+    if key.aliases:
+        meaning += "; also " + ", ".join(f"`{alias}`" for alias in key.aliases)
+    return f"| {name} | {key.kind.expected} | {shown_default(key.default)} | {meaning} |"
+
+
+def shown_default(value: Any) -> str:
+    if value is None or value in ("", ()):
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+BEGIN, END = "<!-- made by python -m tests.docs.generated: {} -->\n", "<!-- end -->\n"
 
 DIFFERS = {
     "cache_policy": "only ends of prefixes are evicted, so a chunk never stays without those before it",
@@ -33,12 +122,6 @@ DIFFERS = {
     "save_unfull_chunk": "with sliding windows or `kv_head_parts`, hits are whole chunks and it has no effect",
     "blocking_timeout_secs": "also the longest wait for room",
     "lookup_timeout_ms": "a look-up that is late says what it knows by then; no tier makes the others wait",
-    "retrieve_locations": "accepted, not honoured; `role` of a remote tier says read, write or both",
-    "store_location": "accepted, not honoured; `role` of a remote tier says read, write or both",
-    "pin_timeout_sec": "accepted, not honoured; pins end by their `ttl_s`",
-    "pin_check_interval_sec": "accepted, not honoured, as `pin_timeout_sec`",
-    "max_alloc_attempts": "accepted, not honoured; `blocking_timeout_secs` bounds that wait",
-    "allocation_attempt_delay_secs": "accepted, not honoured; a wait ends when there is room",
     "use_direct_io": "true: warn where it does not work; it is used where it does",
     "weka_path": "LMCache 0.5.6 detects WekaFS under `gds_path`; both are accepted",
     "hf3fs_iov_size": "no effect with `shm_name`: the hot cache itself is registered",
@@ -98,6 +181,12 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
         ("valkey_", "resp_", "s3_", "fs_connector_", "transfer_timeout", "use_exists_sync", "remote_backend_",
          "save_chunk_meta", "pipelined_backend"),
         "`concurrency` and `timeout_s` of the remote tier; files and values always say what they hold",
+    ),
+    "places and waits": (
+        ("store_location", "retrieve_locations", "pin_timeout_sec", "pin_check_interval_sec", "max_alloc_attempts",
+         "allocation_attempt_delay_secs"),
+        "`role` of a remote tier says read, write or both; pins end by their `ttl_s`; `blocking_timeout_secs` bounds waits "
+        "for memory",
     ),
     "the rest": (
         ("py_enable_gc", "use_gpu_connector_v3", "discard_partial_chunks", "save_only_first_rank", "force_store_wait",
@@ -174,5 +263,6 @@ def with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
-    page_path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/migrating.md")
-    page_path.write_text(with_tables(page_path.read_text()))
+    (REPOSITORY / "docs" / "configuration.md").write_text(reference())
+    migrating = REPOSITORY / "docs" / "migrating.md"
+    migrating.write_text(with_tables(migrating.read_text()))

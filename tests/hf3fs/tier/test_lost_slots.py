@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import HASTY, Memory, Opened, until
-from tests.hf3fs.tier.test_faults import PATIENCE_S, get, put
+from tests.hf3fs.tier.conftest import HASTY, PATIENCE_S, Memory, Opened, get, put, until
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import RINGS, Memory, Opened
-from tests.hf3fs.tier.test_faults import get, put
+from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, get, put
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator

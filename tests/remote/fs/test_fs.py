@@ -173,12 +173,6 @@ async def test_a_mount_whose_locks_stay_on_this_host_is_warned_of(
         assert f"fs.a: {tmp_path} is mounted with nolock: the cap holds among the instances of one host" in caplog.text
 
 
-async def test_without_max_size_the_cap_is_nine_tenths_of_what_is_free(tmp_path: Path) -> None:
-    async with opened(tmp_path, max_size=0.0) as tier:
-        space = os.statvfs(tmp_path)
-        assert tier.settings.cap_bytes == pytest.approx(0.9 * space.f_bavail * space.f_frsize, rel=0.05)
-
-
 async def test_statistics_and_messages_carry_the_name_of_the_instance(tmp_path: Path) -> None:
     tier = tier_on(tmp_path)
     assert tier.name == "fs.a"
@@ -203,15 +197,6 @@ async def test_another_instance_sees_what_was_stored(tmp_path: Path) -> None:
         await other.refreshed()
         assert await other.probe([chunk(number)[0] for number in range(1, 6)]) == 4
         assert await is_hit(other, 3)
-
-
-async def test_the_cap_holds_across_two_instances(tmp_path: Path) -> None:
-    cap_gb = 40 * FILE_BYTES / 2**30
-    async with opened(tmp_path, max_size=cap_gb) as one, opened(tmp_path, max_size=cap_gb) as other:
-        for start in range(1, 121, 4):
-            await asyncio.gather(store(one, range(start, start + 2)), store(other, range(start + 2, start + 4)))
-            assert physical_bytes(tmp_path) <= 40 * FILE_BYTES
-        assert one.statistics().evicted + other.statistics().evicted > 0
 
 
 OTHER = """
@@ -272,16 +257,6 @@ async def test_bookkeeping_that_is_deleted_while_it_begins_is_made_anew(
         assert begun
         await store(tier, range(1, 3))
         assert [path.name for path in tmp_path.glob(".tiercache/*")]
-
-
-async def test_chunks_are_there_after_a_restart(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        await store(tier, range(1, 6))
-    async with opened(tmp_path) as tier:
-        assert await tier.probe([chunk(number)[0] for number in range(1, 6)]) == 5
-        assert await is_hit(tier, 5)
-        await tier.refreshed()
-        assert tier.statistics().occupied_bytes >= 5 * FILE_BYTES
 
 
 @needs_fuse

@@ -1,10 +1,10 @@
 """The capped index of a directory against the simplest model that can be written."""
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.core.index import CappedIndex
+from tiercache.core.index import CappedIndex, counts_in
 
 KEYS = st.integers(0, 7).map(lambda number: bytes([number]) * 24)
 
@@ -75,16 +75,52 @@ TestIndex = IndexAgainstModel.TestCase
 TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_reading_keeps_the_hottest_chunk_under_lru() -> None:
-    index = CappedIndex()
-    for number in range(10):
-        index.add(bytes([number]), 1)
-        index.touch(bytes([0]))
-    assert bytes([0]) not in {key for key, _ in index.evict(9)}
-
-
 def test_prefix_counts_up_to_the_first_gap() -> None:
     index = CappedIndex()
     for number in (0, 1, 3):
         index.add(bytes([number]), 1)
     assert index.prefix([bytes([number]) for number in range(4)]) == 2
+
+
+NUMBERS = st.integers(0, 700)
+SOME = st.lists(NUMBERS, max_size=700) | st.integers(0, 700).map(range)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def one_by_one(places: list[set[bytes]], keys: list[bytes]) -> list[int]:
+    counts = [0] * len(places)
+    for wanted in keys:
+        for number, place in enumerate(places):
+            if wanted in place:
+                counts[number] += 1
+                break
+        else:
+            break
+    return counts
+
+
+@given(
+    places=st.lists(st.sets(NUMBERS) | st.integers(0, 700).map(lambda end: set(range(end))), max_size=3), numbers=SOME
+)
+def test_keys_count_where_they_are_found_first_up_to_the_first_that_is_nowhere(
+    places: list[set[int]], numbers: list[int] | range
+) -> None:
+    those = [{key(number) for number in place} for place in places]
+    keys = [key(number) for number in numbers]
+    assert counts_in(those, keys) == one_by_one(those, keys)
+
+
+def test_not_much_is_looked_for_behind_the_first_that_is_nowhere() -> None:
+    class Place:
+        asked = 0
+
+        def __contains__(self, wanted: object) -> bool:
+            self.asked += 1
+            return wanted == key(0)
+
+    place = Place()
+    assert counts_in([place], [key(number) for number in range(100_000)]) == [1]
+    assert place.asked <= 1 + 128, "one step of keys"

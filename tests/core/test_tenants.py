@@ -86,28 +86,6 @@ def test_what_is_on_its_way_counts() -> None:
 # Who goes
 
 
-def test_a_tenant_at_its_quota_gives_up_its_own() -> None:
-    index = index_of(3)
-    quiet = [key(number, "quiet") for number in range(3)]
-    for one in quiet:
-        index.add(one, 1)
-    for number in range(100, 400):
-        one = key(number, "noisy")
-        index.evict_own(one, index.lacking_bytes(one, 1))
-        index.add(one, 1)
-        assert index.excess_bytes == 0
-    assert index.prefix(quiet) == 3 and len(index) == 6
-
-
-def test_the_tenants_own_least_recently_used_goes() -> None:
-    index = index_of(3)
-    for number in range(3):
-        index.add(key(number, "a"), 1)
-    index.touch(key(0, "a"))
-    assert index.evict_own(key(9, "a"), 1) == [(key(1, "a"), 1)]
-    assert index.evict_own(key(9, "nobody"), 1) == []
-
-
 def test_a_tenant_over_its_quota_gives_up_before_others() -> None:
     index = index_of(2)
     index.add(key(0, "quiet"), 1)
@@ -117,17 +95,6 @@ def test_a_tenant_over_its_quota_gives_up_before_others() -> None:
     gone = [one for one, _ in index.evict(2)]
     assert {tenant_of(one) for one in gone} == {tenant_tag("noisy")} and index.excess_bytes == 0
     assert [one for one, _ in index.evict(1)] == [key(0, "quiet")], "now as if there were no tenants"
-
-
-def test_one_call_may_name_chunks_of_several_tenants() -> None:
-    index = index_of(4)
-    mixed = [key(number, SALTS[number % 3]) for number in range(9)]
-    for one in mixed:
-        index.add(one, 1)
-    index.touch_prefix(mixed)
-    while len(index):
-        index.evict(1)
-    assert index.tenant_statistics() == {} and index.used_bytes == 0
 
 
 class Quotas(RuleBasedStateMachine):

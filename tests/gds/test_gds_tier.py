@@ -53,7 +53,7 @@ async def store(tier: GdsTier, slots: Slots, number: int, length: int = CHUNK_BY
     return key
 
 
-@pytest.mark.parametrize("length", [1, 100, 4095, 4096, 4097, CHUNK_BYTES - 1, CHUNK_BYTES])
+@pytest.mark.parametrize("length", [1, 4095, 4097, CHUNK_BYTES])
 async def test_what_was_written_from_the_device_comes_back_to_it(
     opened: Opened, slots: Slots, tmp_path: Path, length: int
 ) -> None:
@@ -99,11 +99,6 @@ async def test_chunks_survive_a_restart(opened: Opened, slots: Slots, tmp_path: 
         for number, key in enumerate(keys, start=1):
             assert await tier.read_device(key, into) == CHUNK_BYTES
             assert np.array_equal(slots.content(into, CHUNK_BYTES), chunk(number)[1])
-
-
-async def test_missing_chunk_is_a_miss(opened: Opened, slots: Slots, tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        assert await tier.read_device(chunk(1)[0], slots.empty()) is None
 
 
 async def test_many_at_once_do_not_mix(opened: Opened, slots: Slots, tmp_path: Path) -> None:
@@ -299,13 +294,6 @@ class TestFindingTheWay:
         tier = GdsTier(settings, FINGERPRINT, device)
         with pytest.raises(ConfigError, match="GPUDirect Storage does not work with .* Set use_gds: false"):
             await tier.open()
-
-    async def test_without_a_cap_it_takes_nine_tenths_of_what_is_free(self, tmp_path: Path) -> None:
-        tier = GdsTier(GdsSettings((tmp_path / "new",), cap_bytes=0), FINGERPRINT)
-        await tier.open()
-        space = os.statvfs(tmp_path)
-        assert tier.settings.cap_bytes == pytest.approx(0.9 * space.f_bavail * space.f_frsize, rel=0.02)
-        await tier.close()
 
     async def test_what_is_there_already_counts_as_room_after_a_restart(self, tmp_path: Path) -> None:
         first = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)

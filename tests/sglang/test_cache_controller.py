@@ -115,21 +115,6 @@ def test_pages_of_another_kind_are_not_found(tmp_path: Path) -> None:
 
 
 @in_sglang
-def test_tensor_parallel_ranks_have_pages_of_their_own(tmp_path: Path) -> None:
-    import torch
-
-    from tests.sglang.stack import engine, random_pages, tokens_of
-
-    tokens = tokens_of(6, pages=2)
-    for rank in (0, 1):
-        with engine(tmp_path, tp_rank=rank, tp_size=2) as one:
-            one.store(tokens, random_pages(one.host, 2, seed=rank))
-    for rank in (0, 1):
-        with engine(tmp_path, tp_rank=rank, tp_size=2) as one:
-            assert torch.equal(one.load(tokens), random_pages(one.host, 2, seed=rank))
-
-
-@in_sglang
 def test_of_mla_only_the_first_rank_writes_and_all_read(tmp_path: Path) -> None:
     import torch
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -11,22 +9,17 @@ import random
 import shutil
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.torture.simulation.files import Disk, FileCalls, Torn
-from tiercache.core.keys import KEY_BYTES
-from tiercache.testing.contract import page_aligned
 from tiercache.tiers.files import directory as directory_module
-from tiercache.tiers.files import format as chunk_format
-from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import Victims
 
 ROOT = "/simulated/disk0"
 MEBIBYTE = 2**20
@@ -282,20 +275,6 @@ def stored(calls: FileCalls, name: str, content: bytes, *, sync: bool = False) -
     return descriptor
 
 
-def test_a_lock_is_between_open_files_of_any_process(made: Calls) -> None:
-    _, calls = made
-    mine = stored(calls, "lock", b"")
-    calls.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    calls.process = "two"
-    theirs = calls.open(f"{ROOT}/lock", os.O_RDWR)
-    with pytest.raises(BlockingIOError):
-        calls.flock(theirs, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    calls.process = "one"
-    calls.flock(mine, fcntl.LOCK_SH)
-    calls.process = "two"
-    calls.flock(theirs, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
 def test_who_waits_for_a_lock_lets_others_run_until_it_is_free(made: Calls) -> None:
     _, calls = made
     mine = stored(calls, "lock", b"")
@@ -325,13 +304,6 @@ def test_each_process_has_descriptors_of_its_own(made: Calls) -> None:
     calls.process = "one"
     assert calls.pread(mine, 9, 0) == b"mine"
     assert calls.owns(mine) and not calls.owns(2) and calls.owns(f"{ROOT}/mine") and not calls.owns(f"{ROOT}0/mine")
-
-
-def test_a_number_is_given_again_once_it_is_closed(made: Calls) -> None:
-    _, calls = made
-    first, second = stored(calls, "a", b"a"), stored(calls, "b", b"b")
-    calls.close(first)
-    assert calls.open(f"{ROOT}/b", os.O_RDONLY) == first != second
 
 
 def test_a_file_without_a_name_lasts_until_it_is_closed(made: Calls) -> None:
@@ -440,24 +412,6 @@ def test_a_fault_leaves_no_trace(made: Calls) -> None:
     assert disk.digest() == before and disk.open_descriptors == 1
 
 
-def test_who_runs_before_a_call_may_take_the_descriptor_away(made: Calls) -> None:
-    _, calls = made
-    descriptor = stored(calls, "a", b"a")
-    calls.before = lambda call, disk, target: calls.die("one") if call == "pread" else None
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        calls.pread(descriptor, 1, 0)
-
-
-def test_a_directory_that_was_moved_is_not_found_where_it_was(made: Calls) -> None:
-    _, calls = made
-    calls.makedirs(f"{ROOT}/d/e")
-    stored(calls, "d/e/a", b"a")
-    calls.rename(f"{ROOT}/d", f"{ROOT}/f")
-    assert calls.stat(f"{ROOT}/f/e/a").st_size == 1
-    with pytest.raises(FileNotFoundError):
-        calls.stat(f"{ROOT}/d/e/a")
-
-
 def test_nothing_is_renamed_or_linked_to_another_disk() -> None:
     calls = FileCalls([Disk(ROOT, MEBIBYTE), Disk("/simulated/disk1", MEBIBYTE)])
     stored(calls, "a", b"a")
@@ -465,15 +419,6 @@ def test_nothing_is_renamed_or_linked_to_another_disk() -> None:
         with pytest.raises(OSError, match="cross-device"):
             call(f"{ROOT}/a", "/simulated/disk1/a")
     assert calls.stat(ROOT).st_dev != calls.stat("/simulated/disk1").st_dev
-
-
-def test_times_are_those_of_the_clock() -> None:
-    clock = [1.5]
-    calls = FileCalls([Disk(ROOT, MEBIBYTE, lambda: clock[0])])
-    descriptor = stored(calls, "a", b"a")
-    clock[0] = 2.25
-    calls.pwrite(descriptor, b"b", 0)
-    assert calls.stat(f"{ROOT}/a").st_mtime_ns == 2_250_000_000 and calls.stat(ROOT).st_mtime == 1.5
 
 
 def test_runs_that_did_the_same_have_the_same_digest_and_a_flipped_bit_shows() -> None:
@@ -487,223 +432,88 @@ def test_runs_that_did_the_same_have_the_same_digest_and_a_flipped_bit_shows() -
     assert disks[0].content(f"{ROOT}/d/a") == b"cnntent" and disks[0].digest() != disks[1].digest()
 
 
-def without_power(disk: Disk, calls: FileCalls, seed: int) -> dict[str, bytes | None]:
-    """The paths below the root after a power cut, and the contents of those that are files."""
-    calls.die("one")
-    disk.cut_power(random.Random(seed))
-    assert disk.occupied_bytes == sum(inode.block_count * 4096 for _, inode in disk.walk())
-    found: dict[str, bytes | None] = {}
-    for path, inode in disk.walk():
-        kept = stat.S_ISREG(inode.mode)
-        found[path[len(ROOT) + 1 :]] = disk.content(path) if kept else None
-        assert inode.links == (1 if kept else 2 + sum(stat.S_ISDIR(below.mode) for below in inode.names.values()))
-    return found
-
-
-SEEDS = range(500)
 NEW, OLD = random.Random(1).randbytes(8192), random.Random(2).randbytes(8192)
+Left = dict[str, bytes | None]
+"""Paths below the root, and the contents of those that are files."""
 
 
-def test_what_was_synced_survives_a_power_cut() -> None:
-    for seed in SEEDS:
+def left_after_power_cuts(write: Callable[[FileCalls, int], object]) -> Iterator[Left]:
+    """What is left, for each seed, of what a process wrote before the power was cut."""
+    for seed in range(300):
         disk = Disk(ROOT, MEBIBYTE, can_lose_power=True)
         calls = FileCalls([disk])
         calls.process = "one"
+        write(calls, seed)
+        calls.die("one")
+        disk.cut_power(random.Random(seed))
+        assert disk.occupied_bytes == sum(inode.block_count * 4096 for inode in {inode for _, inode in disk.walk()})
+        files = {path: stat.S_ISREG(inode.mode) for path, inode in disk.walk()}
+        names = Counter(inode for _, inode in disk.walk())
+        for path, inode in disk.walk():
+            expected = names[inode] if files[path] else 2 + sum(stat.S_ISDIR(each.mode) for each in inode.names.values())
+            assert inode.links == expected
+        yield {path[len(ROOT) + 1 :]: disk.content(path) if is_file else None for path, is_file in files.items()}
+
+
+def test_what_was_synced_survives_a_power_cut() -> None:
+    def write(calls: FileCalls, seed: int) -> None:
         calls.mkdir(f"{ROOT}/d")
         stored(calls, "d/a", NEW, sync=True)
         stored(calls, "d/b", OLD)
         calls.rename(f"{ROOT}/d/b", f"{ROOT}/d/c")
-        assert without_power(disk, calls, seed)["d/a"] == NEW
+
+    assert all(left["d/a"] == NEW for left in left_after_power_cuts(write))
 
 
-def test_a_rename_that_was_not_synced_has_happened_or_not(made: Calls) -> None:
-    outcomes = set()
-    for seed in SEEDS:
-        disk = Disk(ROOT, MEBIBYTE, can_lose_power=True)
-        calls = FileCalls([disk])
-        calls.process = "one"
+def test_a_rename_that_was_not_synced_has_happened_or_not() -> None:
+    def write(calls: FileCalls, seed: int) -> None:
         stored(calls, "new", NEW, sync=True)
         stored(calls, "old", OLD, sync=True)
         calls.replace(f"{ROOT}/new", f"{ROOT}/old")
-        found = without_power(disk, calls, seed)
-        assert found in ({"": None, "new": NEW, "old": OLD}, {"": None, "old": NEW})
-        outcomes.add(len(found))
-    assert outcomes == {2, 3}
+
+    outcomes = list(left_after_power_cuts(write))
+    not_yet, happened = {"": None, "new": NEW, "old": OLD}, {"": None, "old": NEW}
+    assert not_yet in outcomes and happened in outcomes
+    assert all(left in (not_yet, happened) for left in outcomes)
 
 
 def test_a_rename_survives_once_the_file_or_its_directory_is_synced() -> None:
-    for seed in SEEDS:
-        disk = Disk(ROOT, MEBIBYTE, can_lose_power=True)
-        calls = FileCalls([disk])
-        calls.process = "one"
+    def write(calls: FileCalls, seed: int) -> None:
         stored(calls, "first", b"")
         descriptor = stored(calls, "a", NEW, sync=True)
         calls.rename(f"{ROOT}/a", f"{ROOT}/b")
         calls.fsync(descriptor if seed % 2 else calls.open(ROOT, os.O_RDONLY | os.O_DIRECTORY))
-        assert without_power(disk, calls, seed) == {"": None, "first": b"", "b": NEW}
+
+    assert all(left == {"": None, "first": b"", "b": NEW} for left in left_after_power_cuts(write))
 
 
 def test_names_survive_in_their_order() -> None:
-    seen = set()
-    for seed in SEEDS:
-        disk = Disk(ROOT, MEBIBYTE, can_lose_power=True)
-        calls = FileCalls([disk])
-        calls.process = "one"
+    def write(calls: FileCalls, seed: int) -> None:
         stored(calls, "0", b"")
         calls.mkdir(f"{ROOT}/1")
         calls.link(f"{ROOT}/0", f"{ROOT}/1/2")
         calls.unlink(f"{ROOT}/0")
-        calls.die("one")
-        disk.cut_power(random.Random(seed))
-        seen.add(tuple(sorted(path[len(ROOT) :] for path, _ in disk.walk())))
-    assert seen == {("",), ("", "/0"), ("", "/0", "/1"), ("", "/0", "/1", "/1/2"), ("", "/1", "/1/2")}
+
+    seen = {tuple(sorted(left)) for left in left_after_power_cuts(write)}
+    assert seen == {("",), ("", "0"), ("", "0", "1"), ("", "0", "1", "1/2"), ("", "1", "1/2")}
 
 
 def test_blocks_that_were_not_synced_are_new_old_or_torn_and_new_ones_perhaps_zero() -> None:
-    seen: dict[str, set[str]] = {"over": set(), "fresh": set()}
-    sizes = set()
-    for seed in SEEDS:
-        disk = Disk(ROOT, MEBIBYTE, can_lose_power=True)
-        calls = FileCalls([disk])
-        calls.process = "one"
-        descriptor = stored(calls, "a", OLD, sync=True)
-        calls.pwrite(descriptor, NEW + NEW, 4096)
-        found = without_power(disk, calls, seed)["a"]
+    def write(calls: FileCalls, seed: int) -> None:
+        calls.pwrite(stored(calls, "a", OLD, sync=True), NEW + NEW, 4096)
+
+    def kind(found: bytes, new: bytes, old: bytes) -> str:
+        if found in (new, old):
+            return "new" if found == new else "old"
+        assert any(found == new[:cut] + old[cut:] for cut in range(512, 4096, 512))
+        return "torn"
+
+    overwritten, appended, sizes = set(), set(), set()
+    for left in left_after_power_cuts(write):
+        found = left["a"]
         assert found is not None and found[:4096] == OLD[:4096]
         sizes.add(len(found))
-        seen["over"].add(_kind(found[4096:8192], NEW[:4096], OLD[4096:]))
+        overwritten.add(kind(found[4096:8192], NEW[:4096], OLD[4096:]))
         if len(found) > 8192:
-            seen["fresh"].add(_kind(found[8192:12288], NEW[4096:], bytes(4096)))
-    assert sizes == {8192, 20480} and seen == {"over": {"new", "old", "torn"}, "fresh": {"new", "old", "torn"}}
-
-
-def _kind(found: bytes, new: bytes, old: bytes) -> str:
-    if found in (new, old):
-        return "new" if found == new else "old"
-    assert any(found == new[:cut] + old[cut:] for cut in range(512, 4096, 512))
-    return "torn"
-
-
-def test_a_disk_goes_on_after_a_power_cut_and_has_what_survived_for_good(made: Calls) -> None:
-    disk, calls = made
-    for name in "abcdef":
-        stored(calls, name, NEW)
-        calls.unlink(f"{ROOT}/a") if name == "d" else None
-    once = without_power(disk, calls, 1)
-    assert without_power(disk, calls, 2) == once
-    calls.mkdir(f"{ROOT}/more")
-    assert disk.find(f"{ROOT}/more").links == 2
-
-
-def test_power_is_not_cut_while_somebody_has_a_file_open(made: Calls) -> None:
-    disk, calls = made
-    stored(calls, "a", b"a")
-    with pytest.raises(RuntimeError, match="1 descriptors are open"):
-        disk.cut_power(random.Random(0))
-
-
-OF_OS = [
-    "access", "chmod", "close", "fchmod", "fdatasync", "fstat", "fsync", "ftruncate", "link", "listdir", "lstat", "mkdir",
-    "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink", "remove", "rename", "replace",
-    "rmdir", "scandir", "stat", "statvfs", "symlink", "unlink", "utime", "write",
-]  # fmt: skip
-
-
-@contextlib.contextmanager
-def in_the_place_of_os(calls: FileCalls, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls with a simulated path or descriptor go to `calls`."""
-
-    def routed(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(target: Any, *rest: Any, **options: Any) -> Any:
-            at = options.get("dir_fd") or options.get("src_dir_fd") or target
-            return (simulated if calls.owns(target) or calls.owns(at) else real)(target, *rest, **options)
-
-        return call
-
-    def like_c(call: Callable[..., None]) -> Callable[..., int]:
-        def answer(*arguments: Any) -> int:
-            try:
-                call(*arguments)
-            except OSError as error:
-                ctypes.set_errno(error.errno or 0)
-                return -1
-            return 0
-
-        return answer
-
-    with patch.context() as patched:
-        for name in [
-            "open",
-            "close",
-            "read",
-            "write",
-            "pread",
-            "pwrite",
-            "preadv",
-            "pwritev",
-            "fdatasync",
-            "fsync",
-            "ftruncate",
-            "posix_fadvise",
-            "fstat",
-            "stat",
-            "lstat",
-            "access",
-            "chmod",
-            "fchmod",
-            "mkdir",
-            "rmdir",
-            "unlink",
-            "remove",
-            "rename",
-            "replace",
-            "link",
-            "symlink",
-            "readlink",
-            "listdir",
-            "scandir",
-            "statvfs",
-            "utime",
-        ]:
-            patched.setattr(os, name, routed(getattr(calls, name), getattr(os, name)))
-        patched.setattr(fcntl, "flock", routed(calls.flock, fcntl.flock))
-        patched.setattr(
-            chunk_format,
-            "_fallocate",
-            like_c(lambda descriptor, mode, at, length: calls.fallocate(descriptor, mode, at.value, length.value)),
-        )
-        patched.setattr(
-            directory_module, "_renameat2", like_c(lambda at, old, to, new, flags: calls.rename_new(old, new))
-        )
-        yield
-
-
-def test_a_volume_lives_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(ROOT, 64 * MEBIBYTE, can_lose_power=True)
-    calls = FileCalls([disk])
-    calls.process = "one"
-    fingerprint, key = bytes(16), bytes(range(KEY_BYTES))
-    payload, room = page_aligned(8192), page_aligned(8192)
-    payload[:] = np.frombuffer(NEW, dtype=np.uint8)
-    with in_the_place_of_os(calls, monkeypatch):
-        files = ChunkFiles(Path(ROOT) / "cache", 32 * MEBIBYTE, fingerprint, direct=None, durable=True)
-        files.open()
-        assert files.direct
-        assert files.write(key, payload, 8000, Victims()) == 3 * 4096
-        assert files.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
-        assert len(files.scanner.scan(key.hex()[:2]).keys) == 1
-        directory = calls.open(f"{ROOT}/cache/{key.hex()[:2]}", os.O_RDONLY)
-        calls.fsync(directory)
-
-        calls.die("one")
-        disk.cut_power(random.Random(7))
-        calls.process = "two"
-        again = ChunkFiles(Path(ROOT) / "cache", 32 * MEBIBYTE, fingerprint, direct=None, durable=True)
-        again.open()
-        assert again.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
-        disk.flip_bit(again.path(key), 5000)
-        with pytest.raises(Exception, match="checksum"):
-            again.read(key, room)
-        assert again.read(key, room) is None
-        again.close()
-    assert disk.open_descriptors == 0
+            appended.add(kind(found[8192:12288], NEW[4096:], bytes(4096)))
+    assert sizes == {8192, 20480} and overwritten == appended == {"new", "old", "torn"}

@@ -1,23 +1,13 @@
 """A tier of somebody else's takes part in the workload, and one that breaks its contract is found."""
 
-from collections.abc import Iterator
 
 import pytest
 
-from tests import leaks
 from tests.torture.simulation.plan import setting_of
 from tests.torture.simulation.run import run_seed
 
 OPERATIONS = 150
 SEEDS = range(20)
-
-
-@pytest.fixture(autouse=True)
-def dead_processes_may_hold_slots() -> Iterator[None]:
-    """A run that fails ends where it is, and so do killed processes."""
-    watched = len(leaks._watched)
-    yield
-    del leaks._watched[watched:]
 
 
 def failures(name: str, seeds: range) -> list[BaseException]:

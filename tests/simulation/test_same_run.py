@@ -30,9 +30,8 @@ def _here() -> str:
     return _digests(sys.executable, 0)
 
 
-@pytest.mark.parametrize("hash_seed", [1, 4_000_000_000])
-def test_with_other_hashes(hash_seed: int) -> None:
-    found = _digests(sys.executable, hash_seed)
+def test_with_other_hashes() -> None:
+    found = _digests(sys.executable, 4_000_000_000)
     assert found == _here()
     assert len(found.splitlines()) == _SEEDS
 

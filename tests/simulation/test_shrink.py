@@ -12,10 +12,6 @@ def test_what_is_left_still_fails_and_nothing_of_it_can_be_left_out() -> None:
     assert shrunk(range(100), fails) == [3, 41, 77]
 
 
-def test_the_order_stays() -> None:
-    assert shrunk([5, 1, 4, 2, 3], lambda items: 4 in items and 2 in items) == [4, 2]
-
-
 def test_it_ends_after_so_many_attempts() -> None:
     attempts = []
 

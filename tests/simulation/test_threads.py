@@ -76,42 +76,6 @@ def test_an_event_wakes_all_and_its_wait_says_whether_it_came(world: World, thre
     assert sorted(said) == [("long", True, 1_001.0), ("longer", True, 1_001.0), ("short", False, 1_000.5)]
 
 
-def test_a_condition_gives_its_lock_away_while_it_waits(world: World, threads: Threads) -> None:
-    condition = threads.Condition()
-    items: list[int] = []
-
-    def takes() -> None:
-        with condition:
-            assert condition.wait_for(lambda: items, timeout=5.0)
-            assert items == [1]
-
-    def gives() -> None:
-        world.pause(1.0)
-        with condition:
-            items.append(1)
-            condition.notify()
-
-    run(world, takes, gives)
-    assert world.now_s == 1_001.0
-
-
-def test_a_queue_gives_in_order_to_who_waits(world: World, threads: Threads) -> None:
-    queue = threads.SimpleQueue()
-    got: list[int] = []
-
-    def gets() -> None:
-        got.extend(queue.get() for _ in range(3))
-
-    def puts() -> None:
-        for number in range(3):
-            world.pause(0.1)
-            queue.put(number)
-
-    run(world, gets, puts)
-    assert got == [0, 1, 2]
-    assert queue.empty()
-
-
 def test_a_thread_runs_beside_who_starts_it_and_is_joined(world: World, threads: Threads) -> None:
     ends_s = []
 
@@ -136,20 +100,3 @@ def test_no_thread_starts_where_the_system_gives_none(world: World, threads: Thr
             threads.Thread(target=print).start()
 
     run(world, starts, process=process)
-
-
-def test_each_strand_has_attributes_of_its_own(world: World, threads: Threads) -> None:
-    local = threads.local()
-    seen = []
-
-    def other() -> None:
-        seen.append(hasattr(local, "value"))
-        local.value = "other"
-
-    def main() -> None:
-        local.value = "main"
-        world.pause(1.0)
-        seen.append(local.value)
-
-    run(world, main, other)
-    assert seen == [False, "main"]

@@ -83,14 +83,6 @@ def test_a_strand_goes_on_when_it_is_woken_and_an_older_timer_wakes_it_no_more()
     assert times == [1_001.0, 1_021.0]
 
 
-def test_a_call_at_a_time_comes_from_no_strand() -> None:
-    world = World(0)
-    seen: list[tuple[float, Strand | None]] = []
-    world.at(1_002.0, lambda: seen.append((world.now_s, world.current)))
-    run(world, lambda: world.pause(3.0))
-    assert seen == [(1_002.0, None)]
-
-
 def test_a_killed_process_runs_nothing_more() -> None:
     world = World(0)
     victim = Process(world, 2)
@@ -147,29 +139,4 @@ def test_where_only_timers_go_on_the_run_fails_at_its_end() -> None:
     with pytest.raises(SimulationError, match="no end at 5000 s; what has not ended: strand 0 of 1, strand 1 of 1"):
         run(world, world.wait, looks_again_and_again)
     assert world.now_s == 5_000.25
-    world.end()
-
-
-def test_a_strand_that_is_alone_and_sleeps_again_and_again_ends_there_too() -> None:
-    world = World(0)
-    world.ends_s = 5_000.0
-
-    def sleeps() -> None:
-        while True:
-            world.pause(1.0)
-
-    with pytest.raises(SimulationError, match="no end at 5001 s"):
-        run(world, sleeps)
-    world.end()
-
-
-def test_what_a_strand_raises_the_run_raises() -> None:
-    world = World(0)
-
-    def fails() -> None:
-        world.pause(1.0)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run(world, lambda: world.pause(5.0), fails)
     world.end()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,31 @@ SHORT = GenerationConfig(max_new_tokens=2, do_sample=False)
 @pytest.fixture
 def kv() -> ModelKv:
     return ModelKv(make_model("llama"), chunk_tokens=CHUNK_TOKENS)
+
+
+@contextmanager
+def held(model: Any, number: int, before: Callable[[], object] = lambda: None) -> Iterator[tuple[HeldStep, list[int]]]:
+    """The model's step of this number waits until it is let go on. Yields it, and the steps so far."""
+    step, steps = HeldStep(), []
+
+    def count(*_: object) -> None:
+        steps.append(len(steps) + 1)
+        if len(steps) == number:
+            before()
+            step.reached.set()
+            assert step.go_on.wait(30)
+
+    hook = model.register_forward_hook(count)
+    yield step, steps
+    hook.remove()
+
+
+class HeldStep:
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    async def until_reached(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 30)
 
 
 async def test_many_at_once_get_their_own_answers(kv: ModelKv, open_cache: Open) -> None:
@@ -47,25 +74,15 @@ async def test_who_asks_at_the_same_time_about_the_same_finds_what_the_first_com
 
 
 async def test_what_a_cancelled_request_has_computed_is_stored(kv: ModelKv, open_cache: Open) -> None:
-    third_step, go_on = threading.Event(), threading.Event()
-    steps = []
-
-    def step(*_: object) -> None:
-        steps.append(1)
-        if len(steps) == 3:
-            third_step.set()
-            assert go_on.wait(30)
-
-    hook = kv.model.register_forward_hook(step)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
-        await asyncio.to_thread(third_step.wait, 30)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        go_on.set()
-        answer = await generator.generate(PROMPT, SHORT)
-        hook.remove()
+        with held(kv.model, 3) as (step, steps):
+            asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
+            await step.until_reached()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            step.go_on.set()
+            answer = await generator.generate(PROMPT, SHORT)
         assert len(steps) == 3 + 4 + 2, "three chunks, then four others and two steps of the answer"
         assert answer.hit_tokens == 3 * CHUNK_TOKENS
 
@@ -94,26 +111,17 @@ async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
     kv: ModelKv, open_cache: Open, step_of_close: int
 ) -> None:
     """In its prompt, and in its answer."""
-    reached, go_on = threading.Event(), threading.Event()
-    steps = []
-
-    def step(*_: object) -> None:
-        steps.append(1)
-        if len(steps) == step_of_close:
-            reached.set()
-            assert go_on.wait(30)
-
-    hook = kv.model.register_forward_hook(step)
+    settings = GenerationConfig(max_new_tokens=9, do_sample=False)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        asking = asyncio.create_task(generator.generate(PROMPT, GenerationConfig(max_new_tokens=9, do_sample=False)))
-        await asyncio.to_thread(reached.wait, 30)
-        closing = asyncio.create_task(generator.close())
-        await asyncio.sleep(0)
-        go_on.set()
-        with pytest.raises(CacheClosed):
-            await asking
-        await closing
-        hook.remove()
+        with held(kv.model, step_of_close) as (step, _):
+            asking = asyncio.create_task(generator.generate(PROMPT, settings))
+            await step.until_reached()
+            closing = asyncio.create_task(generator.close())
+            await asyncio.sleep(0)
+            step.go_on.set()
+            with pytest.raises(CacheClosed):
+                await asking
+            await closing
         assert (await generator.prefixes.load(PROMPT)).hit_tokens == min(step_of_close, 7) * CHUNK_TOKENS
 
 
@@ -129,29 +137,21 @@ async def test_what_goes_wrong_is_raised_and_stores_nothing(kv: ModelKv, open_ca
 async def test_nothing_is_stored_of_an_answer_during_which_weights_changed(
     kv: ModelKv, open_cache: Open, cancelled: bool
 ) -> None:
-    changed, go_on = threading.Event(), threading.Event()
-    steps = []
+    def change() -> None:
+        kv.model.load_state_dict({name: value * 1.5 for name, value in kv.model.state_dict().items()})
 
-    def step(*_: object) -> None:
-        steps.append(1)
-        if len(steps) == 3:
-            kv.model.load_state_dict({name: value * 1.5 for name, value in kv.model.state_dict().items()})
-            changed.set()
-            assert go_on.wait(30)
-
-    hook = kv.model.register_forward_hook(step)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
-        await asyncio.to_thread(changed.wait, 30)
-        if cancelled:
-            asking.cancel()
-        else:
-            go_on.set()
-        with pytest.raises(asyncio.CancelledError if cancelled else LayoutError):
-            await asking
-        go_on.set()
-        await generator.close()
-        hook.remove()
+        with held(kv.model, 3, change) as (step, _):
+            asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
+            await step.until_reached()
+            if cancelled:
+                asking.cancel()
+            else:
+                step.go_on.set()
+            with pytest.raises(asyncio.CancelledError if cancelled else LayoutError):
+                await asking
+            step.go_on.set()
+            await generator.close()
         assert not (await cache.lookup_keys(generator.prefixes.keys(PROMPT))).chunks
 
 

@@ -28,7 +28,7 @@ def test_sizes_of_the_structures() -> None:
     assert (ARGUMENTS.size, COMPLETION.size, SUBMISSION.size) == (56, 24, 16)
 
 
-@pytest.mark.parametrize("entries", [1, 7, 256, 1024])
+@pytest.mark.parametrize("entries", [1, 1024])
 def test_size_of_a_ring(client: Client, entries: int) -> None:
     assert ring_bytes(entries) == 16 + 32 + 96 * (entries + 1) + 4096
     assert entries_in(ring_bytes(entries)) == entries

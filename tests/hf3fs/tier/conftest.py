@@ -1,6 +1,7 @@
 """3FS tiers on the emulator, over buffers of their own and over an arena in shared memory."""
 
 import asyncio
+import contextlib
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,10 +14,12 @@ import pytest
 
 from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
 from tests.needs import needs_fuse
+from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.testing import page_aligned
+from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+from tiercache.tiers.files import directories
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine, tier
 from tiercache.tiers.hf3fs.engine import RingEngine
 from tiercache.tiers.hf3fs.ring import RingSettings
 
@@ -24,6 +27,7 @@ FINGERPRINT = b"3" * 16
 RINGS = RingSettings(entries=16, rings=2, timeout_s=10.0)
 HASTY = RingSettings(entries=16, rings=2, timeout_s=0.2)
 """For tests in which something hangs."""
+PATIENCE_S = 20.0
 
 install()
 
@@ -57,9 +61,9 @@ def mortal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         emulator.resume()
 
 
-async def until(engine: RingEngine, condition: Callable[[], bool], patience_s: float = 20.0) -> None:
+async def until(engine: RingEngine, condition: Callable[[], bool]) -> None:
     """Wait for what the engine's transfers and restarts make true."""
-    async with asyncio.timeout(patience_s):
+    async with asyncio.timeout(PATIENCE_S):
         await engine.until(condition)
 
 
@@ -129,3 +133,67 @@ def opened(memory: Memory) -> Opened:
             await tier.close()
 
     return make
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing gives up what hangs after a tenth of a second."""
+    for module in (engine, tier, directories):
+        monkeypatch.setattr(module, "_CLOSE_S", 0.1)
+
+
+async def put(tier: Hf3fsTier, memory: Memory, *numbers: int) -> None:
+    for number in numbers:
+        key, payload = chunk(number)
+        source = memory.make(payload)
+        assert await tier.write(key, source, CHUNK_BYTES)
+        memory.give_back(source)
+
+
+async def get(tier: Hf3fsTier, memory: Memory, number: int) -> None:
+    """The chunk is there and is right."""
+    key, payload = chunk(number)
+    into = memory.make()
+    assert await tier.read(key, into) == CHUNK_BYTES
+    assert np.array_equal(into, payload)
+    memory.give_back(into)
+
+
+async def works_again(tier: Hf3fsTier, memory: Memory, number: int) -> None:
+    """Sooner or later. What fails until then is what a breaker is for."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(OSError, TierUnavailable):
+                await put(tier, memory, number)
+                await get(tier, memory, number)
+                return
+            await tier.io.engine.until(lambda: tier.io.engine.serves)
+
+
+async def written(tier: Hf3fsTier, memory: Memory, number: int) -> None:
+    """Sooner or later, with no read in between."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await put(tier, memory, number)
+            except (OSError, TierUnavailable):
+                await tier.io.engine.until(lambda: tier.io.engine.serves)
+
+
+def quarantined(tier: Hf3fsTier) -> list[Path]:
+    return [path for root in tier.settings.directories for path in (root / "quarantine").glob("*")]
+
+
+def start_reading(tier: Hf3fsTier, memory: Memory, *numbers: int) -> list[asyncio.Task[int | None]]:
+    return [asyncio.create_task(tier.read(chunk(number)[0], memory.make())) for number in numbers]
+
+
+async def all_places_are_free(tier: Hf3fsTier, but: int = 0) -> bool:
+    """Every transfer buffer can be taken, but for so many."""
+    buffers, places = tier.io.engine.buffers, []
+    with contextlib.suppress(TierUnavailable):
+        while True:
+            places.append(await buffers.take(0.01))
+    for place in places:
+        buffers.give_back(place)
+    return len(places) == buffers.count - but

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS, Memory, Opened
-from tests.hf3fs.tier.test_faults import get, put
+from tests.hf3fs.tier.conftest import FINGERPRINT, PATIENCE_S, RINGS, Memory, Opened, all_places_are_free, get, put
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
 from tiercache import Config, Layout
@@ -100,11 +99,17 @@ def deleted_bytes(emulator: Hf3fsEmulator) -> int:
     return sum(found.values())
 
 
+async def until_none_is_open(emulator: Hf3fsEmulator) -> None:
+    """No deleted file takes space for good."""
+    async with asyncio.timeout(PATIENCE_S):
+        while deleted_bytes(emulator):
+            await asyncio.sleep(0.02)
+
+
 async def test_chunks_that_another_instance_deletes_do_not_stay_allocated(
     opened: Opened, mortal: Hf3fsEmulator, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though this one has them open, and nobody asks it for anything."""
-    swept = asyncio.Event()
     monkeypatch.setattr(directories, "_SWEEP_S", 0.1)
     place = mortal.mount / "chunks"
     async with opened(place, cap_bytes=4 << 20) as idle, opened(place, cap_bytes=4 << 20) as busy:
@@ -113,25 +118,13 @@ async def test_chunks_that_another_instance_deletes_do_not_stay_allocated(
         await put(idle, memory, *range(1, 41))
         for number in range(1, 41):
             await get(idle, memory, number)
-        assert len(idle.io.files._kept) == 40
+        assert mortal.control.statistics().open_files >= open_before + 40, "kept for the next read"
         await busy.scanned()
         for number in range(1, 41):
             await busy.probe([chunk(number)[0]])
         await put(busy, memory, *range(100, 160))
         assert busy.statistics().evicted >= 38
-        close_deleted = idle.io.files.close_deleted
-        loop = asyncio.get_running_loop()
-
-        def watched() -> int:
-            closed = close_deleted()
-            loop.call_soon_threadsafe(swept.set)
-            return closed
-
-        monkeypatch.setattr(idle.io.files, "close_deleted", watched)
-        await asyncio.wait_for(swept.wait(), 20)
-        assert not any(not os.fstat(file.descriptor).st_nlink for file in idle.io.files._kept.values())
-        await asyncio.to_thread(mortal.control.until_open_files, open_before + len(idle.io.files._kept))
-        assert not deleted_bytes(mortal)
+        await until_none_is_open(mortal)
 
 
 async def test_victims_are_closed_whichever_way_the_chunk_goes(
@@ -147,8 +140,7 @@ async def test_victims_are_closed_whichever_way_the_chunk_goes(
             elsewhere = page_aligned(CHUNK_BYTES)
             elsewhere[:] = payload
             assert await tier3.write(key, elsewhere, CHUNK_BYTES)
-        kept = [file.descriptor for file in tier3.io.files._kept.values()]
-        assert all(os.fstat(descriptor).st_nlink for descriptor in kept)
+        await until_none_is_open(mortal)
 
 
 async def test_victims_are_closed_when_there_is_no_room_all_the_same(
@@ -161,7 +153,7 @@ async def test_victims_are_closed_when_there_is_no_room_all_the_same(
         files.capacity.reserve = lambda *amounts_bytes: False  # type: ignore[method-assign]
         with pytest.raises(TierFull):
             files.begin_write(b"k" * 32, CHUNK_BYTES, Victims([(chunk(1)[0], file_bytes(CHUNK_BYTES))]))
-        assert not tier3.io.files._kept
+        assert tier3.io.files.kept(tier3.path(chunk(1)[0])) is None
 
 
 @pytest.fixture
@@ -223,7 +215,7 @@ async def test_short_ring_write_is_an_error_and_no_chunk(
             await put(tier3, memory, 1)
         assert await tier3.probe([chunk(1)[0]]) == 0
         assert not list(place.rglob("*.[0-9]*"))
-        assert tier3.io.engine.buffers._free.qsize() == tier3.io.engine.buffers.count
+        assert await all_places_are_free(tier3)
         await put(tier3, memory, 1)
         await get(tier3, memory, 1)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import RINGS, Memory, Opened
-from tests.hf3fs.tier.test_faults import get, put
+from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, get, put
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

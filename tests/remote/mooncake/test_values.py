@@ -44,7 +44,7 @@ async def other(master: Master) -> AsyncIterator[MooncakeTier]:
     await tier.close()
 
 
-@pytest.mark.parametrize("length", [1, 7, 88, 4095, 4097, 70_000, (1 << 20) + 13, LARGEST - 1, LARGEST])
+@pytest.mark.parametrize("length", [1, 88, 4097, (1 << 20) + 13, LARGEST])
 @pytest.mark.parametrize("where", ["arena", "elsewhere"])
 async def test_every_length_comes_back_and_padding_is_left_alone(
     tier: MooncakeTier, other: MooncakeTier, arena: Arena, length: int, where: str
@@ -115,7 +115,7 @@ async def test_a_chunk_can_be_removed_right_after_it_was_read(tier: MooncakeTier
     assert await tier.remove(KEY) is False
 
 
-@pytest.mark.parametrize("length", [1, 87, 88, 89, 40_000, LARGEST + 1000])
+@pytest.mark.parametrize("length", [1, 88, 89, LARGEST + 1000])
 async def test_the_value_of_another_program_is_left_alone(tier: MooncakeTier, client: Any, length: int) -> None:
     value = b"x" * length
     assert client.put(NAME, value) == 0

@@ -31,24 +31,7 @@ async def test_a_chunk_is_one_value_that_never_expires(tier: RedisTier, server: 
         assert client.ttl(NAME) == -1
 
 
-async def test_removing_deletes_the_value(tier: RedisTier, server: Server) -> None:
-    await tier.write(KEY, PAYLOAD, LENGTH)
-    assert await tier.remove(KEY)
-    assert not await tier.remove(KEY)
-    with server.client() as client:
-        assert client.dbsize() == 0
-
-
-async def test_a_put_after_a_removal_is_what_is_read(tier: RedisTier) -> None:
-    other = chunk(8, LENGTH)[1]
-    await tier.write(KEY, PAYLOAD, LENGTH)
-    await tier.remove(KEY)
-    await tier.write(KEY, other, LENGTH)
-    into = page_aligned(LENGTH)
-    assert await tier.read(KEY, into) == LENGTH and np.array_equal(into[:LENGTH], other[:LENGTH])
-
-
-@pytest.mark.parametrize("left_bytes", [3, 40, 88, 110, LENGTH // 2, 88 + LENGTH - 1])
+@pytest.mark.parametrize("left_bytes", [3, 88, 88 + LENGTH - 1])
 async def test_a_value_that_was_cut_is_a_corrupt_chunk_and_is_removed(
     tier: RedisTier, server: Server, left_bytes: int
 ) -> None:
@@ -62,7 +45,7 @@ async def test_a_value_that_was_cut_is_a_corrupt_chunk_and_is_removed(
     assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
 
 
-@pytest.mark.parametrize("more_bytes", [1, 5000, 2 * LENGTH])
+@pytest.mark.parametrize("more_bytes", [1, 2 * LENGTH])
 async def test_a_value_that_is_too_long_is_a_corrupt_chunk_and_stays_inside_its_buffer(
     tier: RedisTier, server: Server, more_bytes: int
 ) -> None:
@@ -80,7 +63,7 @@ async def test_a_value_that_is_too_long_is_a_corrupt_chunk_and_stays_inside_its_
 LONG = 5 << 20  # read in pieces
 
 
-@pytest.mark.parametrize("length", [LONG, LONG - 1, (4 << 20) - 88, (4 << 20) - 87, 4 << 20, 6 << 20, (6 << 20) - 88])
+@pytest.mark.parametrize("length", [LONG, (4 << 20) - 88, (4 << 20) - 87, 6 << 20])
 async def test_a_long_chunk_is_read_in_pieces(tier: RedisTier, length: int) -> None:
     key, payload = chunk(3, length)
     into = page_aligned(length)
@@ -91,7 +74,7 @@ async def test_a_long_chunk_is_read_in_pieces(tier: RedisTier, length: int) -> N
     assert await tier.read(chunk(2)[0], into) is None, "the next request is answered"
 
 
-@pytest.mark.parametrize("left_bytes", [3, 88, 1 << 20, 2 << 20, (2 << 20) + 40, 88 + LONG - 1, 88 + LONG + 1, 9 << 20])
+@pytest.mark.parametrize("left_bytes", [3, 88, 2 << 20, (2 << 20) + 40, 88 + LONG - 1, 88 + LONG + 1])
 async def test_a_long_value_that_is_cut_or_too_long_is_a_corrupt_chunk(
     tier: RedisTier, server: Server, left_bytes: int
 ) -> None:
@@ -138,7 +121,7 @@ async def test_the_head_of_a_chunk_that_an_earlier_version_stored_in_segments_is
 
 
 @pytest.mark.parametrize(
-    "value", [b"x", b"x" * 120, b"x" * 100_000, b"x" * 3_000_000, ["x"]], ids=lambda v: str(len(v))
+    "value", [b"x", b"x" * 120, b"x" * 3_000_000, ["x"]], ids=lambda v: str(len(v))
 )
 async def test_a_value_of_another_program_is_left_alone_by_reads_and_replaced_by_a_put(
     tier: RedisTier, server: Server, value: bytes | list[str]

@@ -51,7 +51,7 @@ async def read(tier: S3Tier, number: int, length: int = CHUNK_BYTES) -> np.ndarr
     return None if found is None else into[:found]
 
 
-@pytest.mark.parametrize("length", [LARGE_BYTES, LARGE_BYTES - 1, 4 << 20, (4 << 20) + 1, 5000, 1])
+@pytest.mark.parametrize("length", [LARGE_BYTES, 4 << 20, (4 << 20) + 1, 1])
 async def test_a_large_chunk_is_read_in_parts_and_a_tail_is_found_whole(make_tier: MakeTier, length: int) -> None:
     async with opened(make_tier(chunk_bytes=LARGE_BYTES, part_bytes=2 << 20)) as tier:
         key, payload = chunk(1, length)
@@ -90,7 +90,7 @@ async def test_two_writers_at_once_both_store(make_tier: MakeTier) -> None:
             assert found is not None and np.array_equal(found, chunk(number)[1])
 
 
-@pytest.mark.parametrize("kept", [0, 3, 40, PACKED_BYTES, PACKED_BYTES + 100, PACKED_BYTES + CHUNK_BYTES - 1])
+@pytest.mark.parametrize("kept", [0, 3, PACKED_BYTES, PACKED_BYTES + CHUNK_BYTES - 1])
 async def test_a_truncated_object_is_no_hit_and_is_stored_anew(make_tier: MakeTier, kept: int) -> None:
     async with opened(make_tier()) as tier, opened(make_tier()) as other:
         await tier.write(*chunk(1), CHUNK_BYTES)

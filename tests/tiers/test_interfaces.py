@@ -109,7 +109,7 @@ def subclasses(base: type, *packages: Any) -> set[type]:
         below: list[type] = left.pop().__subclasses__()
         found.update(below)
         left += below
-    return {one for one in found if one.__module__.startswith("tiercache.")}
+    return {one for one in found if one.__module__.startswith(("tiercache.", "tests.torture."))}
 
 
 TIERS = subclasses(Tier, tiercache.tiers, tiercache.testing)

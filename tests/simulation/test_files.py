@@ -26,7 +26,6 @@ from tiercache.testing.simulation.files import Disk, FileCalls, Torn
 from tiercache.tiers.files import directory as directory_module
 from tiercache.tiers.files import format as chunk_format
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import Victims
 
 ROOT = "/simulated/disk0"
 MEBIBYTE = 2**20
@@ -689,7 +688,7 @@ def test_a_volume_lives_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
         files = ChunkFiles(Path(ROOT) / "cache", 32 * MEBIBYTE, fingerprint, direct=None, durable=True)
         files.open()
         assert files.direct
-        assert files.write(key, payload, 8000, Victims()) == 3 * 4096
+        assert files.write(key, payload, 8000) == 3 * 4096
         assert files.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
         assert len(files.scanner.scan(key.hex()[:2]).keys) == 1
         directory = calls.open(f"{ROOT}/cache/{key.hex()[:2]}", os.O_RDONLY)

@@ -15,6 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +26,12 @@ from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.device.driver import Tensor
 from tiercache.errors import ConfigError, DeviceError, TierFull, TierUnavailable
-from tiercache.memory.workers import Workers, retrieve_exception
+from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
 from tiercache.tiers.files.chunk_files import ChunkFiles, OnlyRead
-from tiercache.tiers.files.directory import Victims, WrongFormat, default_cap, found_place, make_place
+from tiercache.tiers.files.directory import Deleted, Victims, WrongFormat, default_cap, found_place, make_place
 from tiercache.tiers.files.scanning import Directory, scan
 
 logger = logging.getLogger("tiercache.disk")
@@ -38,6 +39,7 @@ logger = logging.getLogger("tiercache.disk")
 T = TypeVar("T")
 
 _CLOSE_S = 5.0
+_EVICTING_THREADS = 4
 
 
 class MetadataWorkers(Workers):
@@ -46,7 +48,9 @@ class MetadataWorkers(Workers):
     def __init__(self, name: str, threads: int) -> None:
         super().__init__(f"{name}-metadata", threads)
         self.background = Workers(f"{name}-scan", threads)
-        """Threads for scans and the deletions that follow them, so that lookups do not wait for these."""
+        """Threads for scans, so that lookups do not wait for these."""
+        self.evicting = Workers(f"{name}-evict", max(_EVICTING_THREADS, threads))
+        """Threads for evictions, which writes wait for."""
         self._cleanups: set[asyncio.Future[Any]] = set()
 
     async def opened(self, open_it: Callable[[], object], close_it: Callable[[], object]) -> None:
@@ -90,6 +94,7 @@ class MetadataWorkers(Workers):
     def close(self) -> None:
         super().close()
         self.background.close()
+        self.evicting.close()
 
     async def change(self, call: Callable[..., T], *arguments: object) -> T:
         """Return the result of a call that changes directories. `cleaned_up` waits for it if the caller is cancelled: a
@@ -217,7 +222,7 @@ class ChunkIO(ABC):
 
     @abstractmethod
     def write(
-        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int
     ) -> asyncio.Future[int]:
         """Write a chunk like `ChunkFiles.write`."""
 
@@ -226,7 +231,7 @@ class ChunkIO(ABC):
         raise DeviceError("there is no device; only host memory is served")
 
     def write_device(
-        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int
     ) -> asyncio.Future[int]:
         """Write a chunk from device memory like `ChunkFiles.write`."""
         raise DeviceError("there is no device; only host memory is served")
@@ -541,7 +546,7 @@ class Directories:
         ):
             deficit_bytes = min(deficit_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
         if directory.files is not files:
-            return Victims()  # the new directory has its own deficit
+            return []  # the new directory has its own deficit
         if deficit_bytes > index.used_bytes:
             raise TierFull(
                 f"{files.root}: {files.capacity.used_bytes} of {files.cap_bytes} bytes are in use and only "
@@ -551,31 +556,37 @@ class Directories:
 
     def trim_soon(self, directory: Directory) -> None:
         """Evict in the background what exceeds tenants' quotas; other instances may have written it."""
-        if not self.closed and not self._only_reads and directory.trimming is None and directory.index.excess_bytes > 0:
-            directory.trimming = self.begin(self._trim(directory), f"trim-{directory.files.root}")
-            directory.trimming.add_done_callback(directory.trimmed)
+        if not self.closed and not directory.trimming.locked() and directory.index.excess_bytes > 0:
+            self.begin(self._trim(directory), f"trim-{directory.files.root}")
 
     async def _trim(self, directory: Directory) -> None:
         """Evict what exceeds the cap or a quota, in steps, so that writes can run in between."""
         files = directory.files
-        while directory.files is files and not self._only_reads:
-            excess_bytes = max(files.capacity.used_bytes - files.cap_bytes, directory.index.excess_bytes)
-            victims = self._evict(directory, excess_bytes, _TRIM_STEP)
-            if not victims:
-                return
-            with directory.leaving(victims):
-                done = await self.metadata.background.submit(files.delete_all, victims)
-            self.catch_up_soon(directory)
-            if done.error is not None:
-                logger.warning("%s: chunks could not be evicted: %s", files.root, done.error)
-                for key, occupied_bytes in done.left:
-                    directory.index.add(key, occupied_bytes)
-                return
+        async with directory.trimming:
+            while directory.files is files and not self._only_reads:
+                excess_bytes = max(files.capacity.used_bytes - files.cap_bytes, directory.index.excess_bytes)
+                victims = self._evict(directory, excess_bytes, _TRIM_STEP)
+                if not victims or (await self.delete(directory, victims)).error is not None:
+                    return
 
     def _evict(self, directory: Directory, needed_bytes: int, most: int | None = None) -> Victims:
-        victims = Victims(directory.index.evict(needed_bytes, most))
+        victims = directory.index.evict(needed_bytes, most)
         self.evicted += len(victims)
         return victims
+
+    async def delete(self, directory: Directory, victims: Victims, *, reuse: bool = False) -> Deleted:
+        """Delete the files of evicted chunks like `ChunkFiles.delete_all`. Those that are left go back into the index, as
+        the most recently used."""
+        files = directory.files
+        with directory.leaving(victims):
+            done = await wait_shielded(self.metadata.evicting.submit(partial(files.delete_all, victims, reuse=reuse)))
+        if directory.files is files:
+            for key, occupied_bytes in done.left:
+                directory.index.add(key, occupied_bytes)
+        self.catch_up_soon(directory)
+        if done.error is not None:
+            logger.warning("%s: chunks could not be evicted: %s", files.root, done.error)
+        return done
 
     # Retries
 

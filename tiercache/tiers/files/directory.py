@@ -23,7 +23,7 @@ import stat
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 
 from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.errors import TierUnavailable
+from tiercache.errors import TierFull, TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
     ACCESS,
@@ -52,34 +52,8 @@ from tiercache.tiers.files.owners import PENDING_NAME, Owner
 logger = logging.getLogger("tiercache.disk")
 
 
-class Victims(list[tuple[ChunkKey, int]]):
-    """Evicted chunks to delete, with the bytes that each occupies."""
-
-    def __init__(self, chunks: Iterable[tuple[ChunkKey, int]] = ()) -> None:
-        super().__init__(chunks)
-        self.freed_bytes = 0
-        """Bytes of the victims that still existed. Set when the write has ended or failed."""
-        self.left: list[tuple[ChunkKey, int]] = []
-        """Victims that this process may not delete."""
-        self.are_deleted = False
-        """True if the deletions have ended or failed. The write may continue."""
-        self._when_deleted: list[Callable[[], None]] = []
-
-    @property
-    def were_gone(self) -> bool:
-        return bool(self) and not self.freed_bytes
-
-    def deleted(self) -> None:
-        """Mark the deletions as ended. Thread-safe and idempotent."""
-        self.are_deleted = True
-        for tell in self._when_deleted:
-            tell()
-
-    def when_deleted(self, tell: Callable[[], None]) -> None:
-        """Call `tell` at least once after the deletions, from any thread."""
-        self._when_deleted.append(tell)
-        if self.are_deleted:
-            tell()
+Victims = list[tuple[ChunkKey, int]]
+"""Evicted chunks to delete, with the bytes that each occupies."""
 
 
 @dataclass
@@ -95,9 +69,8 @@ class PendingFile:
 class Deleted:
     """Result of `ChunkFiles.delete_all`, without chunks that were missing already."""
 
-    chunks: int = 0
     freed_bytes: int = 0
-    left: list[tuple[ChunkKey, int]] = field(default_factory=list)
+    left: Victims = field(default_factory=list)
     """Chunks that could not be deleted, for the reason in `error`."""
     error: OSError | None = None
 
@@ -217,6 +190,10 @@ class NameTaken(OSError):
     """A foreign file has the name of this chunk or of its directory. Other chunks can be written."""
 
 
+_DIRECTORY_BYTES = 4096
+"""Bytes that a new directory occupies at most."""
+
+
 class Publisher:
     """Publishes temporary files under their final names."""
 
@@ -262,12 +239,25 @@ class Publisher:
             os.rename(temporary, path)
 
     def make_directory(self, path: str) -> None:
-        """Make a directory of chunks that is missing, and add it to the capacity counter, cap or no cap."""
+        """Make a directory of chunks that is missing, and count it. Raises TierFull, NameTaken, OSError."""
+        capacity = self._capacity()
+        if not capacity.reserve(_DIRECTORY_BYTES):
+            raise TierFull(f"{path}: there is no room for a directory below the cap")
+        reserved_bytes, committed_bytes = _DIRECTORY_BYTES, 0
         try:
             if self._access.make_directory(path):
-                self._capacity().add(occupied_bytes(os.stat(path)))
+                directory_bytes = occupied_bytes(os.stat(path))
+                capacity.resize(directory_bytes - reserved_bytes)
+                reserved_bytes = directory_bytes
+                capacity.commit(directory_bytes)
+                committed_bytes = directory_bytes
         except NotADirectoryError as error:
             raise NameTaken(error.errno, error.strerror, path) from error
+        finally:
+            if committed_bytes:
+                capacity.settle(committed_bytes)
+            else:
+                capacity.cancel(reserved_bytes)
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
@@ -333,12 +323,9 @@ class Quarantine:
 
 def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> None:
     """Delete and uncount a file. If that fails, it stays counted."""
-    capacity.announce(occupied)
-    gone = False
-    with contextlib.suppress(OSError):
+    with capacity.deleting(occupied) as freed, contextlib.suppress(OSError):
         os.unlink(name, dir_fd=directory)
-        gone = True
-    capacity.release(occupied if gone else 0, occupied)
+        freed(occupied)
 
 
 CHUNK_NAME = re.compile(HEX_KEY)

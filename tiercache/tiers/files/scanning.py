@@ -33,6 +33,8 @@ _BREATH_S = 0.001
 """Sleep between two steps. A loop that never sleeps starves the threads, since it takes Python's lock back before they
 wake."""
 _LEAST_PAUSE_S = 1.0
+_SHARED_PAUSE = 10
+"""Factor of the pause after a scan that could not correct the counter, since another process has the directory open."""
 _DOUBT_SHARE = 32
 """A counter is doubtful if it exceeds the known bytes by more than the cap divided by this."""
 
@@ -50,13 +52,13 @@ class Directory:
         self._found_more = asyncio.Event()
         self.scanning: asyncio.Task[None] | None = None
         self.catching_up: asyncio.Task[None] | None = None
-        self.trimming: asyncio.Task[None] | None = None
+        self.trimming = asyncio.Lock()
         self.noted_while_scanning: set[ChunkKey] = set()
         """Keys that were read, written or deleted since the scan began; its result may be older."""
         self._looking_around: dict[int, set[ChunkKey]] = {}
         """For each running listing, the keys deleted since it began."""
-        self._leaving: dict[ChunkKey, Victims] = {}
-        """Evicted keys whose files may still exist."""
+        self._leaving: dict[ChunkKey, asyncio.Event] = {}
+        """Evicted keys whose files may still exist, with the end of their deletion."""
         self._looking: dict[ChunkKey, list[int]] = {}
         """For each key with running lookups: their number, and the number of its changes since the first began."""
         self.next_scan_s = 0.0
@@ -87,10 +89,6 @@ class Directory:
         """True if the counter exceeds the bytes that are known to exist."""
         unexplained_bytes = self.files.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
         return unexplained_bytes > self.files.cap_bytes // _DOUBT_SHARE
-
-    def trimmed(self, task: asyncio.Task[None]) -> None:
-        """Clear `trimming` when the task ends."""
-        self.trimming = None
 
     def note(self, key: ChunkKey) -> None:
         if self.scanning is not None:
@@ -127,7 +125,7 @@ class Directory:
     @contextmanager
     def looking_around(self) -> Iterator[set[ChunkKey]]:
         """Begin a listing of many files. Yields the set of keys whose deletion makes their listing obsolete."""
-        gone = self._all_leaving()
+        gone = set(self._leaving)
         self._looking_around[id(gone)] = gone
         try:
             yield gone
@@ -135,7 +133,7 @@ class Directory:
             del self._looking_around[id(gone)]
 
     def begin_scan(self) -> None:
-        self.noted_while_scanning = self._all_leaving()
+        self.noted_while_scanning = set(self._leaving)
 
     def scan_found(self, *, all_of_it: bool = False) -> None:
         """Wake the waiters of `knows` after a part of a scan, or after its end (`all_of_it`)."""
@@ -156,38 +154,23 @@ class Directory:
     def leaving(self, victims: Victims) -> Iterator[None]:
         """Mark evicted chunks while their files are deleted: scans do not add them again, and a write of one waits, so that
         the deletion cannot hit the new file."""
+        end = asyncio.Event()
         keys = [key for key, _ in victims]
-        self._leaving.update(dict.fromkeys(keys, victims))
+        self._leaving.update(dict.fromkeys(keys, end))
         self._goes(keys)
         try:
             yield
         finally:
-            victims.deleted()
+            end.set()
             for key in keys:
-                if self._leaving.get(key) is victims:
-                    self._has_left(key)
+                if self._leaving.get(key) is end:
+                    del self._leaving[key]
+                    self._changed(key)
 
     async def left(self, key: ChunkKey) -> None:
         """Wait until the chunk is not being deleted."""
-        while self._is_leaving(key):
-            loop = asyncio.get_running_loop()
-            end = asyncio.Event()
-            self._leaving[key].when_deleted(lambda: _tell(loop, end))  # noqa: B023 - waited for right here
+        while (end := self._leaving.get(key)) is not None:
             await end.wait()
-
-    def _is_leaving(self, key: ChunkKey) -> bool:
-        victims = self._leaving.get(key)
-        if victims is None or not victims.are_deleted:
-            return victims is not None
-        self._has_left(key)
-        return False
-
-    def _all_leaving(self) -> set[ChunkKey]:
-        return {key for key, victims in self._leaving.items() if not victims.are_deleted}
-
-    def _has_left(self, key: ChunkKey) -> None:
-        del self._leaving[key]
-        self._changed(key)
 
     def _goes(self, keys: Sequence[ChunkKey]) -> None:
         if self.scanning is not None:
@@ -199,11 +182,6 @@ class Directory:
         looking = self._looking.get(key)
         if looking is not None:
             looking[1] += 1
-
-
-def _tell(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(end.set)
 
 
 async def scan(directory: Directory, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
@@ -245,6 +223,8 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
             await _add(directory, index, found, new, ignored)
         await _forget(directory, index, gone)
         changed_bytes = await workers.submit(files.recount, mark, found.counted_bytes)
+        if changed_bytes is None:
+            calls_s *= _SHARED_PAUSE
     finally:
         if not first:
             directory.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))

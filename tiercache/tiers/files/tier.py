@@ -39,7 +39,7 @@ from tiercache.tiers.files.access import (
 )
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, Lookup, give_up_bytes
-from tiercache.tiers.files.directory import NameTaken, Victims, reads_back
+from tiercache.tiers.files.directory import Deleted, NameTaken, reads_back
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import ProbingLookup
 from tiercache.tiers.files.scanning import Directory
@@ -62,7 +62,7 @@ _LONGEST_PAUSE_S = 30.0
 
 BeginRead = Callable[[ChunkFiles], "asyncio.Future[int | None]"]
 """Begins what does as `ChunkFiles.read`."""
-BeginWrite = Callable[[ChunkFiles, Victims], "asyncio.Future[int]"]
+BeginWrite = Callable[[ChunkFiles], "asyncio.Future[int]"]
 """Begins what does as `ChunkFiles.write`; called several times, perhaps."""
 
 
@@ -339,13 +339,13 @@ class FileTier(DeviceTier):
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         io = self.directories.io
         return await self._write(
-            key, payload_bytes, lambda files, victims: io.write(files, key, payload, payload_bytes, victims)
+            key, payload_bytes, lambda files: io.write(files, key, payload, payload_bytes)
         )
 
     async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
         io = self.directories.io
         return await self._write(
-            key, payload_bytes, lambda files, victims: io.write_device(files, key, payload, payload_bytes, victims)
+            key, payload_bytes, lambda files: io.write_device(files, key, payload, payload_bytes)
         )
 
     async def _write(self, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
@@ -411,19 +411,16 @@ class FileTier(DeviceTier):
             own = directory.index.evict_own(key, give_up_bytes(directory.index.lacking_bytes(key), needed_bytes))
             self._evicted_for_quotas += len(own)
             victims += own
-            files = directory.files
+            files, done = directory.files, Deleted()
             try:
-                try:
-                    with directory.leaving(victims):
-                        return await wait_shielded(write(files, victims))
-                finally:
-                    for left, occupied_bytes in victims.left if directory.files is files else ():
-                        directory.index.add(
-                            left, occupied_bytes
-                        )  # as the newest: all others go before it is tried again
+                if victims:
+                    done = await self.directories.delete(directory, victims, reuse=True)
+                if done.error is not None and not isinstance(done.error, PermissionError):
+                    raise done.error
+                return await wait_shielded(write(files))
             except TierFull:
                 # Victims that another instance had deleted were no attempt, and are out of the index now.
-                attempt += not victims.were_gone or bool(victims.left)
+                attempt += not victims or bool(done.freed_bytes or done.left)
                 deficit_bytes = max(needed_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
             except FileNotFoundError:
                 await self.directories.reopen(directory, files)
@@ -437,7 +434,7 @@ class FileTier(DeviceTier):
                 if error.errno not in NO_ROOM:
                     raise
                 # The device is fuller than our cap allows for: make room at our own expense, then say so.
-                attempt += not victims.were_gone
+                attempt += not victims or bool(done.freed_bytes)
                 if await self.directories.close_deleted():
                     deficit_bytes = 0
                     continue

@@ -3,15 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.index import Freshness, SharedIndex
+from tiercache.core.index import CappedIndex, Freshness
 
 
 def key(directory: int, number: int = 0) -> bytes:
     return bytes([directory]) + number.to_bytes(23, "big")
 
 
-def index_with(*keys: bytes) -> SharedIndex:
-    index = SharedIndex()
+def index_with(*keys: bytes) -> CappedIndex:
+    index = CappedIndex()
     for each in keys:
         index.add(each, 10)
     return index
@@ -52,7 +52,7 @@ changes = st.lists(
 
 @given(changes)
 def test_groups_are_the_index_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
-    index = SharedIndex()
+    index = CappedIndex()
     for step, directory, number in steps:
         each = key(directory, number)
         if step in ("add", "cold"):

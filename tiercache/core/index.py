@@ -359,9 +359,7 @@ class CappedIndex:
         """Return what each tenant holds; empty without quotas."""
         return self._shares.statistics() if self._shares is not None else {}
 
-
-class SharedIndex(CappedIndex):
-    """A CappedIndex that can be compared with a listing of one of the directories."""
+    # Comparing with a listing of a directory
 
     def group(self, directory: int) -> frozenset[ChunkKey]:
         """Return the chunks known in a directory, as a copy."""

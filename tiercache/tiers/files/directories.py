@@ -256,10 +256,6 @@ class ChunkIO(ABC):
 class Lookup(ABC):
     """Looks keys up in the directories and keeps the indexes fresh."""
 
-    @abstractmethod
-    def make_index(self) -> CappedIndex:
-        """Return an empty index."""
-
     def begin(self, directory: Directory) -> None:  # noqa: B027 - only shared directories need it
         """Start to keep a directory's index fresh."""
 
@@ -375,7 +371,7 @@ class Directories:
         for place in places:
             files = self.make_files(place, share_bytes)
             await self._open_files(files)
-            directory = Directory(files, self.lookup.make_index())
+            directory = Directory(files, CappedIndex(self.settings.tenant_share_bytes))
             self.all.append(directory)
             self._unclosed.append(directory)
             self._require_another(files)
@@ -642,7 +638,7 @@ class Directories:
                 if self.closed:
                     self.metadata.later(fresh.close)
                     raise TierUnavailable(f"{self.name} is closed")
-                directory.begin_anew(fresh, self.lookup.make_index())
+                directory.begin_anew(fresh, CappedIndex(self.settings.tenant_share_bytes))
                 self.metadata.later(stale.close)
                 self.begin_scan(directory, first=True)
         if not directory.files.capacity.trusted:

@@ -355,11 +355,17 @@ class Scanned:
     """Bytes of chunks and directories."""
     strays: int = 0
     foreign: int = 0
+    chunks: int = 0
+    """The number of chunks, where only numbers are added up."""
 
     def add(self, other: Scanned) -> None:
+        """Append the chunks of another result, without their sizes."""
         self.keys += other.keys
         self.times_s += other.times_s
-        self.sizes += other.sizes
+
+    def count(self, other: Scanned) -> None:
+        """Add the numbers of another result."""
+        self.chunks += len(other.keys)
         self.counted_bytes += other.counted_bytes
         self.strays += other.strays
         self.foreign += other.foreign

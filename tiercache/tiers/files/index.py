@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tiercache.core.header import file_bytes
-from tiercache.core.index import CappedIndex, Freshness, SharedIndex, pause_s
+from tiercache.core.index import CappedIndex, Freshness, pause_s
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, retrieve_exception
@@ -279,7 +279,7 @@ def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
 
 
 class Refresher:
-    """Keeps a directory's `SharedIndex` and counter fresh. Belongs to the event loop; `run` is its task.
+    """Keeps a directory's index and counter fresh. Belongs to the event loop; `run` is its task.
 
     Keys in `ignored` are never added.
     """
@@ -351,7 +351,6 @@ class Refresher:
     async def _refresh(self) -> None:
         loop = asyncio.get_running_loop()
         files, index = self.directory.files, self.directory.index
-        assert isinstance(index, SharedIndex)
         if index is not self._index:
             # The directory was replaced.
             self._index, self._freshness = index, Freshness(_SETTLE_S)
@@ -365,7 +364,7 @@ class Refresher:
                 return
             self._freshness.listed(directory, began_s)
 
-    async def _list(self, files: ChunkFiles, index: SharedIndex, directory: int, gone: Container[ChunkKey]) -> None:
+    async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int, gone: Container[ChunkKey]) -> None:
         """Update the index from a subdirectory. The listing may contain keys that are `gone`."""
         before = index.group(directory)
         listed = await self._ask(files, list_keys, files, directory)
@@ -449,9 +448,6 @@ class ProbingLookup(Lookup):
     def __init__(self, directories: Directories) -> None:
         self._directories = directories
 
-    def make_index(self) -> CappedIndex:
-        return CappedIndex(self._directories.settings.tenant_share_bytes)
-
     def follow_deletions(self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         deletions = Deletions(self._directories, directory, on_stored)
         self._directories.begin(deletions.follow(), f"deletions-{directory.files.root}")
@@ -495,9 +491,6 @@ class RelistingLookup(ProbingLookup):
         self.refreshers: dict[Directory, Refresher] = {}
         self._refresh_s = refresh_s
         self._watchers = Workers(f"{directories.name}-refresh", len(directories.settings.directories))
-
-    def make_index(self) -> CappedIndex:
-        return SharedIndex(self._directories.settings.tenant_share_bytes)
 
     def follow_deletions(self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         """Do nothing: the refresher sees deletions."""

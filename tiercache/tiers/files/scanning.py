@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -17,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tiercache.core.index import PARTS, CappedIndex, pause_s
+from tiercache.core.index import CappedIndex, pause_s
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import Workers
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import Scanned, Victims
+from tiercache.tiers.files.directory import TOP_LEVELS, Scanned, Victims
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -187,41 +186,39 @@ class Directory:
 async def scan(directory: Directory, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
     """Update the index from the files and correct the counter. Return None if the directory was replaced meanwhile.
 
-    `first`: order the index by file times. Later scans keep its order, and insert new chunks as the least recently used.
-    Raises OSError, TierUnavailable.
+    New chunks become the least recently used, ordered by file times. `first`: do not delay the next scan. Raises OSError,
+    TierUnavailable.
     """
     files, index = directory.files, directory.index
     loop = asyncio.get_running_loop()
     calls_s: list[float] = []
     directory.begin_scan()
-    known = await _keys(index)
-    found = Scanned()
+    found, new = Scanned(), Scanned()
+    indexed_bytes = 0
     try:
         began_s = loop.time()
-        mark, directories = await workers.submit(files.begin_scan)
+        mark, existing = await workers.submit(files.begin_scan)
         calls_s.append(loop.time() - began_s)
-        for start in range(0, len(directories), workers.threads):
-            tops = directories[start : start + workers.threads]
+        for top in set(TOP_LEVELS).difference(existing):
+            await _merge(directory, index, Scanned(), index.group(int(top, 16)), ignored)
+        for start in range(0, len(existing), workers.threads):
+            tops = existing[start : start + workers.threads]
+            before = [index.group(int(top, 16)) for top in tops]
             began_s = loop.time()
             parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
             calls_s.append(loop.time() - began_s)
-            for part in parts:
-                if first:
-                    await _add(directory, index, part, np.arange(len(part.keys)), ignored)
-                    directory.scan_found()
-                found.add(part)
+            for part, known in zip(parts, before, strict=True):
+                indexed_bytes += sum(part.sizes)
+                new.add(await _merge(directory, index, part, known, ignored))
+                found.count(part)
+                directory.scan_found()
         began_s = loop.time()
         found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)
         calls_s.append(loop.time() - began_s)
-        newest_first = await workers.submit(found.newest_first)
-        new, gone, explained_bytes = await _compare(found, newest_first, known, ignored)
+        newest_first = await workers.submit(new.newest_first)
         if directory.files is not files:
             return None  # the replacement has its own scan
-        if first:
-            await _age(directory, index, found, new)
-        else:
-            await _add(directory, index, found, new, ignored)
-        await _forget(directory, index, gone)
+        await _age(directory, index, new, newest_first)
         changed_bytes = await workers.submit(files.recount, mark, found.counted_bytes)
         if changed_bytes is None:
             calls_s *= _SHARED_PAUSE
@@ -229,93 +226,53 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
         if not first:
             directory.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
     # Only bytes that were seen explain the counter: what other processes have reserved they give back later.
-    directory.explained_bytes = max(0, min(explained_bytes, files.capacity.used_bytes - index.used_bytes))
+    outside_bytes = min(found.counted_bytes - indexed_bytes, files.capacity.used_bytes - index.used_bytes)
+    directory.explained_bytes = max(0, outside_bytes)
     found.strays += files.strays_removed
     files.strays_removed = 0
     logger.info(
         "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
-        files.root, len(found.keys), found.strays, found.foreign,
+        files.root, found.chunks, found.strays, found.foreign,
     )  # fmt: skip
     if changed_bytes and not first:
         logger.info("%s: the capacity counter was corrected by %d bytes", files.root, changed_bytes)
     return found
 
 
-async def _keys(index: CappedIndex) -> list[ChunkKey]:
-    """Return the known keys. Concurrent changes may be missing."""
-    keys: list[ChunkKey] = []
-    paused_at = 0
-    for first_byte in range(PARTS):
-        keys += index.keys.part(first_byte)
-        if len(keys) - paused_at > _STEP:
-            paused_at = len(keys)
-            await asyncio.sleep(0)
-    return keys
+async def _merge(
+    directory: Directory, index: CappedIndex, found: Scanned, before: Collection[ChunkKey], ignored: Collection[ChunkKey]
+) -> Scanned:
+    """Update the index from the listing of a subdirectory, of which `before` was known. Return the new chunks."""
+    new = Scanned()
 
-
-async def _compare(
-    found: Scanned, newest_first: np.ndarray, known: list[ChunkKey], ignored: Collection[ChunkKey]
-) -> tuple[np.ndarray, list[ChunkKey], int]:
-    """Return the positions of new chunks, newest first, the keys that have disappeared, and the bytes outside the index."""
-    keys, sizes = found.keys, found.sizes
-    if not known and not ignored:
-        return newest_first, [], found.counted_bytes - int(np.asarray(sizes).sum())
-    unseen: set[ChunkKey] = set()
-    new, gone = array("q"), list[ChunkKey]()
-    taken_up_bytes = 0
-
-    def see(positions: np.ndarray) -> None:
-        nonlocal taken_up_bytes
-        for position in positions.tolist():
-            key = keys[position]
-            if key not in ignored:
-                taken_up_bytes += sizes[position]
-            if key in unseen:
-                unseen.discard(key)
-            else:
-                new.append(position)
-
-    def miss(step: Sequence[ChunkKey]) -> None:
-        gone.extend(key for key in step if key in unseen)
-
-    await _in_steps(known, unseen.update)
-    await _in_steps(newest_first, see)
-    await _in_steps(known if unseen else (), miss)
-    return np.asarray(new), gone, found.counted_bytes - taken_up_bytes
-
-
-async def _add(
-    directory: Directory, index: CappedIndex, found: Scanned, positions: np.ndarray, ignored: Collection[ChunkKey]
-) -> None:
-    keys, sizes = found.keys, found.sizes
-
-    def add(step: np.ndarray) -> None:
+    def add(step: range) -> None:
         noted = directory.noted_while_scanning
-        for position in step.tolist():
-            key = keys[position]
+        for position in step:
+            key = found.keys[position]
             if key not in index and key not in ignored and key not in noted:
-                index.add(key, sizes[position], cold=True)
+                index.add(key, found.sizes[position], cold=True)
+                new.keys.append(key)
+                new.times_s.append(found.times_s[position])
 
-    await _in_steps(positions, add)
+    def drop(step: Sequence[ChunkKey]) -> None:
+        for key in step:
+            if key not in directory.noted_while_scanning:
+                index.remove(key)
+
+    await _in_steps(range(len(found.keys)), add)
+    if before:
+        await _in_steps(sorted(set(before).difference(found.keys)), drop)
+    return new
 
 
-async def _age(directory: Directory, index: CappedIndex, found: Scanned, positions: np.ndarray) -> None:
-    keys = found.keys
+async def _age(directory: Directory, index: CappedIndex, new: Scanned, newest_first: np.ndarray) -> None:
+    keys = new.keys
 
     def age(step: np.ndarray) -> None:
         noted = directory.noted_while_scanning
         index.age([key for position in step.tolist() if (key := keys[position]) not in noted])
 
-    await _in_steps(positions, age)
-
-
-async def _forget(directory: Directory, index: CappedIndex, keys: Sequence[ChunkKey]) -> None:
-    def forget(step: Sequence[ChunkKey]) -> None:
-        for key in step:
-            if key not in directory.noted_while_scanning:
-                index.remove(key)
-
-    await _in_steps(keys, forget)
+    await _in_steps(newest_first, age)
 
 
 async def _in_steps(items: Items, work: Callable[[Items], None]) -> None:

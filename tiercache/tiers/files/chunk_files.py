@@ -188,7 +188,7 @@ class ChunkFiles:
 
     def require_manifest(self) -> None:
         """Create or check the manifest. It disappears when another program empties the directory."""
-        require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.publisher.ways, self.access)
+        require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.access)
 
     def answers(self) -> bool:
         """Return True if the path leads to a working directory. Lists it, since the kernel caches names of a dead mount."""

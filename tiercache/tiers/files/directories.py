@@ -336,7 +336,6 @@ class Directories:
         self.metadata = MetadataWorkers(name, metadata_threads)
         self.closed = False
         self._only_reads = False
-        self._unclosed: list[Directory] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._scans: set[asyncio.Task[None]] = set()
         self._on_change: Callable[[ChunkKey], None] | None = None
@@ -352,11 +351,12 @@ class Directories:
         try:
             await self._open_all()
         except BaseException:
-            self.all.clear()
             self._close_files()
+            self.all.clear()
             raise
         for directory in self.all:
             self.begin_scan(directory, first=True)
+            self.begin(self._catch_up(directory), f"catch-up-{directory.files.root}")
             self.lookup.begin(directory)
         if self._on_change is not None:
             self.tell(self._on_change)
@@ -373,7 +373,6 @@ class Directories:
             await self._open_files(files)
             directory = Directory(files, CappedIndex(self.settings.tenant_share_bytes))
             self.all.append(directory)
-            self._unclosed.append(directory)
             self._require_another(files)
         await self.io.open()
 
@@ -389,8 +388,8 @@ class Directories:
         await self.metadata.cleaned_up()
 
     def _close_files(self) -> None:
-        while self._unclosed:
-            self.metadata.later(self._unclosed.pop().files.close)
+        for directory in self.all:
+            self.metadata.later(directory.files.close)
 
     @property
     def is_open(self) -> bool:
@@ -510,7 +509,6 @@ class Directories:
         finally:
             if directory.files is files:
                 directory.scan_found(all_of_it=True)
-                self.catch_up_soon(directory)
         if is_missing:
             await self._replace(directory, files)
         else:
@@ -579,40 +577,29 @@ class Directories:
         if directory.files is files:
             for key, occupied_bytes in done.left:
                 directory.index.add(key, occupied_bytes)
-        self.catch_up_soon(directory)
         if done.error is not None:
             logger.warning("%s: chunks could not be evicted: %s", files.root, done.error)
         return done
 
     # Retries
 
-    def catch_up_soon(self, directory: Directory) -> None:
-        """Start to retry failed deletions and counter updates. Other instances cannot use freed bytes that stay counted, and
-        this one may have nothing to write."""
-        if not self.closed and directory.catching_up is None and directory.files.is_behind:
-            directory.catching_up = self.begin(self._catch_up(directory), f"catch-up-{directory.files.root}")
-
     async def _catch_up(self, directory: Directory) -> None:
-        files = directory.files
-        try:
+        """Retry failed deletions and counter updates. Other instances cannot use freed bytes that stay counted, and this one
+        may have nothing to write."""
+        while True:
             await asyncio.sleep(_CATCH_UP_S)
-            while directory.files is files and files.is_behind:
+            if directory.files.is_behind:
                 with contextlib.suppress(TierUnavailable):  # no thread could be started
-                    await self.metadata.change(files.catch_up)
-                await asyncio.sleep(_CATCH_UP_S)
-        finally:
-            directory.catching_up = None
+                    await self.metadata.change(directory.files.catch_up)
 
     async def _sweep(self) -> None:
-        """Periodically close deleted files and return freed bytes, also while this instance is idle."""
+        """Periodically close deleted files, also while this instance is idle."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
                 await self.close_deleted()
             except Exception as error:  # the next sweep tries again
                 logger.info("%s: could not close deleted files: %s", self.name, error)
-            for directory in self.all:
-                self.catch_up_soon(directory)
 
     # Replaced directories
 

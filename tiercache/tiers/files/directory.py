@@ -602,41 +602,32 @@ FORMAT = 1
 MANIFEST = "tiercache.json"
 _CONTENT = json.dumps({"format": FORMAT, "what": "tiercache chunks"}).encode() + b"\n"
 _LARGEST_BYTES = 4096
-_MANIFEST_ATTEMPTS = 8
 
 
 class WrongFormat(ValueError):
     """The directory has another format or is foreign. The message says what was found."""
 
 
-def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access: Access) -> None:
+def require_manifest(root: Path, temporary: str, access: Access) -> None:
     """Create the manifest of `root`, or check its format. A full device is no error.
 
-    `temporary` is a unique name. An empty or torn manifest is replaced. Raises WrongFormat, OSError.
+    `temporary` is a unique name. An empty or torn manifest is replaced, or one that another process has just made: all
+    processes write the same content. Raises WrongFormat, OSError.
     """
     path = root / MANIFEST
-    for _ in range(_MANIFEST_ATTEMPTS):
-        found = _read(path)
-        if found is not None and not _is_torn(found):
-            _require_ours(path, found)
-            return
-        try:
-            _write(temporary, _CONTENT)
-            access.grant(temporary)
-            if found is not None:
-                os.replace(temporary, path)
-            else:
-                _name(temporary, str(path), ways)
-            return
-        except FileExistsError:
-            continue
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                return
+    found = _read(path)
+    if found is not None and not _is_torn(found):
+        _require_ours(path, found)
+        return
+    try:
+        _write(temporary, _CONTENT)
+        access.grant(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if error.errno not in NO_ROOM:
             raise
-        finally:
-            _remove_file(temporary)
-    raise OSError(errno.EAGAIN, "the manifest changes as often as it is looked at", str(path))
 
 
 def check_manifest(root: Path) -> None:
@@ -711,24 +702,6 @@ def _write(unnamed: str, content: bytes) -> None:
         os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _name(unnamed: str, path: str, ways: Sequence[Publish]) -> None:
-    for way in ways:
-        try:
-            way(unnamed, path)
-            return
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-    os.rename(unnamed, path)  # replacing is harmless: all write the same content
-
-
-def _remove_file(unnamed: str) -> None:
-    try:
-        os.unlink(unnamed)
-    except OSError:
-        return
 
 
 _SHARE_OF_FREE = 0.9

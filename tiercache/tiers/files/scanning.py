@@ -50,10 +50,7 @@ class Directory:
         """True if a scan has seen every file of the directory."""
         self._found_more = asyncio.Event()
         self.scanning: asyncio.Task[None] | None = None
-        self.catching_up: asyncio.Task[None] | None = None
         self.trimming = asyncio.Lock()
-        self.noted_while_scanning: set[ChunkKey] = set()
-        """Keys that were read, written or deleted since the scan began; its result may be older."""
         self._looking_around: dict[int, set[ChunkKey]] = {}
         """For each running listing, the keys deleted since it began."""
         self._leaving: dict[ChunkKey, asyncio.Event] = {}
@@ -89,10 +86,6 @@ class Directory:
         unexplained_bytes = self.files.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
         return unexplained_bytes > self.files.cap_bytes // _DOUBT_SHARE
 
-    def note(self, key: ChunkKey) -> None:
-        if self.scanning is not None:
-            self.noted_while_scanning.add(key)
-
     def look_for(self, key: ChunkKey) -> int:
         """Begin a lookup of a key. Pass the result to `looked`."""
         looking = self._looking.setdefault(key, [0, 0])
@@ -116,7 +109,7 @@ class Directory:
         self._changed(key)
 
     def removed(self, key: ChunkKey) -> None:
-        """Remove a deleted chunk. Invalidates running lookups and listings of it."""
+        """Remove a deleted, missing or bad chunk. Invalidates running lookups and listings of it."""
         self.index.remove(key)
         self._goes([key])
         self._changed(key)
@@ -131,14 +124,10 @@ class Directory:
         finally:
             del self._looking_around[id(gone)]
 
-    def begin_scan(self) -> None:
-        self.noted_while_scanning = set(self._leaving)
-
     def scan_found(self, *, all_of_it: bool = False) -> None:
         """Wake the waiters of `knows` after a part of a scan, or after its end (`all_of_it`)."""
         if all_of_it:
             self.scanned, self.scanning = True, None
-            self.noted_while_scanning.clear()
         self._found_more.set()
         self._found_more = asyncio.Event()
 
@@ -172,8 +161,6 @@ class Directory:
             await end.wait()
 
     def _goes(self, keys: Sequence[ChunkKey]) -> None:
-        if self.scanning is not None:
-            self.noted_while_scanning.update(keys)
         for gone in self._looking_around.values():
             gone.update(keys)
 
@@ -192,7 +179,6 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
     files, index = directory.files, directory.index
     loop = asyncio.get_running_loop()
     calls_s: list[float] = []
-    directory.begin_scan()
     found, new = Scanned(), Scanned()
     indexed_bytes = 0
     try:
@@ -200,25 +186,26 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
         mark, existing = await workers.submit(files.begin_scan)
         calls_s.append(loop.time() - began_s)
         for top in set(TOP_LEVELS).difference(existing):
-            await _merge(directory, index, Scanned(), index.group(int(top, 16)), ignored)
+            await _merge(index, Scanned(), index.group(int(top, 16)), ())
         for start in range(0, len(existing), workers.threads):
             tops = existing[start : start + workers.threads]
             before = [index.group(int(top, 16)) for top in tops]
             began_s = loop.time()
-            parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
-            calls_s.append(loop.time() - began_s)
-            for part, known in zip(parts, before, strict=True):
-                indexed_bytes += sum(part.sizes)
-                new.add(await _merge(directory, index, part, known, ignored))
-                found.count(part)
-                directory.scan_found()
+            with directory.looking_around() as gone:
+                parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
+                calls_s.append(loop.time() - began_s)
+                for part, known in zip(parts, before, strict=True):
+                    indexed_bytes += sum(part.sizes)
+                    new.add(await _merge(index, part, known, (gone, ignored)))
+                    found.count(part)
+                    directory.scan_found()
         began_s = loop.time()
         found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)
         calls_s.append(loop.time() - began_s)
         newest_first = await workers.submit(new.newest_first)
         if directory.files is not files:
             return None  # the replacement has its own scan
-        await _age(directory, index, new, newest_first)
+        await _age(index, new, newest_first)
         changed_bytes = await workers.submit(files.recount, mark, found.counted_bytes)
         if changed_bytes is None:
             calls_s *= _SHARED_PAUSE
@@ -240,23 +227,23 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
 
 
 async def _merge(
-    directory: Directory, index: CappedIndex, found: Scanned, before: Collection[ChunkKey], ignored: Collection[ChunkKey]
+    index: CappedIndex, found: Scanned, before: Collection[ChunkKey], excluded: Sequence[Collection[ChunkKey]]
 ) -> Scanned:
-    """Update the index from the listing of a subdirectory, of which `before` was known. Return the new chunks."""
+    """Update the index from the listing of a subdirectory, of which `before` was known. Return the new chunks. Keys that are
+    `excluded` stay as they are."""
     new = Scanned()
 
     def add(step: range) -> None:
-        noted = directory.noted_while_scanning
         for position in step:
             key = found.keys[position]
-            if key not in index and key not in ignored and key not in noted:
+            if key not in index and not any(key in keys for keys in excluded):
                 index.add(key, found.sizes[position], cold=True)
                 new.keys.append(key)
                 new.times_s.append(found.times_s[position])
 
     def drop(step: Sequence[ChunkKey]) -> None:
         for key in step:
-            if key not in directory.noted_while_scanning:
+            if not any(key in keys for keys in excluded):
                 index.remove(key)
 
     await _in_steps(range(len(found.keys)), add)
@@ -265,12 +252,12 @@ async def _merge(
     return new
 
 
-async def _age(directory: Directory, index: CappedIndex, new: Scanned, newest_first: np.ndarray) -> None:
-    keys = new.keys
+async def _age(index: CappedIndex, new: Scanned, newest_first: np.ndarray) -> None:
+    """Order new chunks by their file times, but those that were used since they were found."""
 
     def age(step: np.ndarray) -> None:
-        noted = directory.noted_while_scanning
-        index.age([key for position in step.tolist() if (key := keys[position]) not in noted])
+        keys = [new.keys[position] for position in step.tolist()]
+        index.age([key for key in keys if (index.keys.time(key) or 0) < 0])
 
     await _in_steps(newest_first, age)
 

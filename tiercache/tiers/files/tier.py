@@ -303,20 +303,18 @@ class FileTier(DeviceTier):
             raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
         finally:
             is_latest = directory.looked(key, began)
-            self.directories.catch_up_soon(directory)
         self._unreadable.clear()
         if length is None:
             if is_latest:  # else it was stored after we had looked
-                directory.index.remove(key)
+                directory.removed(key)
             return None
         if key in directory.index:
             directory.index.touch(key)
-            directory.note(key)
         # Else the scan, or a probe, takes it up with the bytes that it occupies: a compressed one has fewer than were read.
         return length
 
     def _found_bad(self, directory: Directory, key: ChunkKey) -> None:
-        directory.index.remove(key)
+        directory.removed(key)
         self.directories.refuse(key)
         self._statistics.corrupt += 1
 
@@ -392,11 +390,9 @@ class FileTier(DeviceTier):
         finally:
             index.expect(key, -needed_bytes)
             is_latest = directory.looked(key, began)
-            self.directories.catch_up_soon(directory)
         self.directories.refused.pop(key, None)
         if is_latest or key in directory.index:  # else it was seen before we heard of it, and evicted
             directory.add(key, occupied_bytes)
-        directory.note(key)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         return True
@@ -475,7 +471,6 @@ class FileTier(DeviceTier):
         places = []
         for directory in self.directories.all:
             places.append((directory.files, directory.index.remove(key)))
-            directory.note(key)
         try:
             with self._at_mount():
                 return await self.directories.metadata.submit(_remove, places, key)
@@ -483,7 +478,6 @@ class FileTier(DeviceTier):
             # Who looked at the directory meanwhile may have seen it still.
             for directory in self.directories.all:
                 directory.removed(key)
-                self.directories.catch_up_soon(directory)
 
     def _traits(self) -> Traits:
         io = self.directories.io

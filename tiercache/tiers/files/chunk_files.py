@@ -62,8 +62,8 @@ from tiercache.tiers.files.directory import (
     require_manifest,
 )
 from tiercache.tiers.files.format import (
-    EVERYBODYS,
     NO_ROOM,
+    UNLIMITED,
     DeviceTurns,
     read_chunk,
     spread,
@@ -124,7 +124,7 @@ class ChunkFiles:
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
         """Called with the path of each chunk that any process deleted: an open file occupies space until it is closed."""
-        self.publisher = Publisher(access, self.quarantined, lambda: self.capacity)
+        self.publisher = Publisher(access, lambda: self.capacity)
         self.identity = Identity(root)
 
     def open(self) -> None:
@@ -275,7 +275,7 @@ class ChunkFiles:
             self.quarantine(key)
             raise
 
-    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns = EVERYBODYS) -> int:
+    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns = UNLIMITED) -> int:
         """Write and publish the chunk atomically within `turns`. Return the bytes that it occupies.
 
         Raises TierFull above the cap, NameTaken if something foreign has the chunk's name, OSError (ENOSPC among others)."""

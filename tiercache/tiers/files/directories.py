@@ -451,14 +451,6 @@ class Directories:
         if len(self.refused) > _REFUSED_KEPT:
             del self.refused[next(iter(self.refused))]
 
-    def deleted(self, keys: list[ChunkKey]) -> None:
-        """Close the files of chunks that any process deletes or deleted."""
-        self.io.deleted(keys)
-
-    async def close_deleted(self) -> int:
-        """Close deleted files. Return their number."""
-        return await self.io.close_deleted()
-
     # Scans
 
     def begin_scan(self, directory: Directory, *, first: bool) -> None:
@@ -597,7 +589,7 @@ class Directories:
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
-                await self.close_deleted()
+                await self.io.close_deleted()
             except Exception as error:  # the next sweep tries again
                 logger.info("%s: could not close deleted files: %s", self.name, error)
 

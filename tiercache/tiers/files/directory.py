@@ -197,11 +197,10 @@ _DIRECTORY_BYTES = 4096
 class Publisher:
     """Publishes temporary files under their final names."""
 
-    def __init__(self, access: Access, quarantine: Quarantine, capacity: Callable[[], Capacity]) -> None:
+    def __init__(self, access: Access, capacity: Callable[[], Capacity]) -> None:
         self.ways = WAYS
         """Ways to publish; the first that the file system supports is used."""
         self._access = access
-        self._quarantine = quarantine
         self._capacity = capacity
 
     def publish(self, temporary: str, path: str) -> int | None:
@@ -461,7 +460,7 @@ class Scanner:
                     if not header.is_readable:  # it may be ours, so the cap includes it
                         found.counted_bytes += occupied_bytes(status)
                     return
-                self._has_modes = self._has_modes and self._access.enforce_found(entry.name, status, directory)
+                self._has_modes = self._has_modes and self._access.enforce(entry.name, status, directory)
                 size_bytes = occupied_bytes(status)
                 found.counted_bytes += size_bytes
                 found.keys.append(bytes.fromhex(entry.name))

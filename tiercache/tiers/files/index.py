@@ -221,7 +221,7 @@ class Deletions:
         finally:
             latest = {key for key, since in began.items() if directory.looked(key, since)}
         # Chunks that exist again have new files.
-        self._directories.deleted(keys)
+        self._directories.io.deleted(keys)
         if directory.index is index:
             for key in missing:
                 if key in latest:
@@ -503,7 +503,7 @@ class RelistingLookup(ProbingLookup):
             directories.replace_soon(directory)
 
         refresher = Refresher(
-            directory, self._watchers, self._refresh_s, directories.refused, directories.deleted, refreshed
+            directory, self._watchers, self._refresh_s, directories.refused, directories.io.deleted, refreshed
         )
         self.refreshers[directory] = refresher
         directories.begin(self._follow(directory, refresher), f"refresh-{directory.files.root}")

@@ -23,7 +23,7 @@ from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories
-from tiercache.tiers.files.format import EVERYBODYS, DeviceTurns
+from tiercache.tiers.files.format import UNLIMITED, DeviceTurns
 from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, probe_gds
 
 logger = logging.getLogger("tiercache.disk")
@@ -138,7 +138,7 @@ class PosixIO(ChunkIO):
     def write(
         self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int
     ) -> asyncio.Future[int]:
-        turns = EVERYBODYS
+        turns = UNLIMITED
         if self._writes_at_device is not None:
             turns = self._turns.setdefault(files.root, DeviceTurns(self._writes_at_device))
         return self._writers.submit(files.write, key, payload, payload_bytes, turns)

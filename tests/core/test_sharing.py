@@ -17,32 +17,6 @@ def index_with(*keys: bytes) -> CappedIndex:
     return index
 
 
-def test_a_listing_tells_what_is_new_and_what_is_gone() -> None:
-    index = index_with(key(1, 1), key(1, 2), key(2, 1))
-    before = index.group(1)
-    listed = {key(1, 2), key(1, 3)}
-    assert index.unknown(listed) == [key(1, 3)]
-    assert index.drop(before, listed) == [key(1, 1)]
-    assert key(1, 1) not in index and key(2, 1) in index
-    assert index.used_bytes == 20
-
-
-def test_what_was_added_while_the_listing_ran_stays() -> None:
-    index = index_with(key(1, 1))
-    before = index.group(1)
-    index.add(key(1, 9), 10)
-    assert index.drop(before, {key(1, 1)}) == []
-    assert key(1, 9) in index
-
-
-def test_what_left_while_the_listing_ran_is_not_gone_twice() -> None:
-    index = index_with(key(1, 1), key(1, 2))
-    before = index.group(1)
-    index.remove(key(1, 1))
-    assert index.drop(before, set()) == [key(1, 2)]
-    assert index.used_bytes == 0
-
-
 changes = st.lists(
     st.tuples(
         st.sampled_from(["add", "cold", "remove", "evict", "age", "touch"]), st.integers(0, 3), st.integers(0, 3)

@@ -365,20 +365,6 @@ class CappedIndex:
         """Return the chunks known in a directory, as a copy."""
         return frozenset(self.keys.part(directory))
 
-    def unknown(self, listed: set[ChunkKey]) -> list[ChunkKey]:
-        """Return the `listed` chunks that are not known, in an order that is the same in every process."""
-        return sorted(key for key in listed if key not in self)
-
-    def drop(self, before: frozenset[ChunkKey], listed: set[ChunkKey]) -> list[ChunkKey]:
-        """Forget the chunks that were known `before` a listing began and are not in it; return them.
-
-        Chunks that were added while the listing ran may have come too late for it, and stay.
-        """
-        gone = sorted(key for key in before - listed if key in self)
-        for key in gone:
-            self.remove(key)
-        return gone
-
 
 class Freshness:
     """Finds the directories that changed since they were listed, by their modification times.

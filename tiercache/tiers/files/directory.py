@@ -23,7 +23,7 @@ import stat
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -350,6 +350,8 @@ class Scanned:
     """Modification times."""
     sizes: array[int] = field(default_factory=lambda: array("q"))
     """Bytes that each chunk occupies."""
+    kept: list[ChunkKey] = field(default_factory=list)
+    """Known chunks that still exist."""
     counted_bytes: int = 0
     """Bytes of chunks and directories."""
     strays: int = 0
@@ -423,10 +425,11 @@ class Scanner:
             logger.warning("%s: files of others have the names of chunks, such as %s; they stay", self._root, name)
         self._trusts_names = False
 
-    def scan(self, top: str) -> Scanned:
+    def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
         """Find the chunks in `<root>/<top>`. Our torn and temporary files of dead owners are removed and counted as strays.
 
-        Files with foreign names or headers are left alone, and links are not followed.
+        With `known` keys, only new names are examined, and no file is removed. Files with foreign names or headers are left
+        alone, and links are not followed.
         """
         found = Scanned()
         try:
@@ -435,7 +438,13 @@ class Scanner:
                 with os.scandir(directory) as entries:
                     for entry in entries:
                         try:
-                            self._examine(entry, top, directory, found)
+                            if known is not None:
+                                if not CHUNK_NAME.fullmatch(entry.name):
+                                    continue
+                                if (key := bytes.fromhex(entry.name)) in known:
+                                    found.kept.append(key)
+                                    continue
+                            self._examine(entry, top, directory, found, is_complete=known is None)
                         except FileNotFoundError:
                             continue
                 if found.keys or not found.foreign:  # otherwise the directory is foreign
@@ -444,15 +453,17 @@ class Scanner:
             return found
         return found
 
-    def _examine(self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned) -> None:
+    def _examine(
+        self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned, *, is_complete: bool
+    ) -> None:
         status = entry.stat(follow_symlinks=False)
         is_file = stat.S_ISREG(status.st_mode)
         header = _Unread(entry.name, directory)
         if is_file and _is_chunk(entry.name, top, header):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
                 is_trusted = self.trusts(status)
-                if is_trusted and not found.keys and header.is_readable and not header.is_ours:
-                    # The first file of each directory is always read.
+                if is_trusted and is_complete and not found.keys and header.is_readable and not header.is_ours:
+                    # A complete scan always reads the first file of each directory.
                     self._distrust_names(entry.name)
                     is_trusted = False
                 if not is_trusted and not header.is_ours:
@@ -473,7 +484,7 @@ class Scanner:
             return
         if not header.is_ours:
             found.foreign += 1
-        elif self._changes:
+        elif self._changes and is_complete:
             os.unlink(entry.name, dir_fd=directory)
             found.strays += 1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -186,7 +186,7 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
         mark, existing = await workers.submit(files.begin_scan)
         calls_s.append(loop.time() - began_s)
         for top in set(TOP_LEVELS).difference(existing):
-            await _merge(index, Scanned(), index.group(int(top, 16)), ())
+            await merge(index, Scanned(), index.group(int(top, 16)), (), cold=True)
         for start in range(0, len(existing), workers.threads):
             tops = existing[start : start + workers.threads]
             before = [index.group(int(top, 16)) for top in tops]
@@ -196,7 +196,7 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
                 calls_s.append(loop.time() - began_s)
                 for part, known in zip(parts, before, strict=True):
                     indexed_bytes += sum(part.sizes)
-                    new.add(await _merge(index, part, known, (gone, ignored)))
+                    new.add((await merge(index, part, known, (gone, ignored), cold=True))[0])
                     found.count(part)
                     directory.scan_found()
         began_s = loop.time()
@@ -226,30 +226,35 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
     return found
 
 
-async def _merge(
-    index: CappedIndex, found: Scanned, before: Collection[ChunkKey], excluded: Sequence[Collection[ChunkKey]]
-) -> Scanned:
-    """Update the index from the listing of a subdirectory, of which `before` was known. Return the new chunks. Keys that are
-    `excluded` stay as they are."""
-    new = Scanned()
+async def merge(
+    index: CappedIndex,
+    found: Scanned,
+    before: Collection[ChunkKey],
+    excluded: Sequence[Container[ChunkKey]],
+    *,
+    cold: bool = False,
+) -> tuple[Scanned, list[ChunkKey]]:
+    """Update the index from the listing of a subdirectory, of which `before` was known. Return the chunks that were added,
+    and the keys that were dropped. Keys that are `excluded` stay as they are. `cold` chunks are evicted first."""
+    new, dropped = Scanned(), list[ChunkKey]()
 
     def add(step: range) -> None:
         for position in step:
             key = found.keys[position]
             if key not in index and not any(key in keys for keys in excluded):
-                index.add(key, found.sizes[position], cold=True)
+                index.add(key, found.sizes[position], cold=cold)
                 new.keys.append(key)
                 new.times_s.append(found.times_s[position])
 
     def drop(step: Sequence[ChunkKey]) -> None:
         for key in step:
-            if not any(key in keys for keys in excluded):
-                index.remove(key)
+            if not any(key in keys for keys in excluded) and index.remove(key) is not None:
+                dropped.append(key)
 
     await _in_steps(range(len(found.keys)), add)
     if before:
-        await _in_steps(sorted(set(before).difference(found.keys)), drop)
-    return new
+        await _in_steps(sorted(set(before).difference(found.keys, found.kept)), drop)
+    return new, dropped
 
 
 async def _age(index: CappedIndex, new: Scanned, newest_first: np.ndarray) -> None:

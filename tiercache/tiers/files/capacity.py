@@ -113,6 +113,8 @@ class Capacity:
         self._files = threading.Lock()
         """Guards the following fields. Held while the counter or the lock file is written."""
         self._changes = 0
+        self._is_shown = False
+        """True if this process has changed the counter, so that no recount misses it after it is gone."""
         self._next_look_s = 0.0
         self._path = path
         self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
@@ -120,8 +122,12 @@ class Capacity:
             access.enforce(path)
             with self._locked(_LOCK_WAIT_S):
                 found = _read(self._descriptor)
-                # Every start changes the counter, so that no recount misses a process that came and went.
-                self._store(found.changed(0) if found else Count(identity=int.from_bytes(os.urandom(8), "little")))
+                if found is None:
+                    self._store(Count(identity=int.from_bytes(os.urandom(8), "little")))
+                else:
+                    self._count = found
+                    with suppress(OSError):  # the device may be too full; `close` tries again
+                        self._store(found.changed(0))
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -439,6 +445,7 @@ class Capacity:
     def _take_over(self, record: Record, remove: Callable[[], bool]) -> None:
         """`remove` a dead process's lock file and take its number."""
         amount_bytes = record.number_bytes if record.counter == self._count.identity else 0
+        self._changes -= 1  # for `recount`, the dead process has changed the counter
         with self.deleting(amount_bytes) as freed:
             if remove():
                 freed(amount_bytes)
@@ -459,6 +466,7 @@ class Capacity:
             if _read(self._descriptor) != count:
                 raise
         self._changes += 1
+        self._is_shown = True
         self._count = count
 
     @contextmanager
@@ -497,10 +505,13 @@ class Capacity:
         with suppress(OSError):
             if self._number_bytes:
                 self._write_number()
+        if not self._is_shown:
+            with suppress(OSError, TierUnavailable), self._locked(_SHORT_WAIT_S):
+                self._store(self._load().changed(0))
         with suppress(OSError):
             os.close(self._descriptor)
         # An unreturned number stays in the lock file for the process that takes that over.
-        self._owner.leave(keep=self._number_bytes > 0)
+        self._owner.leave(keep=self._number_bytes > 0 or not self._is_shown)
 
     def _lost(self, why: str) -> CounterLost:
         return CounterLost(errno.ENOENT, f"the count of bytes {why}", str(self._path))

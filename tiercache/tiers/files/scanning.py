@@ -109,10 +109,14 @@ class Directory:
         self._changed(key)
 
     def removed(self, key: ChunkKey) -> None:
-        """Remove a deleted, missing or bad chunk. Invalidates running lookups and listings of it."""
+        """Remove a deleted chunk. Invalidates running lookups and listings of it."""
+        self.lost(key)
+        self._changed(key)
+
+    def lost(self, key: ChunkKey) -> None:
+        """Remove a chunk that a read found missing or bad. Invalidates running listings of it, but no write."""
         self.index.remove(key)
         self._goes([key])
-        self._changed(key)
 
     @contextmanager
     def looking_around(self) -> Iterator[set[ChunkKey]]:

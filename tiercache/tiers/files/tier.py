@@ -306,7 +306,7 @@ class FileTier(DeviceTier):
         self._unreadable.clear()
         if length is None:
             if is_latest:  # else it was stored after we had looked
-                directory.removed(key)
+                directory.lost(key)
             return None
         if key in directory.index:
             directory.index.touch(key)
@@ -314,7 +314,7 @@ class FileTier(DeviceTier):
         return length
 
     def _found_bad(self, directory: Directory, key: ChunkKey) -> None:
-        directory.removed(key)
+        directory.lost(key)
         self.directories.refuse(key)
         self._statistics.corrupt += 1
 

@@ -642,3 +642,14 @@ async def test_another_who_deletes_during_the_first_scan_leaves_the_count_uncorr
         chunk_paths = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
         await first.directories.metadata.submit(files.capacity.refresh)
         assert first.statistics().occupied_bytes >= chunk_paths
+
+
+async def test_new_directories_of_chunks_stay_below_a_tiny_cap(tmp_path: Path) -> None:
+    payload = chunk(1)[1]
+    most_bytes = 0
+    async with opened(tmp_path, 16) as tier:
+        for number in range(100):
+            assert await tier.write(bytes([number]) + bytes(23), payload, CHUNK_BYTES)
+            paths = [*tmp_path.glob("[0-9a-f][0-9a-f]"), *tmp_path.glob("[0-9a-f][0-9a-f]/*")]
+            most_bytes = max(most_bytes, sum(path.stat().st_blocks * 512 for path in paths))
+        assert most_bytes <= tier.settings.cap_bytes

@@ -150,7 +150,7 @@ def test_what_was_freed_for_a_file_suffices_for_it_above_a_lowered_cap(tmp_path:
         write(capacity, CAP)
     with opened(tmp_path, cap=CAP // 2) as capacity:
         assert not write(capacity, 100)
-        with capacity.deleting(150, reuse=True) as freed:
+        with capacity.deleting(150, reuse_bytes=100) as freed:
             freed(150)
         assert capacity.reserve(100)
         capacity.cancel(100)
@@ -404,7 +404,7 @@ for number in range(first, first + 100_000):
         except TierFull:
             if not mine:
                 break
-            directory.delete_all([mine.pop(0)], reuse=True)
+            directory.delete_all([mine.pop(0)], FILE_BYTES)
     if number % 7 == 0 and mine:
         directory.delete(*mine.pop(0))
     print(number, flush=True)

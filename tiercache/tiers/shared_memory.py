@@ -247,10 +247,6 @@ class MappingIO(PosixIO):
         """Mapped chunks whose names are to be looked up."""
         self._checking: asyncio.Task[None] | None = None
 
-    @property
-    def keeps_files_open(self) -> bool:
-        return True
-
     async def prepare(self) -> None:
         settings = self._directories.settings
         await self._directories.metadata.submit(require_memory, settings.directories[0], settings.cap_bytes)
@@ -377,12 +373,10 @@ class SharedMemoryTier(FileTier):
         """Pin a mapped chunk for a future reader, or return None."""
         return self.mappings.find(key, PREFETCH)
 
-    async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
-        """Map the chunk and verify it in place. Return a lease of that purpose, or None for a miss. Raise the errors of
-        `read`. A cancelled call raises CancelledError when its thread has ended."""
-        return await self._map(key, purpose)
-
-    async def _map(self, key: ChunkKey, purpose: Purpose, *, ahead: bool = False) -> Lease | None:
+    async def map(self, key: ChunkKey, purpose: Purpose, *, ahead: bool = False) -> Lease | None:
+        """Map the chunk and verify it in place. Return a lease of that purpose, or None for a miss. Raises the errors of
+        `read`. A cancelled call raises CancelledError when its thread has ended. With `ahead`, other calls go first and no
+        read is counted."""
         mappings, directory = self.mappings, self.directories.all[0]
         mapped: list[MappedFile] = []
 
@@ -422,7 +416,7 @@ class SharedMemoryTier(FileTier):
                 continue
             self.traffic.begin(key)
             try:
-                lease = await self._map(key, PREFETCH, ahead=True)
+                lease = await self.map(key, PREFETCH, ahead=True)
                 if lease is not None:
                     lease.release()
             except (TierCacheError, OSError) as error:  # a get of the chunk reports it

@@ -139,8 +139,8 @@ class Capacity:
 
     @property
     def used_bytes(self) -> int:
-        """`counted_bytes` without this process's reservation."""
-        return max(0, self._count.counted_bytes - self._unused_bytes)
+        """`counted_bytes` without this process's reservation. Bytes that were freed for a write count as used."""
+        return max(0, self._count.counted_bytes - max(0, self._unused_bytes - self._awaited_bytes))
 
     @property
     def trusted(self) -> bool:
@@ -238,21 +238,23 @@ class Capacity:
     # Deleting
 
     @contextmanager
-    def deleting(self, most_bytes: int, *, reuse: bool = False) -> Iterator[Callable[[int], None]]:
+    def deleting(self, most_bytes: int, *, reuse_bytes: int = 0) -> Iterator[Callable[[int], None]]:
         """Bracket the deletion of files of at most `most_bytes`. Yields a function to call with the bytes of each deleted
-        file. With `reuse` they are kept for a write that follows; of others only a step is kept."""
+        file. Of them `reuse_bytes` are kept for a write that follows, and a step."""
         left_bytes = most_bytes
 
         def freed(amount_bytes: int) -> None:
-            nonlocal left_bytes
+            nonlocal left_bytes, reuse_bytes
             left_bytes -= amount_bytes
+            kept_bytes = min(amount_bytes, reuse_bytes)
+            reuse_bytes -= kept_bytes
             with self._state:
                 self._deleting_bytes -= amount_bytes
                 if self._count.trusted:
                     self._released_bytes += amount_bytes
                     self._number_bytes += amount_bytes
                     self._unused_bytes += amount_bytes
-                    self._awaited_bytes += amount_bytes if reuse else 0
+                    self._awaited_bytes += kept_bytes
 
         with self._state:
             if self._closing:

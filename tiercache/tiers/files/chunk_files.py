@@ -420,13 +420,13 @@ class ChunkFiles:
             known_bytes = occupied_bytes(status)
         return self.delete(key, known_bytes)
 
-    def delete_all(self, victims: Victims, *, reuse: bool = False) -> Deleted:
-        """Unlink many chunks, with `reuse` for a write that follows. Errors of single files are reported in the result.
+    def delete_all(self, victims: Victims, reuse_bytes: int = 0) -> Deleted:
+        """Unlink many chunks, and keep `reuse_bytes` for a write that follows. Errors of single files are in the result.
 
         Raises CounterLost if the directory was wiped: nothing of ours is left to delete."""
         self._require_ours()
         done = Deleted()
-        with self.capacity.deleting(sum(occupied for _, occupied in victims), reuse=reuse) as freed:
+        with self.capacity.deleting(sum(occupied for _, occupied in victims), reuse_bytes=reuse_bytes) as freed:
             for key, occupied in victims:
                 try:
                     if self._delete_file(key):

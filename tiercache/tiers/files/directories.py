@@ -15,7 +15,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -193,11 +192,6 @@ class ChunkIO(ABC):
     @property
     def serves_device(self) -> bool:
         """True if the backend moves device memory. Set by `open`."""
-        return False
-
-    @property
-    def keeps_files_open(self) -> bool:
-        """True if files stay open between calls: a deleted file occupies space until it is closed."""
         return False
 
     def describe(self) -> str:
@@ -560,12 +554,12 @@ class Directories:
         self.evicted += len(victims)
         return victims
 
-    async def delete(self, directory: Directory, victims: Victims, *, reuse: bool = False) -> Deleted:
+    async def delete(self, directory: Directory, victims: Victims, reuse_bytes: int = 0) -> Deleted:
         """Delete the files of evicted chunks like `ChunkFiles.delete_all`. Those that are left go back into the index, as
         the most recently used."""
         files = directory.files
         with directory.leaving(victims):
-            done = await wait_shielded(self.metadata.evicting.submit(partial(files.delete_all, victims, reuse=reuse)))
+            done = await wait_shielded(self.metadata.evicting.submit(files.delete_all, victims, reuse_bytes))
         if directory.files is files:
             for key, occupied_bytes in done.left:
                 directory.index.add(key, occupied_bytes)

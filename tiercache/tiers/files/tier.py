@@ -410,7 +410,7 @@ class FileTier(DeviceTier):
             files, done = directory.files, Deleted()
             try:
                 if victims:
-                    done = await self.directories.delete(directory, victims, reuse=True)
+                    done = await self.directories.delete(directory, victims, needed_bytes)
                 if done.error is not None and not isinstance(done.error, PermissionError):
                     raise done.error
                 return await wait_shielded(write(files))

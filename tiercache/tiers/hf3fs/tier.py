@@ -129,10 +129,6 @@ class RingIO(ChunkIO):
         for workers in (self.file_threads, self._readers, self._writers):
             workers.close()
 
-    @property
-    def keeps_files_open(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"rings, {'no copy' if self.engine is not None and self.engine.arena is not None else 'one copy'}"
 

@@ -32,8 +32,6 @@ _BREATH_S = 0.001
 """Sleep between two steps. A loop that never sleeps starves the threads, since it takes Python's lock back before they
 wake."""
 _LEAST_PAUSE_S = 1.0
-_SHARED_PAUSE = 10
-"""Factor of the pause after a scan that could not correct the counter, since another process has the directory open."""
 _DOUBT_SHARE = 32
 """A counter is doubtful if it exceeds the known bytes by more than the cap divided by this."""
 
@@ -211,8 +209,6 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
             return None  # the replacement has its own scan
         await _age(index, new, newest_first)
         changed_bytes = await workers.submit(files.recount, mark, found.counted_bytes)
-        if changed_bytes is None:
-            calls_s *= _SHARED_PAUSE
     finally:
         if not first:
             directory.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))

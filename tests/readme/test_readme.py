@@ -319,7 +319,7 @@ def test_what_configures_sglang() -> None:
 
 
 def test_what_a_request_says(caplog: pytest.LogCaptureFixture) -> None:
-    from tiercache.integrations.vllm.turns import Wishes, wishes_of
+    from tiercache.integrations.vllm.hints import Wishes, wishes_of
 
     (block,) = [one for one in blocks() if one.language == "json" and one.section == "Saying what is coming"]
     wishes = wishes_of(json.loads(block.text), set())

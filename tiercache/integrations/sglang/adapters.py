@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiercache.integrations.vllm.model_identity import adapter_files, identity_of_adapter
+from tiercache.integrations.vllm.identity import adapter_files, identity_of_adapter
 
 logger = logging.getLogger("tiercache.sglang")
 

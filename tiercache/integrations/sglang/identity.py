@@ -19,7 +19,7 @@ from tiercache.errors import ConfigError
 from tiercache.integrations.sglang.adapters import began_ns, identity_of_adapters
 from tiercache.integrations.sglang.arguments import arguments_in_effect, digest_of
 from tiercache.integrations.sglang.pools import HostPool
-from tiercache.integrations.vllm.model_identity import NothingToRead, identity_of_model
+from tiercache.integrations.vllm.identity import NothingToRead, identity_of_model
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig

@@ -468,7 +468,7 @@ def test_every_json_is_read() -> None:
 
 
 def test_what_a_request_says(caplog: pytest.LogCaptureFixture) -> None:
-    from tiercache.integrations.vllm.turns import Wishes, wishes_of
+    from tiercache.integrations.vllm.hints import Wishes, wishes_of
 
     wishes = wishes_of(json.loads(block_of("docs/vllm.md", "Say what is coming", "json").text), set())
     assert (wishes.session, wishes.next_in_s) == ("chat-17", 20)

@@ -355,9 +355,9 @@ class Driver:
     def corrupt_windows(self, tokens: list[int]) -> int:
         """As `corrupt_hot`, but only what layers with a window keep of these tokens."""
         from tiercache.core.keys import keys_from_hashes
-        from tiercache.integrations.vllm.block_names import BlockNames
-        from tiercache.integrations.vllm.grouped import GroupChunk, names_of
         from tiercache.integrations.vllm.lookup import local
+        from tiercache.integrations.vllm.names import BlockNames
+        from tiercache.integrations.vllm.planning import GroupChunk, names_of
 
         (server,) = local.values()
         thread, geometry = server.thread, server._geometry

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.integrations.vllm import adapters
-from tiercache.integrations.vllm.adapters import Adapters
+from tiercache.integrations.vllm import names
+from tiercache.integrations.vllm.names import Adapters
 
 AN_HOUR_NS = 3600 * 10**9
 
@@ -72,7 +72,7 @@ def test_nothing_is_ever_found_for_an_adapter_that_cannot_be_read(tmp_path: Path
 
 
 def test_whoever_comes_after_one_that_hangs_does_not_wait(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(names, "_PATIENCE_S", 0.0)
     hang, hangs = threading.Event(), threading.Event()
 
     def place(path: str) -> Path:

@@ -13,10 +13,16 @@ from typing import Any
 import pytest
 
 from tiercache.core.keys import keys_from_hashes, tenant_of, tenant_tag
-from tiercache.integrations.vllm.adapters import Adapters
-from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.grouped import in_parts, keys_of, names_of, needed_chunks
-from tiercache.integrations.vllm.planning import BlockGeometry, HeadParts, KvGroup
+from tiercache.integrations.vllm.names import Adapters, BlockNames
+from tiercache.integrations.vllm.planning import (
+    BlockGeometry,
+    HeadParts,
+    KvGroup,
+    in_parts,
+    keys_of,
+    names_of,
+    needed_chunks,
+)
 
 
 def request(tokens: list[int], **more: Any) -> Any:

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from tests.control.test_dashboard import names_in, panels
 from tests.vllm.test_figures import Engine, settle
 from tiercache.integrations.vllm import TierCacheConnector
-from tiercache.integrations.vllm.figures import SchedulerFigures
+from tiercache.integrations.vllm.metrics import SchedulerFigures
 from tiercache.integrations.vllm.planning import Match
 
 

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from tiercache.device.driver import Driver
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
+from tiercache.integrations.vllm.blocks import DeviceKvBlocks
 
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD_SIZE = 24, 3, 2, 32, 8
 BLOCK_COMPACT = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")

@@ -14,8 +14,7 @@ import torch
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.device_mover import DeviceMover
-from tiercache.integrations.vllm.placement import make_mover
+from tiercache.integrations.vllm.copies import DeviceMover, make_mover
 from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup
 
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT, CHUNK_BLOCKS = 64, 4, 2, 16, 32, 4

@@ -19,9 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tiercache.core.estimate import Distribution
 from tiercache.integrations.vllm import TierCacheConnector
-from tiercache.integrations.vllm.exported import EXPORTED, LOAD_SIZE
-from tiercache.integrations.vllm.prometheus import TierCachePromMetrics
-from tiercache.integrations.vllm.stats import TierCacheStats
+from tiercache.integrations.vllm.metrics import EXPORTED, LOAD_SIZE, TierCachePromMetrics, TierCacheStats
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}

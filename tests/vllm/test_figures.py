@@ -13,10 +13,8 @@ from tiercache.config import Config
 from tiercache.control.families import Labels, figures_of
 from tiercache.core.estimate import Distribution
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.exported import SAMPLED
-from tiercache.integrations.vllm.figures import SchedulerFigures, WorkerFigures
+from tiercache.integrations.vllm.metrics import SAMPLED, SchedulerFigures, TierCacheStats, WorkerFigures
 from tiercache.integrations.vllm.planning import Match
-from tiercache.integrations.vllm.stats import TierCacheStats
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=32 << 10)
 SLOTS, CHUNKS = 4, 6

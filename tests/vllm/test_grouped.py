@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.integrations.vllm.grouped import (
+from tiercache.integrations.vllm.planning import (
+    BlockGeometry,
     GroupChunk,
+    HeadParts,
     HitSearch,
+    KvGroup,
+    Match,
     all_names,
     blocks_behind,
     empty_part,
@@ -19,13 +23,13 @@ from tiercache.integrations.vllm.grouped import (
     held_names,
     in_parts,
     keys_of,
+    loadable_tokens,
     names_of,
     part_blocks,
     plan_loads,
     plan_saves,
     window_chunks,
 )
-from tiercache.integrations.vllm.planning import BlockGeometry, HeadParts, KvGroup, Match, loadable_tokens
 
 FULL = KvGroup(1, 16)
 WINDOW = KvGroup(0, 16, window_tokens=40)

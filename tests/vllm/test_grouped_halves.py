@@ -18,16 +18,14 @@ from tiercache.config import Config
 from tiercache.control.messages import Prefix
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.announced import AnnouncedPrompts
-from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.grouped import GroupChunk, all_names, names_of
-from tiercache.integrations.vllm.lookup_client import LookupClient
-from tiercache.integrations.vllm.messages import StepReport, StepWork
-from tiercache.integrations.vllm.placement import make_mover
-from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
-from tiercache.integrations.vllm.scheduler_side import SchedulerSide
-from tiercache.integrations.vllm.turns import RequestBegan
-from tiercache.integrations.vllm.worker_side import WorkerSide
+from tiercache.integrations.vllm.copies import make_mover
+from tiercache.integrations.vllm.hints import RequestBegan
+from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupClient
+from tiercache.integrations.vllm.metadata import StepReport, StepWork
+from tiercache.integrations.vllm.names import BlockNames
+from tiercache.integrations.vllm.planning import BlockGeometry, GroupChunk, KvGroup, all_names, names_of
+from tiercache.integrations.vllm.scheduler import SchedulerSide
+from tiercache.integrations.vllm.worker import WorkerSide
 
 BLOCKS, HEADS, TOKENS, HEAD_SIZE = 64, 2, 16, 8
 SPEC = SimpleNamespace(

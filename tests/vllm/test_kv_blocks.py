@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.kv_blocks import KvBlocks
+from tiercache.integrations.vllm.blocks import KvBlocks
 
 BLOCKS, HEADS, TOKENS, HEAD_SIZE, LAYERS = 24, 2, 16, 8, 5
 SHAPE = (BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)

@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.integrations.vllm.kv_events import AnnouncedBlocks, Change, ChunkBlocks, Removed, Stored
+from tiercache.integrations.vllm.events import AnnouncedBlocks, Change, ChunkBlocks, Removed, Stored
 
 BLOCK_TOKENS = 4
 

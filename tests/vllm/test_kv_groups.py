@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain
+from tiercache.integrations.vllm.blocks import block_sizes, find_groups, is_plain
 from tiercache.integrations.vllm.planning import KvGroup
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)

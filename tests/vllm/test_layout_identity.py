@@ -24,9 +24,7 @@ from tiercache import TierCache
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.engine_identity import _modules_of, code_of_model
-from tiercache.integrations.vllm.model_in_vllm import effective_config, place_of
-from tiercache.integrations.vllm.settings_identity import settings_of
+from tiercache.integrations.vllm.identity import _modules_of, code_of_model, effective_config, place_of, settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +280,7 @@ def test_a_model_that_cannot_be_identified_shares_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [TinyEngine(str(model)) for _ in range(2)]
-    monkeypatch.setattr("tiercache.integrations.vllm.kept_digests._STALL_S", 0.1)
+    monkeypatch.setattr("tiercache.integrations.vllm.digests._STALL_S", 0.1)
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")
     one, other = (engine.layout() for engine in engines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.memory.test_threads import no_thread_to_be_had
@@ -19,11 +21,9 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm import lookup, lookup_client
-from tiercache.integrations.vllm.grouped import GroupChunk, names_of
-from tiercache.integrations.vllm.lookup import LookUp, LookupServer, socket_path
-from tiercache.integrations.vllm.lookup_client import LookupClient
-from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match
+from tiercache.integrations.vllm import lookup
+from tiercache.integrations.vllm.lookup import LookUp, LookupClient, LookupServer, socket_path
+from tiercache.integrations.vllm.planning import BlockGeometry, GroupChunk, KvGroup, Match, names_of
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
 NAMES = [bytes([number]) * 32 for number in range(11)]
@@ -203,7 +203,7 @@ def test_what_a_step_asks_is_one_message_to_each_worker(
     engine: str, monkeypatch: pytest.MonkeyPatch, names_a_message: int
 ) -> None:
     """Or several, where it is much. And nothing is asked before, nor what was given up by then."""
-    monkeypatch.setattr(lookup_client, "_NAMES_A_MESSAGE", names_a_message)
+    monkeypatch.setattr(lookup, "_NAMES_A_MESSAGE", names_a_message)
     asked: list[int] = []
     find = LookupServer.find
 
@@ -211,12 +211,13 @@ def test_what_a_step_asks_is_one_message_to_each_worker(
         asked.append(len(names))
         return await find(server, names, claim)
 
-    messages: list[int] = []
+    messages: list[Any] = []
     receive = lookup.receive
 
     async def counted(*arguments: Any) -> bytearray:
         packed = await receive(*arguments)
-        messages.append(len(packed))
+        with contextlib.suppress(msgspec.ValidationError):  # an answer
+            messages.append(msgspec.msgpack.decode(packed, type=list[lookup.Question]))
         return packed
 
     monkeypatch.setattr(LookupServer, "find", noted)

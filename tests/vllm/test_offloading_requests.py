@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiercache import Config
-from tiercache.integrations.vllm.turns import Wishes
+from tiercache.integrations.vllm.hints import Wishes
 from tiercache.integrations.vllm_offloading.identity import say_whose_quotas
 from tiercache.integrations.vllm_offloading.requests import Answer, TieredRequests
 

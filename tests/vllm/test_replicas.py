@@ -10,8 +10,8 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from tiercache.errors import ConfigError
+from tiercache.integrations.vllm.blocks import head_parts, replicas_of
 from tiercache.integrations.vllm.planning import HeadParts, KvGroup
-from tiercache.integrations.vllm.replicas import head_parts, replicas_of
 
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1)
 

@@ -13,9 +13,8 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.kv_events import Change
+from tiercache.integrations.vllm.events import Change, Residency
 from tiercache.integrations.vllm.planning import BlockGeometry
-from tiercache.integrations.vllm.residency import Residency
 
 NAMES = [bytes([number]) * 32 for number in range(8)]
 CHUNK_BYTES = 4096

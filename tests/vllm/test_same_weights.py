@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.vllm.engines import drive, same_answer, tiercache_settings
 from tests.vllm.shortened import LAYERS
-from tiercache.integrations.vllm import adapters
+from tiercache.integrations.vllm import names
 
 
 def copied(model: str, directory: Path) -> Path:
@@ -79,7 +79,7 @@ def save_adapter(directory: Path, seed: int) -> None:
 def until_it_is_older_than_any_engine(directory: Path) -> None:
     """What was written as an engine began may have been written after it was loaded, and is shared with nobody."""
     newest_ns = max(path.stat().st_ctime_ns for path in directory.iterdir())
-    while time.time_ns() <= newest_ns + adapters._GRAIN_NS:
+    while time.time_ns() <= newest_ns + names._CLOCK_GRAIN_NS:
         time.sleep(0.02)
 
 

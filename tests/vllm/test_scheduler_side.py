@@ -17,15 +17,12 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.adapters import Adapters
-from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.claims import HELD_FOR_S
-from tiercache.integrations.vllm.lookup import LookUp, LookupServer
-from tiercache.integrations.vllm.lookup_client import LookupClient
-from tiercache.integrations.vllm.messages import StepReport, StepWork
+from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
+from tiercache.integrations.vllm.lookup import HELD_FOR_S, LookUp, LookupClient, LookupServer
+from tiercache.integrations.vllm.metadata import StepReport, StepWork
+from tiercache.integrations.vllm.names import Adapters, BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
-from tiercache.integrations.vllm.scheduler_side import SchedulerSide
-from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes
+from tiercache.integrations.vllm.scheduler import SchedulerSide
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=2)
 NAMES = [bytes([number]) * 32 for number in range(64)]
@@ -246,7 +243,7 @@ def test_what_was_found_long_ago_is_not_loaded_at_once(monkeypatch: pytest.Monke
     request = engine.arrives(132)
     assert engine.finds(request) == (96, False)
     later_s = time.monotonic() + HELD_FOR_S
-    monkeypatch.setattr("tiercache.integrations.vllm.scheduler_side.time.monotonic", lambda: later_s)
+    monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: later_s)
     assert engine.finds(request) == (96, True)
 
 
@@ -544,7 +541,7 @@ def test_an_adapter_of_which_nothing_is_known_in_time_has_names_that_nobody_find
 def test_workers_are_told_what_a_token_costs_when_it_is_known(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """Of a request whose prefill and decoding go on without a pause; once, as long as it stays the same."""
     now_s = [100.0]
-    monkeypatch.setattr("tiercache.integrations.vllm.scheduler_side.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: now_s[0])
     request = SimpleNamespace(request_id="elsewhere", num_computed_tokens=0)
     told = []
     for _ in range(10):

@@ -19,7 +19,7 @@ from tiercache.control.client import ask
 from tiercache.control.messages import Statistics
 from tiercache.core.estimate import Distribution
 from tiercache.demo.server import MODEL_NAME, Server, open_url, quickest_dtype, serving
-from tiercache.integrations.vllm.exported import EXPORTED, SAMPLED
+from tiercache.integrations.vllm.metrics import EXPORTED, SAMPLED
 
 CONFIG = """\
 chunk_size: 128

@@ -10,7 +10,7 @@ import pytest
 from tests.vllm.engines import CHUNK_TOKENS, drive, tiercache_settings
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.test_sliding_windows import prompt_of
-from tiercache.integrations.vllm.spans import add_span, trace_of
+from tiercache.integrations.vllm.logs import add_span, trace_of
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

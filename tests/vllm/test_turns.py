@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiercache.integrations.vllm.turns import Wishes, said_by, wishes_of
+from tiercache.integrations.vllm.hints import Wishes, said_by, wishes_of
 
 
 def test_everything_that_can_be_said() -> None:

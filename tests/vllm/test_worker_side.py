@@ -17,13 +17,13 @@ from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.errors import DeviceError, LayoutError
-from tiercache.integrations.vllm import worker_side
-from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.messages import Load, Save, StepWork
-from tiercache.integrations.vllm.placement import make_mover
+from tiercache.integrations.vllm import worker as worker_module
+from tiercache.integrations.vllm.copies import make_mover
+from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
+from tiercache.integrations.vllm.metadata import Load, Save, StepWork
+from tiercache.integrations.vllm.names import BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup
-from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes
-from tiercache.integrations.vllm.worker_side import WorkerSide
+from tiercache.integrations.vllm.worker import WorkerSide
 from tiercache.testing.twin import TwinDriver
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=2)
@@ -289,7 +289,7 @@ def test_asynchronous_load_is_received_when_it_has_ended(worker: Worker) -> None
 
 
 def test_save_that_never_began_is_cut_short_by_a_preemption(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_side, "_PREEMPTION_WAIT_S", 0.01)
+    monkeypatch.setattr(worker_module, "_PREEMPTION_WAIT_S", 0.01)
     go_on = worker.stops_its_loop()
     worker.saves(FIRST)
     worker.side.before_blocks_are_given_away(["r"])
@@ -301,7 +301,7 @@ def test_save_that_never_began_is_cut_short_by_a_preemption(worker: Worker, monk
 
 def test_late_load_never_writes_to_blocks_that_were_given_away(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.stores(FIRST)
-    monkeypatch.setattr(worker_side, "_MARGIN_S", 0.02 - worker.side.config.blocking_timeout_secs)
+    monkeypatch.setattr(worker_module, "_MARGIN_S", 0.02 - worker.side.config.blocking_timeout_secs)
     go_on = worker.stops_its_loop()
     worker.loads(into(FIRST, 20, 21))
     assert worker.side.take_bad_blocks() == {20, 21}
@@ -416,8 +416,8 @@ def test_copy_that_does_not_end_in_time_comes_before_the_engines_next_work(
 ) -> None:
     """A load is late and its last copy cannot be stopped: what the engine then computes into the blocks must stay."""
     twin.stores(FIRST)
-    monkeypatch.setattr(worker_side, "_MARGIN_S", 0.1 - twin.side.config.blocking_timeout_secs)
-    monkeypatch.setattr(worker_side, "_COPY_WAIT_S", 0.02)
+    monkeypatch.setattr(worker_module, "_MARGIN_S", 0.1 - twin.side.config.blocking_timeout_secs)
+    monkeypatch.setattr(worker_module, "_COPY_WAIT_S", 0.02)
     on_device = twin.side.thread.cache.parts.on_device
     assert on_device is not None
     device = on_device.device
@@ -435,8 +435,8 @@ def test_copy_that_does_not_end_in_time_comes_before_the_engines_next_work(
 
 
 def test_lost_device_costs_the_cache_and_not_the_engine(twin: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_side, "_COPY_WAIT_S", 0.02)
-    monkeypatch.setattr(worker_side, "_PREEMPTION_WAIT_S", 0.02)
+    monkeypatch.setattr(worker_module, "_COPY_WAIT_S", 0.02)
+    monkeypatch.setattr(worker_module, "_PREEMPTION_WAIT_S", 0.02)
     twin.stores(FIRST)
     held = twin.hold()
     twin.saves(SECOND)
@@ -470,6 +470,6 @@ def test_gpu_without_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     def no_driver(ordinal: int) -> None:
         raise DeviceError(f"cuda:{ordinal}: no NVIDIA driver")
 
-    monkeypatch.setattr("tiercache.integrations.vllm.placement.CudaDriver", no_driver)
+    monkeypatch.setattr("tiercache.integrations.vllm.copies.CudaDriver", no_driver)
     with pytest.raises(DeviceError, match="cuda:3: no NVIDIA driver"):
         make_mover(Config(), {"a": SimpleNamespace(device=torch.device("cuda:3"))}, BLOCKS, GROUPS)

@@ -66,8 +66,8 @@ class TinyEngine:
         self.spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=self.kv.dtype)
 
     def layout(self, model_id: str | None = None) -> Layout:
-        from tiercache.integrations.vllm.kv_blocks import KvBlocks
-        from tiercache.integrations.vllm.kv_layout import make_layout
+        from tiercache.integrations.vllm.blocks import KvBlocks
+        from tiercache.integrations.vllm.identity import make_layout
         from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
 
         blocks = KvBlocks(self.tensors, blocks=4, heads=1, block_tokens=BLOCK_TOKENS, head_size=32)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tiercache.integrations.vllm.model_identity import NothingToRead, identity_of_adapter, identity_of_model
+from tiercache.integrations.vllm.identity import NothingToRead, identity_of_adapter, identity_of_model
 
 _BY_CONTENT = (
     "model_path", "revision", "download_dir", "speculative_draft_model_path", "speculative_draft_model_revision",

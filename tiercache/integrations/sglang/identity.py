@@ -27,7 +27,7 @@ from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
 from tiercache.integrations.sglang.arguments import arguments_in_effect, digest_of
 from tiercache.integrations.sglang.pools import HostPool
-from tiercache.integrations.vllm.model_identity import (
+from tiercache.integrations.vllm.identity import (
     NothingToRead,
     adapter_files,
     identity_of_adapter,

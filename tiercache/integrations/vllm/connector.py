@@ -23,23 +23,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
-from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.engine_events import KvEvents, ResidencyChanges
-from tiercache.integrations.vllm.grouped import empty_part, fitted, in_parts
-from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain, what_they_keep
-from tiercache.integrations.vllm.kv_layout import make_layout
+from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, is_plain, what_they_keep
+from tiercache.integrations.vllm.copies import make_mover
+from tiercache.integrations.vllm.events import KvEvents
+from tiercache.integrations.vllm.identity import beside_others, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
-from tiercache.integrations.vllm.lookup_client import LookupClient
-from tiercache.integrations.vllm.messages import StepReport, StepWork
-from tiercache.integrations.vllm.placement import make_mover
-from tiercache.integrations.vllm.planning import BlockGeometry
-from tiercache.integrations.vllm.prometheus import TierCachePromMetrics
-from tiercache.integrations.vllm.replicas import head_parts
-from tiercache.integrations.vllm.scheduler_side import SchedulerSide
-from tiercache.integrations.vllm.side_by_side import beside_others
-from tiercache.integrations.vllm.stats import TierCacheStats
+from tiercache.integrations.vllm.lookup import LookupClient
+from tiercache.integrations.vllm.metadata import ResidencyChanges, StepReport, StepWork
+from tiercache.integrations.vllm.metrics import TierCachePromMetrics, TierCacheStats
+from tiercache.integrations.vllm.names import BlockNames
+from tiercache.integrations.vllm.planning import BlockGeometry, empty_part, fitted, in_parts
+from tiercache.integrations.vllm.scheduler import SchedulerSide
 from tiercache.integrations.vllm.versions import check_version, source_of
-from tiercache.integrations.vllm.worker_side import WorkerSide
+from tiercache.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +155,9 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             kv_events=self._tells_routers,
         )
         if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs][: len(self._geometry.groups)]):
-            logger.info("chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * empty)
+            logger.info(
+                "chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * empty
+            )
         logger.info(
             "rank %d: chunks of %d tokens, %.2f MiB each; %s",
             layout.rank,
@@ -171,9 +169,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @survives(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None and isinstance(kv_connector_metadata, StepWork):
-            self._worker.before_blocks_are_given_away(
-                kv_connector_metadata.preempted, kv_connector_metadata.given_away
-            )
+            self._worker.before_blocks_are_given_away(kv_connector_metadata.preempted, kv_connector_metadata.given_away)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:

@@ -1,4 +1,24 @@
-"""What a worker's cache has of requests, answered to the scheduler's half: see `lookup_client` for how it asks."""
+"""What a worker's cache has of requests, answered to the scheduler's half: see `lookup_client` for how it asks.
+
+How the scheduler's half asks what the workers' caches have, without ever waiting.
+
+What a step asks goes in one piece: to the worker's loop where that is in this process, otherwise through a Unix socket to
+each worker. The answer for several workers is what all of them have.
+
+The scheduler's thread shares Python's lock with those that ask and answer: 64 look-ups that were begun one by one, each of
+which woke them, once cost it 5 ms.
+
+What look-ups have promised, kept hot (or mapped) until it is loaded.
+
+A load of several groups that fails in part sends its request back to the first token, so a look-up promises what has been
+read and verified, and holds it. Only so much of the hot cache is held: what comes on top of that was found and verified,
+and may have to be read a second time.
+
+A synchronous load must not fail at all: requests that share its blocks go on with them (see `SchedulerSide`). So only what
+is held to the last chunk is loaded like that, and from these leases, whatever happens to the chunks meanwhile.
+
+The chunks of a prompt that was announced by its token ids: those that a request of these tokens will look for.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +26,13 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -18,13 +40,26 @@ import msgspec
 from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
 from tiercache.control.framing import frame, receive
-from tiercache.control.messages import ControlError
+from tiercache.control.messages import ControlError, Prefix
+from tiercache.control.naming import given_keys
 from tiercache.control.served import ServedCache
-from tiercache.control.sockets import bound, check_private
+from tiercache.control.sockets import bound, check_private, connect
 from tiercache.core.keys import ChunkKey
-from tiercache.integrations.vllm.claims import Claims
-from tiercache.integrations.vllm.grouped import HitSearch, keys_of, names_of, needed_chunks
-from tiercache.integrations.vllm.planning import BlockGeometry, Match, chunk_ends, tail_lengths
+from tiercache.errors import TierCacheError
+from tiercache.integrations.vllm.names import BlockNames
+from tiercache.integrations.vllm.planning import (
+    BlockGeometry,
+    HitSearch,
+    Match,
+    agreed,
+    all_names,
+    chunk_ends,
+    held_names,
+    keys_of,
+    names_of,
+    needed_chunks,
+    tail_lengths,
+)
 from tiercache.memory.slots import Lease
 
 logger = logging.getLogger("tiercache.vllm")
@@ -329,3 +364,348 @@ def socket_path(engine: str, rank: int) -> Path:
     """Short whatever the engine is called: a Unix socket's path may have 107 characters."""
     name = hashlib.blake2b(engine.encode(), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir()) / f"tiercache-{os.getuid()}" / f"{name}.{rank}.sock"
+
+
+_NAMES_A_MESSAGE = 1 << 14
+"""Half a megabyte: a longer one would hold the worker's loop while it is unpacked."""
+
+
+class LookupClient:
+    """`begin`, `send` and `close` are called by one thread, the scheduler's, which polls what `begin` returned."""
+
+    def __init__(self, engine: str, ranks: int, geometry: BlockGeometry, timeout_s: float) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._geometry = geometry
+        self._timeout_s = timeout_s
+        self._unsent: list[LookUp] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._connections: dict[int, _Connection] = {}
+
+    def begin(self, names: Sequence[bytes], claim: str = "") -> LookUp:
+        """Asked with the next `send`. It is answered in any case, by a failed Match where a worker does not answer in time.
+        What is found may be held for the request, until `LookupServer.release`."""
+        one = LookUp(list(names), claim)
+        self._unsent.append(one)
+        return one
+
+    def send(self) -> None:
+        """Ask all that was begun. Never waits."""
+        if not self._unsent:
+            return
+        asked, self._unsent = [one for one in self._unsent if one.is_open], []
+        try:
+            if self._ranks == 1 and (worker := local.get((self._engine, 0))) is not None:
+                worker.ask(asked)
+                return
+            self._running().call_soon_threadsafe(self._ask, asked)
+        except RuntimeError as error:  # no thread is to be had, or the loop is closed
+            _miss(asked, error)
+
+    def close(self) -> None:
+        if self._loop is not None and self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop)
+            self._thread.join(5.0)
+            self._loop.close()
+            self._loop = self._thread = None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="tiercache-lookup", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                loop.close()  # not kept: whatever is given to a loop that nobody runs would never end
+                raise
+            self._loop, self._thread = loop, thread
+        return self._loop
+
+    # On the loop
+
+    async def _hang_up(self) -> None:
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.stop)  # in that round the transports are closed
+
+    def _ask(self, asked: list[LookUp]) -> None:
+        asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, asked)
+        for rank in range(self._ranks):
+            self._ask_rank(rank, asked)
+
+    def _ask_rank(self, rank: int, asked: list[LookUp]) -> None:
+        connection = self._connections.get(rank)
+        if connection is None or connection.broken:
+            connection = self._connections[rank] = _Connection(self, rank, socket_path(self._engine, rank))
+        connection.ask(asked)
+
+    def _give_up(self, asked: list[LookUp]) -> None:
+        if _miss(asked, TimeoutError()):
+            for connection in self._connections.values():
+                connection.forget_ended()
+
+    def answered(self, rank: int, one: LookUp, match: Match) -> None:
+        one.answers[rank] = match
+        if len(one.answers) < self._ranks or not one.is_open:
+            return
+        answers = list(one.answers.values())
+        least = min(answers, key=lambda match: match.blocks)
+        if not self._geometry.groups or all(match.blocks == least.blocks for match in answers):
+            one.give(agreed(answers, self._geometry))
+            return
+        # Windows have to be there for the hit as it is: who has more may not have that.
+        one.names = one.names[: least.blocks]
+        one.answers.clear()
+        for again in range(self._ranks):
+            self._ask_rank(again, [one])
+
+
+class _Connection:
+    """To one worker; answers may come in any order."""
+
+    def __init__(self, client: LookupClient, rank: int, path: Path) -> None:
+        self._client = client
+        self._rank = rank
+        self._path = path
+        self._numbers = itertools.count()
+        self._waiting: dict[int, LookUp] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._serving = asyncio.create_task(self._serve())
+        self.broken = False
+
+    def ask(self, asked: list[LookUp]) -> None:
+        numbered = {next(self._numbers): one for one in asked}
+        self._waiting |= numbered
+        if self._writer is not None:
+            self._send(numbered)
+
+    def forget_ended(self) -> None:
+        """Of those that were given up, which may never be answered."""
+        self._waiting = {number: one for number, one in self._waiting.items() if one.is_open}
+
+    async def close(self) -> None:
+        self._serving.cancel()
+        await asyncio.wait([self._serving])
+
+    def _send(self, numbered: dict[int, LookUp]) -> None:
+        assert self._writer is not None
+        questions: list[Question] = []
+        names = 0
+        for number, one in numbered.items():
+            questions.append(Question(number, one.names, one.claim))
+            names += len(one.names)
+            if names >= _NAMES_A_MESSAGE:
+                self._writer.write(frame(questions))
+                questions, names = [], 0
+        if questions:
+            self._writer.write(frame(questions))
+
+    async def _serve(self) -> None:
+        try:
+            check_private(self._path.parent)
+            reader, self._writer = await connect(self._path)
+            self._send(self._waiting)
+            while True:
+                packed = await receive(reader, LARGEST_MESSAGE_BYTES)
+                for found in msgspec.msgpack.decode(packed, type=list[Answer]):
+                    if (one := self._waiting.pop(found.number, None)) is not None:
+                        match = Match(found.blocks, found.tokens_by_tier, held=found.held)
+                        self._client.answered(self._rank, one, match)
+        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, TierCacheError) as error:
+            _miss(list(self._waiting.values()), error)
+        finally:
+            self.broken = True
+            for one in self._waiting.values():
+                one.give(Match(failed=True))
+            if self._writer is not None:
+                self._writer.close()
+
+
+def _miss(asked: Sequence[LookUp], error: Exception) -> int:
+    """Those that have no answer are misses; returns how many."""
+    unanswered = [one for one in asked if one.is_open]
+    if unanswered:
+        logger.warning("%d look-ups got no answer from the workers: %r", len(unanswered), error)
+    for one in unanswered:
+        one.give(Match(failed=True))
+    return len(unanswered)
+
+
+_MOST_OF_THE_HOT_CACHE = 0.5
+_LONGEST_S = 60.0
+"""For a request that waits for blocks, or of whose end nobody told."""
+_OVER_FOR_S = 10.0
+"""So long after its release a look-up may come to claim; what is claimed later yet expires as above."""
+HELD_FOR_S = 30.0
+"""For so long after the question what was held is there, and as long again for the load to begin."""
+
+
+@dataclass
+class _Claim:
+    keys: list[ChunkKey]
+    expiry: asyncio.TimerHandle
+
+
+class Claims:
+    """All methods belong to the cache's event loop."""
+
+    def __init__(self, cache: TierCache, geometry: BlockGeometry) -> None:
+        self._cache = cache
+        self._reader = cache.parts.reader
+        self._geometry = geometry
+        self._claims: dict[str, _Claim] = {}
+        self._over: dict[str, float] = {}
+        """Names that were released, until when that is remembered, oldest first."""
+        self._times: dict[ChunkKey, int] = {}
+        """How many claims there are on each chunk."""
+        self.leases: dict[ChunkKey, Lease] = {}
+        self._most = int(cache.cpu.pool.count * _MOST_OF_THE_HOT_CACHE)
+
+    @property
+    def held(self) -> int:
+        """Chunks."""
+        return len(self.leases)
+
+    async def claim_prefix(self, name: str, keys: Sequence[ChunkKey], until_s: float) -> int | None:
+        """Bring these chunks, which follow one another, into the hot cache and hold them for the request. Returns how many
+        of the first ones are held; that is fewer where one cannot be read, or computing is quicker by now. None, and nothing
+        is held, where there is no room to hold them all, or no time until `until_s` (a loop time), or when it is cancelled
+        or `name` was released, even before this was called.
+        """
+        self._drop(name)
+        if len(self.leases) + sum(key not in self.leases for key in keys) > self._most:
+            return None
+        loop = asyncio.get_running_loop()
+        if self._reader.prefix_at_hand(keys) < len(keys):
+            wait_s = self._reader.worth_waiting_s(keys)
+            worth_s = until_s if wait_s is None else min(until_s, loop.time() + wait_s)
+            await self._cache.warm(keys, deadline_s=max(0.0, worth_s - loop.time()))
+        taken: list[ChunkKey] = []
+        for key in keys:
+            if not self._hold(key):
+                break
+            taken.append(key)
+        if len(taken) < len(keys) and (self._reader.has_at_hand(keys[len(taken)]) or loop.time() >= until_s):
+            self._let_go(taken)
+            return None
+        return len(taken) if self._remember(name, taken) else None
+
+    async def claim(self, name: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
+        """Bring the chunks of `match` into the hot cache and hold them for the request; what is not there by `until_s` (a
+        loop time) makes the hit shorter. Cancelled, or after `name` was released, it holds nothing."""
+        self._drop(name)
+        geometry = self._geometry
+        search = HitSearch(match.blocks // geometry.blocks_per_chunk, geometry)
+        taken: list[ChunkKey] = []
+        try:
+            while search.question:
+                keys = keys_of(self._cache.namespace, names_of(search.question, names, geometry), geometry)
+                search.answer(await self._take(keys, taken, until_s))
+        except BaseException:
+            self._let_go(taken)
+            raise
+        needed = set(
+            keys_of(self._cache.namespace, names_of(needed_chunks(search.chunks, geometry), names, geometry), geometry)
+        )
+        self._let_go([key for key in taken if key not in needed])
+        self._remember(name, [key for key in taken if key in needed])
+        return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
+
+    def release(self, *names_of_claims: str) -> None:
+        """Nothing is held under these names from now on, nor by look-ups that come to it later: a name has one look-up."""
+        now_s = asyncio.get_running_loop().time()
+        while self._over and next(iter(self._over.values())) <= now_s:
+            del self._over[next(iter(self._over))]
+        for name in names_of_claims:
+            self._drop(name)
+            self._over.setdefault(name, now_s + _OVER_FOR_S)
+
+    def close(self) -> None:
+        for name in list(self._claims):
+            self._drop(name)
+
+    def _remember(self, name: str, taken: list[ChunkKey]) -> bool:
+        """False: the name was released meanwhile, and nothing is held."""
+        if name in self._over:
+            self._let_go(taken)
+            return False
+        if taken:
+            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self._drop, name)
+            self._claims[name] = _Claim(taken, expiry)
+        return True
+
+    def _drop(self, name: str) -> None:
+        claim = self._claims.pop(name, None)
+        if claim is not None:
+            claim.expiry.cancel()
+            self._let_go(claim.keys)
+
+    async def _take(self, keys: Sequence[ChunkKey], taken: list[ChunkKey], until_s: float) -> int:
+        """How many of `keys` may be promised, up to the first that may not. Adds to `taken` what is held."""
+        room = max(0, self._most - len(self.leases))
+        new = [key for key in keys if key not in self.leases][:room]
+        left_s = until_s - asyncio.get_running_loop().time()
+        await self._cache.warm(new, deadline_s=max(0.0, left_s))
+        tried = set(new)
+        had = set(taken)
+        for position, key in enumerate(keys):
+            if key in had:
+                continue
+            if self._hold(key):
+                had.add(key)
+                taken.append(key)
+            elif key in tried and not self._reader.has_at_hand(key):
+                return position
+        return len(keys)
+
+    def _hold(self, key: ChunkKey) -> bool:
+        lease = self.leases.get(key)
+        if lease is None and (len(self.leases) >= self._most or not self._cache.cpu.spares(key)):
+            return False
+        if lease is None or not lease.findable:
+            found = self._reader.pin(key)
+            if found is None:
+                return False
+            if lease is not None:
+                lease.release()  # it was removed, and is there again
+            self.leases[key] = found
+        self._times[key] = self._times.get(key, 0) + 1
+        return True
+
+    def _let_go(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self._times[key] -= 1
+            if not self._times[key]:
+                del self._times[key]
+                self.leases.pop(key).release()
+
+
+class AnnouncedPrompts:
+    """The connector's `Naming`. `names` is the worker's own, which follows the scheduler's through resets."""
+
+    def __init__(self, names: BlockNames, geometry: BlockGeometry) -> None:
+        self.names = names
+        self._geometry = geometry
+
+    async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
+        """As a request finds them: full chunks as far as there are any, the longest tail behind them, then what is
+        missing."""
+        if (given := given_keys(prefix)) is not None:
+            return given
+        names = await self._names(prefix)
+        _, found = await locate(cache, names, self._geometry)
+        known = set(found)
+        full = self._geometry.whole_chunks(len(names))
+        wanted = keys_of(cache.namespace, held_names(names, full, self._geometry), self._geometry)
+        return [*found, *(key for key in wanted if key not in known)]
+
+    async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
+        if (given := given_keys(prefix)) is not None:
+            return given
+        names = await self._names(prefix)
+        return keys_of(cache.namespace, all_names(names, self._geometry), self._geometry)
+
+    async def _names(self, prefix: Prefix) -> list[bytes]:
+        lora = (prefix.lora.name, prefix.lora.path) if prefix.lora is not None else None
+        return await self.names.of_tokens(prefix.tokens or (), prefix.cache_salt, lora)

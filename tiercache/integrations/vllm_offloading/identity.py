@@ -17,10 +17,8 @@ from tiercache.config import Config
 from tiercache.config.plan import plan_of
 from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
-from tiercache.integrations.vllm.block_names import CRYPTOGRAPHIC
-from tiercache.integrations.vllm.engine_identity import digest
-from tiercache.integrations.vllm.model_in_vllm import model_of
-from tiercache.integrations.vllm.settings_identity import settings_of
+from tiercache.integrations.vllm.identity import digest, model_of, settings_of
+from tiercache.integrations.vllm.names import CRYPTOGRAPHIC
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from tiercache.control.families import FAMILIES, Family
-from tiercache.integrations.vllm.stats import TierCacheStats
+from tiercache.integrations.vllm.metrics import TierCacheStats
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:

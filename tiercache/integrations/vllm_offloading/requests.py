@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from tiercache.integrations.vllm.turns import Wishes
+from tiercache.integrations.vllm.hints import Wishes
 
 Name = bytes
 """vLLM's, of a chunk: the hash of its tokens and all before them, and its group."""

@@ -38,14 +38,19 @@ from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import TierCacheError
 from tiercache.integrations.unread import warn_of_unread
-from tiercache.integrations.vllm.figures import WorkerFigures
-from tiercache.integrations.vllm.following import SessionTurns
-from tiercache.integrations.vllm.kv_events import MEDIA
+from tiercache.integrations.vllm.events import MEDIA, MOST_CHUNKS, ChunkWatch
+from tiercache.integrations.vllm.hints import (
+    EXPECT_TOKENS,
+    RequestBegan,
+    RequestEnded,
+    SessionTurns,
+    said_by,
+    wishes_of,
+)
+from tiercache.integrations.vllm.identity import beside_others
 from tiercache.integrations.vllm.logs import show_our_log, survives
-from tiercache.integrations.vllm.side_by_side import beside_others
-from tiercache.integrations.vllm.turns import EXPECT_TOKENS, RequestBegan, RequestEnded, said_by, wishes_of
+from tiercache.integrations.vllm.metrics import WorkerFigures
 from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, check_version
-from tiercache.integrations.vllm_offloading.events import ChunkWatch
 from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout, say_whose_quotas
 from tiercache.integrations.vllm_offloading.metrics import as_offloading_stats, definitions
 from tiercache.integrations.vllm_offloading.questions import Questions
@@ -131,7 +136,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._closed = False
         self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._watch = ChunkWatch(self.thread) if tells else None
+        self._watch = ChunkWatch(self.thread, lambda tier: "", MOST_CHUNKS) if tells else None
         # An engine that just exits would leave its last chunks unwritten.
         atexit.register(self.shutdown)
         logger.info("chunks of %.2f MiB below vLLM's CPU tier; %s", self.block_size_bytes / 2**20, cache.describe())
@@ -283,9 +288,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         if self._watch is None or not self._watch.has_news:
             return
         changes = self._watch.take()
-        for names, removed in ((changes.removed, True), (changes.stored, False)):
-            if names:
-                keys = [OffloadKey(name) for name in names]
+        for removed in (True, False):
+            if keys := [OffloadKey(name) for (name, _), there in changes.items() if there is not removed]:
                 yield OffloadingEvent(
                     keys,
                     self.medium,

@@ -19,18 +19,15 @@ from dataclasses import dataclass
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.announced import AnnouncedPrompts
-from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.figures import WorkerFigures
-from tiercache.integrations.vllm.following import SessionTurns
-from tiercache.integrations.vllm.grouped import keys_of
-from tiercache.integrations.vllm.kv_events import Report
-from tiercache.integrations.vllm.lookup import LookupServer
-from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
-from tiercache.integrations.vllm.moves import Move, Mover
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
-from tiercache.integrations.vllm.residency import Residency
-from tiercache.integrations.vllm.spans import add_span
+from tiercache.integrations.vllm.copies import Move, Mover
+from tiercache.integrations.vllm.events import Report, Residency
+from tiercache.integrations.vllm.hints import SessionTurns
+from tiercache.integrations.vllm.logs import add_span
+from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupServer
+from tiercache.integrations.vllm.metadata import Load, Save, StepReport, StepWork
+from tiercache.integrations.vllm.metrics import WorkerFigures
+from tiercache.integrations.vllm.names import BlockNames
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, keys_of
 
 logger = logging.getLogger("tiercache.vllm")
 

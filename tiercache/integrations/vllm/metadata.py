@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from tiercache.integrations.vllm.events import Report
+from tiercache.integrations.vllm.hints import Turn
+from tiercache.integrations.vllm.logs import Trace
 from tiercache.integrations.vllm.planning import BlockTransfer
-from tiercache.integrations.vllm.spans import Trace
-from tiercache.integrations.vllm.turns import Turn
 
 
 @dataclass
@@ -72,3 +75,29 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         for request_id, count in other.saves.items():
             saves[request_id] = saves.get(request_id, 0) + count
         return StepReport(saves, self.loads | other.loads)
+
+
+class ResidencyChanges(KVConnectorKVEvents):  # type: ignore[misc]
+    """What workers send with a step: a `Report` each. What one says has not to wait for what another one says."""
+
+    def __init__(self, report: Report) -> None:
+        self._reports: list[Report] = [report]
+        self._workers = 1
+
+    def add_events(self, events: list[Any]) -> None:
+        self._reports += events
+
+    def aggregate(self) -> ResidencyChanges:
+        return self
+
+    def increment_workers(self, count: int = 1) -> None:
+        self._workers += count
+
+    def get_all_events(self) -> list[Any]:
+        return self._reports
+
+    def get_number_of_workers(self) -> int:
+        return self._workers
+
+    def clear_events(self) -> None:
+        self._reports.clear()

@@ -5,6 +5,13 @@ KV (name and path of the LoRA adapter, multimodal items with their place, cache 
 unless PYTHONHASHSEED is set. What the adapter holds is added here, and behind the name of a request with a salt stands
 the tag of its tenant. With a hash that is not cryptographic the seed is random
 in each process, and two prefixes may be made to collide, so then we hash for ourselves what vLLM would have hashed.
+
+What the LoRA adapters of requests hold. vLLM names blocks by an adapter's name and path, and means its content.
+
+That stays what it is while an engine lives, or so vLLM takes it; but a cache outlives engines. So the content becomes part
+of the names, where it is certain that the engine has loaded what lies there now: the files were changed last before the
+engine began. Others get names that no other engine finds, and this one while the files stay as they are. They are looked
+at in a thread, at each request, since they may change at any time.
 """
 
 from __future__ import annotations
@@ -12,22 +19,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from tiercache.core.keys import tenant_tag
-from tiercache.integrations.vllm.adapters import Adapters
-from tiercache.integrations.vllm.model_in_vllm import place_of
+from tiercache.integrations.vllm.digests import Stamp, stamp_of
+from tiercache.integrations.vllm.identity import adapter_files, identity_of_adapter, place_of
+from tiercache.integrations.vllm.planning import NAME_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-NAME_BYTES = 32
-"""Of a name, without its tenant's tag."""
 _AT_ONCE = 32
 """Blocks that are named without letting others run."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
@@ -137,3 +148,82 @@ class BlockNames:
         tokens = np.asarray(request.all_token_ids[start:end], dtype="<i8").tobytes()
         content = msgspec.msgpack.encode((before, tokens, extra))
         return hashlib.blake2b(content, digest_size=NAME_BYTES).digest()
+
+
+_CLOCK_GRAIN_NS = 2_000_000_000
+"""By so much clocks of file systems may be wrong."""
+_PATIENCE_S = 1.0
+"""For what is under way: whoever comes after it is not kept waiting for a mount that hangs."""
+
+Stamps = tuple[tuple[str, Stamp], ...]
+
+
+class Adapters:
+    """`key_of` never waits. Thread-safe."""
+
+    def __init__(self, place_of: Callable[[str], Path | None], since_ns: int | None = None) -> None:
+        """`place_of` finds the directory of an adapter's path. `since_ns`: the engine loads adapters from then on."""
+        self._place_of = place_of
+        self._since_ns = time.time_ns() if since_ns is None else since_ns
+        self._secret = os.urandom(16)
+        self._known: dict[str, tuple[Stamps, bytes]] = {}
+        self._waiting: deque[tuple[str, Future[bytes]]] = deque()
+        self._lock = threading.Lock()
+        self._busy_since_s: float | None = None
+
+    def key_of(self, path: str) -> Future[bytes]:
+        """What blocks of the adapter at `path` are named with besides vLLM's hash. Has no exception."""
+        future: Future[bytes] = Future()
+        with self._lock:
+            if self._busy_since_s is not None and time.monotonic() - self._busy_since_s > _PATIENCE_S:
+                future.set_result(nobodys_key())
+                return future
+            self._waiting.append((path, future))
+            if self._busy_since_s is not None:
+                return future
+            self._busy_since_s = time.monotonic()
+        try:
+            threading.Thread(target=self._answer, name="tiercache-adapters", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._answer(read=False)
+        return future
+
+    def _answer(self, *, read: bool = True) -> None:
+        """Until nobody waits."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._busy_since_s = None
+                    return
+                path, future = self._waiting.popleft()
+                self._busy_since_s = time.monotonic()
+            try:
+                key = self._find(path) if read else nobodys_key()
+            except Exception:  # what cannot be read is not known
+                key = nobodys_key()
+            if future.set_running_or_notify_cancel():
+                future.set_result(key)
+
+    def _find(self, path: str) -> bytes:
+        place = self._place_of(path)
+        if place is None:
+            return nobodys_key()
+        stamps = _stamps(place)
+        if any(max(stamp[1:3]) > self._since_ns - _CLOCK_GRAIN_NS for _, stamp in stamps):
+            return hashlib.blake2b(repr((path, stamps)).encode(), digest_size=24, key=self._secret).digest()
+        known = self._known.get(path)
+        if known is None or known[0] != stamps:
+            known = stamps, b"adapter " + bytes.fromhex(identity_of_adapter(place))
+            if _stamps(place) != stamps:
+                return nobodys_key()
+            self._known[path] = known
+        return known[1]
+
+
+def nobodys_key() -> bytes:
+    """For an adapter of which nothing is known: nothing is found by it, ever."""
+    return os.urandom(24)
+
+
+def _stamps(place: Path) -> Stamps:
+    return tuple((name, stamp_of(path.stat())) for name, path in sorted(adapter_files(place).items()))

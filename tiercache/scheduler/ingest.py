@@ -151,7 +151,7 @@ class Ingest:
                     elif key in slots:
                         batch.fills[key] = (slots.pop(key), length, source)
                     else:
-                        break  # making room for those before it may have evicted it
+                        break  # it was hot in `_reserve`, and was evicted for the slot of an earlier one
                 batch.passed += 1
             self._copy(batch)
         except BaseException:

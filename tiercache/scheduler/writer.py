@@ -93,7 +93,7 @@ class TierWriter:
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
         self._writing: set[_Write] = set()
         self._latest: dict[ChunkKey, _Write] = {}
-        """The latest write of each key in `_writing`. An earlier one writes bytes that were forgotten since."""
+        """The latest write of each key in `_writing`, which waits for an earlier one: that has bytes that were forgotten."""
         self._abandoned: set[_Write] = set()
         self.removals = Removals(tier, settings.deadline_s)
         self._room = asyncio.Event()
@@ -260,7 +260,8 @@ class TierWriter:
         self._start_writes()
 
     async def _attempt(self, write: _Write) -> bool:
-        """Write a chunk, with retries. Return False if it is given up, True if the tier answered or it was forgotten."""
+        """Write a chunk, with retries. Return False if it is given up, True if the tier answered, or if the chunk was
+        forgotten and its removal has ended."""
         loop, lease, counters = asyncio.get_running_loop(), write.lease, self.counters
         tier = self.tier
         send = tier.write_device if lease.on_device and isinstance(tier, DeviceTier) else tier.write

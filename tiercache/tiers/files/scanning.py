@@ -157,7 +157,7 @@ class Directory:
                     del self._leaving[key]
                     self._changed(key)
 
-    async def left(self, key: ChunkKey) -> None:
+    async def until_deleted(self, key: ChunkKey) -> None:
         """Wait until the chunk is not being deleted."""
         while (end := self._leaving.get(key)) is not None:
             await end.wait()

@@ -353,7 +353,7 @@ class FileTier(DeviceTier):
             return await self._write_to(self.directories.places(key)[0], key, payload_bytes, write)
 
     async def _write_to(self, directory: Directory, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
-        await directory.left(key)
+        await directory.until_deleted(key)
         if key in directory.index:
             directory.index.touch(key)
             return True

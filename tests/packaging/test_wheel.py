@@ -65,7 +65,7 @@ def test_it_is_for_every_platform_and_has_sources_only(wheel: Path) -> None:
     assert {name.parts[0] for name in names} == {"tiercache", f"tiercache-{tiercache.__version__}.dist-info"}
     kinds = {name.suffix for name in names if name.parts[0] == "tiercache"}
     assert kinds == {".py", ".typed"}
-    assert wheel.stat().st_size < 2 << 20
+    assert wheel.stat().st_size < 650_000
 
 
 def test_the_installed_package_is_the_one_that_is_used(run: Run) -> None:

@@ -72,6 +72,8 @@ def child(clean: ExitStack) -> None:
     started = subprocess.Popen(["sleep", "1000"])
     clean.callback(started.wait)
     clean.callback(started.kill)
+    while not Path(f"/proc/{started.pid}/cmdline").read_bytes():
+        pass  # the kernel names a new program a moment after `Popen` knows that it runs
 
 
 def tier(clean: ExitStack) -> CpuTier:

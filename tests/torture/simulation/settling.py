@@ -54,9 +54,7 @@ async def settle(stage: Stage) -> None:
         first = stage.setting.keys + number * PROBES
         await node.on_loop(functools.partial(works_again, node, _WORKS_AGAIN_S, first))
     if stage.places:
-        nodes = list(stage.nodes.values())
-        first = stage.setting.keys + stage.setting.processes * PROBES
-        await check_promises(nodes[0], nodes[1:], stage.of_files, first)
+        await _owed_by_files(stage)
     while stage.faults():
         await asyncio.sleep(1.0)
     faultless = stage.last_fault_s < 0 and all(weather.faultless for weather in stage.weathers.values())
@@ -66,23 +64,21 @@ async def settle(stage: Stage) -> None:
         await node.on_loop(functools.partial(scans_end, node))
     for node in stage.nodes.values():
         check_directories(node, stage.of_files, faultless=faultless, alone=len(stage.nodes) == 1)
-    for number in list(stage.nodes)[:-1]:
+    for number in stage.nodes:
         await stage.close(number, 5.0)
-    if stage.places:
-        await _fills(stage)
-    await stage.close(list(stage.nodes)[-1], 5.0)
     if stage.places:
         await _reopened(stage)
 
 
-async def _fills(stage: Stage) -> None:
-    """The last process fills its directories: no counter is corrected beside other processes."""
+async def _owed_by_files(stage: Stage) -> None:
+    nodes = list(stage.nodes.values())
     first = stage.setting.keys + stage.setting.processes * PROBES
+    await check_promises(nodes[0], nodes[1:], stage.of_files, first)
     caps_bytes: Counter[str] = Counter()
     for place in stage.of_files:
         caps_bytes[place_of(place.disk)] += place.cap_bytes  # of two directories of a tier, each gets a part
     most = max(caps_bytes.values()) // FILE_BYTES
-    await check_fills(list(stage.nodes.values())[-1], stage.of_files, range(first + 1, first + 2 + most))
+    await check_fills(nodes[-1], stage.of_files, range(first + 1, first + 2 + most))
 
 
 async def _reopened(stage: Stage) -> None:

@@ -6,8 +6,7 @@ device: the reservation and the temporary files. It lowers this number before it
 after bytes became free. So the counter is never below what the files occupy. The finder of a dead process removes its
 temporary files and takes over its number; a crash loses at most the lag of the number and one step.
 
-A scan corrects the counter if no other process has the directory open meanwhile (`mark` and `recount`). A counter that is
-not trusted is corrected in any case: no process reserves bytes from it, or may reuse what it deletes.
+A scan corrects the counter if no other process uses bytes meanwhile (`mark` and `recount`).
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import NamedTuple
 from tiercache.core.index import pause_s
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.access import ABSENT, OWNER, Access, lock_within, open_regular
+from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.owners import Owner, Record
 
 _FILE = struct.Struct("<8sQQQ")
@@ -64,7 +64,7 @@ class Mark(NamedTuple):
     """State at the begin of a scan, for `recount`."""
 
     is_alone: bool
-    """True if no other process had the directory open."""
+    """True if no other process used bytes."""
     others_changes: int
     settled_bytes: int
     released_bytes: int
@@ -74,7 +74,7 @@ class Capacity:
     """Counter and reservation. Thread-safe; blocks, so it runs in worker threads.
 
     A lock that is not available within seconds raises TierUnavailable; CounterLost means that the directory must be
-    reopened. A write calls `reserve`, then `cancel`, or `commit` and `settle`. Deletions are bracketed by `deleting`.
+    reopened. A write calls `reserve`, then `cancel`, or `commit` and `settle`. A deletion calls `announce`, then `release`.
     """
 
     def __init__(
@@ -98,8 +98,6 @@ class Capacity:
         self._state = threading.Lock()
         """Guards the following fields. Held for arithmetic only."""
         self._unused_bytes = 0
-        self._awaited_bytes = 0
-        """Unused bytes that were freed for writes which have not reserved them yet."""
         self._number_bytes = 0
         """Counted bytes on no device: unused, or in temporary files."""
         self._written_bytes = 0
@@ -109,12 +107,14 @@ class Capacity:
         """Bytes of all files since the start."""
         self._operations = 0
         self._spent = False
+        self._is_active = False
+        """True if the lock file says that this process uses or deletes bytes."""
+        self._may_spend = False
+        """True if the counter changed since this process became active, which shows others that bytes are used."""
         self._closing = self._closed = False
         self._files = threading.Lock()
         """Guards the following fields. Held while the counter or the lock file is written."""
         self._changes = 0
-        self._is_shown = False
-        """True if this process has changed the counter, so that no recount misses it after it is gone."""
         self._next_look_s = 0.0
         self._path = path
         self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
@@ -123,11 +123,9 @@ class Capacity:
             with self._locked(_LOCK_WAIT_S):
                 found = _read(self._descriptor)
                 if found is None:
-                    self._store(Count(identity=int.from_bytes(os.urandom(8), "little")))
-                else:
-                    self._count = found
-                    with suppress(OSError):  # the device may be too full; `close` tries again
-                        self._store(found.changed(0))
+                    found = Count(identity=int.from_bytes(os.urandom(8), "little"))
+                    self._store(found)
+                self._count = found
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -139,8 +137,8 @@ class Capacity:
 
     @property
     def used_bytes(self) -> int:
-        """`counted_bytes` without this process's reservation. Bytes that were freed for a write count as used."""
-        return max(0, self._count.counted_bytes - max(0, self._unused_bytes - self._awaited_bytes))
+        """`counted_bytes` without this process's reservation."""
+        return max(0, self._count.counted_bytes - self._unused_bytes)
 
     @property
     def trusted(self) -> bool:
@@ -156,7 +154,7 @@ class Capacity:
     @property
     def is_behind(self) -> bool:
         """True if `catch_up` may have bytes to return. Non-blocking."""
-        return self._unused_bytes > 0
+        return self._is_active
 
     def is_lost(self) -> bool:
         """Return True if another file, or none, is at the counter's path. Raises OSError when the file system fails."""
@@ -168,19 +166,19 @@ class Capacity:
 
     # Writing
 
-    def reserve(self, needed_bytes: int) -> bool:
-        """Reserve bytes for a new file or directory. Return False if they do not fit under the cap.
+    def reserve(self, needed_bytes: int, freed_bytes: int = 0, announced_bytes: int = 0) -> bool:
+        """Reserve bytes for a new file. Return False if they do not fit under the cap.
 
-        Bytes that this process has freed fit even above a lowered cap.
+        `freed_bytes` of `announced_bytes` were deleted for it; they can be reused even above a lowered cap.
         """
         with self._state:
+            self._free(freed_bytes, announced_bytes)
             if self._closing:
                 raise self._lost("is closed")
             self._operations += 1
             self._spent = True
-            self._awaited_bytes = max(0, self._awaited_bytes - needed_bytes)
             held_bytes = self._take(needed_bytes)
-            if held_bytes == needed_bytes:
+            if held_bytes == needed_bytes and self._may_spend:
                 return True
         try:
             self._look_for_dead()
@@ -206,8 +204,17 @@ class Capacity:
                 self._unused_bytes += taken_bytes
             raise
 
+    def add(self, amount_bytes: int) -> None:
+        """Count something that is not a file, cap or no cap. Call it only between `reserve` and the end of that write."""
+        self.resize(amount_bytes)
+        with self._state:
+            self._number_bytes -= amount_bytes
+            self._committed_bytes += amount_bytes
+            self._settled_bytes += amount_bytes
+        self._lower_number()
+
     def commit(self, amount_bytes: int) -> None:
-        """Remove a file from the recorded number before it is published. On error it stays in flight."""
+        """Remove a file from the recorded number before it is published. On error the file stays in flight."""
         with self._state:
             if self._closing:
                 raise self._lost("is closed")
@@ -237,42 +244,33 @@ class Capacity:
 
     # Deleting
 
-    @contextmanager
-    def deleting(self, most_bytes: int, *, reuse_bytes: int = 0) -> Iterator[Callable[[int], None]]:
-        """Bracket the deletion of files of at most `most_bytes`. Yields a function to call with the bytes of each deleted
-        file. Of them `reuse_bytes` are kept for a write that follows, and a step."""
-        left_bytes = most_bytes
-
-        def freed(amount_bytes: int) -> None:
-            nonlocal left_bytes, reuse_bytes
-            left_bytes -= amount_bytes
-            kept_bytes = min(amount_bytes, reuse_bytes)
-            reuse_bytes -= kept_bytes
-            with self._state:
-                self._deleting_bytes -= amount_bytes
-                if self._count.trusted:
-                    self._released_bytes += amount_bytes
-                    self._number_bytes += amount_bytes
-                    self._unused_bytes += amount_bytes
-                    self._awaited_bytes += kept_bytes
-
+    def announce(self, amount_bytes: int) -> None:
+        """Announce the deletion of files of `amount_bytes`."""
         with self._state:
             if self._closing:
                 raise self._lost("is closed")
-            self._deleting_bytes += most_bytes
+            self._deleting_bytes += amount_bytes
+            if self._is_active:
+                return
         try:
-            yield freed
-        finally:
+            with self._turn(_LOCK_WAIT_S):
+                self._write_number(active=True)
+        except BaseException:
             with self._state:
-                self._deleting_bytes -= left_bytes
-                awaited_bytes = self._awaited_bytes
-                surplus = self._unused_bytes > self.step_bytes + awaited_bytes
-                lags = self._number_bytes >= self._written_bytes + 2 * (self.step_bytes // _LAG)
-            if surplus or lags:
-                with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):  # `catch_up` tries again
-                    if surplus:
-                        self._give_back(self.step_bytes // 2 + awaited_bytes)
-                    self._write_number()
+                self._deleting_bytes -= amount_bytes
+            raise
+
+    def release(self, freed_bytes: int, announced_bytes: int) -> None:
+        """End a deletion of `announced_bytes` that freed `freed_bytes`. Does not raise; failed updates are retried later."""
+        with self._state:
+            self._free(freed_bytes, announced_bytes)
+            surplus = self._unused_bytes > self.step_bytes
+            lags = self._number_bytes >= self._written_bytes + 2 * (self.step_bytes // _LAG)
+        if surplus or lags:
+            with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):
+                if surplus:
+                    self._give_back(self.step_bytes // 2)
+                self._write_number()
 
     def return_dead(self) -> int:
         """Remove what dead processes left, and take over their numbers. Return the number of files removed.
@@ -302,33 +300,34 @@ class Capacity:
         with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):
             with self._state:
                 is_idle, self._spent = not self._spent, False
-                self._awaited_bytes = 0
             keep_bytes = 0 if is_idle else self.step_bytes
             try:
                 self._give_back(keep_bytes)
             except CounterLost:
                 with self._state:
                     self._number_bytes -= self._take(self._unused_bytes)
+            if is_idle:
+                self._rest()
 
     def mark(self) -> Mark:
         """Record the counter's state before a scan."""
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
-            is_alone = not self._owner.has_others()
+            is_alone = not any(record.is_active for record in self._owner.others())
             with self._state:
                 return Mark(is_alone, now.changes - self._changes, self._settled_bytes, self._released_bytes)
 
-    def recount(self, mark: Mark, found_bytes: int) -> int | None:
+    def recount(self, mark: Mark, found_bytes: int) -> int:
         """Correct the counter by a scan that began after `mark`. Return the change.
 
-        Return None if another process had the directory open meanwhile: then a trusted counter stays. This process knows its
-        own changes: each existing file was seen, published since, or is still reserved.
+        Nothing changes if another process used or deleted bytes meanwhile. This process knows its own changes: each existing
+        file was seen, published since, or is still reserved.
         """
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
-            was_alone = mark.is_alone and now.changes - self._changes == mark.others_changes
-            if now.trusted and not (was_alone and not self._owner.has_others()):
-                return None
+            are_quiet = not any(record.is_active for record in self._owner.others())
+            if not (mark.is_alone and are_quiet and now.changes - self._changes == mark.others_changes):
+                return 0
             with self._state:
                 there_bytes = found_bytes + self._number_bytes
                 most_bytes = there_bytes + self._deleting_bytes + self._committed_bytes - mark.settled_bytes
@@ -365,6 +364,13 @@ class Capacity:
         self._unused_bytes -= taken_bytes
         return taken_bytes
 
+    def _free(self, freed_bytes: int, announced_bytes: int) -> None:
+        """Needs `_state`."""
+        self._deleting_bytes -= announced_bytes
+        self._released_bytes += freed_bytes
+        self._number_bytes += freed_bytes
+        self._unused_bytes += freed_bytes
+
     def _end(self, unused_bytes: int) -> None:
         """End a write that did not use `unused_bytes`."""
         with self._state:
@@ -386,10 +392,12 @@ class Capacity:
                 if limited and missing_bytes > max(0, room_bytes):
                     return False
                 step_bytes = max(missing_bytes, min(self.step_bytes, room_bytes // _SMALLEST_SHARE))
+                self._write_number(active=True)
                 self._store(now.changed(step_bytes))
                 with self._state:
                     self._number_bytes += step_bytes
                     self._unused_bytes += step_bytes - missing_bytes
+                    self._may_spend = True
             with suppress(OSError):
                 self._write_number()
             return True
@@ -414,6 +422,18 @@ class Capacity:
                             self._unused_bytes += amount_bytes
                 raise
 
+    def _rest(self) -> None:
+        """Become inactive if nothing is used or deleted. Needs `_files`."""
+        with self._state:
+            if not self._is_active or self._operations or self._deleting_bytes or self._unused_bytes:
+                return
+            self._is_active = self._may_spend = False
+        try:
+            self._write_number(active=False)
+        except OSError:
+            self._is_active = True
+            raise
+
     def _lower_number(self) -> None:
         """Lower the recorded number if it is too high."""
         with self._state:
@@ -422,18 +442,21 @@ class Capacity:
         with self._turn(_LOCK_WAIT_S):
             self._write_number(self.step_bytes // _LAG)
 
-    def _write_number(self, lag_bytes: int = 0) -> None:
+    def _write_number(self, lag_bytes: int = 0, *, active: bool | None = None) -> None:
         """Write the lock file, less `lag_bytes`. Needs `_files`."""
         if self._owner.lost:
             raise self._lost("has no lock file of this process beside it")
         with self._state:
+            was_active = self._is_active
+            active = was_active if active is None else active
             number_bytes = max(0, self._number_bytes - lag_bytes)
             before_bytes = self._written_bytes
             self._written_bytes = max(before_bytes, number_bytes)
-        is_lowered = number_bytes < before_bytes
-        self._owner.write(Record(number_bytes, self._count.identity), synced=self._synced and is_lowered)
+        record = Record(number_bytes, self._count.identity, active)
+        must_be_seen = number_bytes < before_bytes or (active and not was_active)
+        self._owner.write(record, synced=self._synced and must_be_seen)
         with self._state:
-            self._written_bytes = number_bytes
+            self._written_bytes, self._is_active = number_bytes, active
 
     def _look_for_dead(self) -> None:
         """Call `return_dead` for at most a tenth of the time. Does not raise."""
@@ -445,12 +468,20 @@ class Capacity:
             self._next_look_s = now_s + pause_s([now_s - began_s])
 
     def _take_over(self, record: Record, remove: Callable[[], bool]) -> None:
-        """`remove` a dead process's lock file and take its number."""
+        """`remove` a dead process's lock file and take its number. On a full device the number stays counted."""
         amount_bytes = record.number_bytes if record.counter == self._count.identity else 0
-        self._changes -= 1  # for `recount`, the dead process has changed the counter
-        with self.deleting(amount_bytes) as freed:
-            if remove():
-                freed(amount_bytes)
+        try:
+            self.announce(amount_bytes)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            remove()
+            return
+        gone = False
+        try:
+            gone = remove()
+        finally:
+            self.release(amount_bytes if gone else 0, amount_bytes)
 
     def _load(self) -> Count:
         found = _read(self._descriptor)
@@ -468,7 +499,6 @@ class Capacity:
             if _read(self._descriptor) != count:
                 raise
         self._changes += 1
-        self._is_shown = True
         self._count = count
 
     @contextmanager
@@ -506,14 +536,11 @@ class Capacity:
                 self._give_back(0)
         with suppress(OSError):
             if self._number_bytes:
-                self._write_number()
-        if not self._is_shown:
-            with suppress(OSError, TierUnavailable), self._locked(_SHORT_WAIT_S):
-                self._store(self._load().changed(0))
+                self._write_number(active=False)
         with suppress(OSError):
             os.close(self._descriptor)
         # An unreturned number stays in the lock file for the process that takes that over.
-        self._owner.leave(keep=self._number_bytes > 0 or not self._is_shown)
+        self._owner.leave(keep=self._number_bytes > 0)
 
     def _lost(self, why: str) -> CounterLost:
         return CounterLost(errno.ENOENT, f"the count of bytes {why}", str(self._path))

@@ -23,7 +23,7 @@ import stat
 import threading
 import time
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 
 from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.errors import TierFull, TierUnavailable
+from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
     ACCESS,
@@ -52,8 +52,34 @@ from tiercache.tiers.files.owners import PENDING_NAME, Owner
 logger = logging.getLogger("tiercache.disk")
 
 
-Victims = list[tuple[ChunkKey, int]]
-"""Evicted chunks to delete, with the bytes that each occupies."""
+class Victims(list[tuple[ChunkKey, int]]):
+    """Evicted chunks to delete, with the bytes that each occupies."""
+
+    def __init__(self, chunks: Iterable[tuple[ChunkKey, int]] = ()) -> None:
+        super().__init__(chunks)
+        self.freed_bytes = 0
+        """Bytes of the victims that still existed. Set when the write has ended or failed."""
+        self.left: list[tuple[ChunkKey, int]] = []
+        """Victims that this process may not delete."""
+        self.are_deleted = False
+        """True if the deletions have ended or failed. The write may continue."""
+        self._when_deleted: list[Callable[[], None]] = []
+
+    @property
+    def were_gone(self) -> bool:
+        return bool(self) and not self.freed_bytes
+
+    def deleted(self) -> None:
+        """Mark the deletions as ended. Thread-safe and idempotent."""
+        self.are_deleted = True
+        for tell in self._when_deleted:
+            tell()
+
+    def when_deleted(self, tell: Callable[[], None]) -> None:
+        """Call `tell` at least once after the deletions, from any thread."""
+        self._when_deleted.append(tell)
+        if self.are_deleted:
+            tell()
 
 
 @dataclass
@@ -69,8 +95,9 @@ class PendingFile:
 class Deleted:
     """Result of `ChunkFiles.delete_all`, without chunks that were missing already."""
 
+    chunks: int = 0
     freed_bytes: int = 0
-    left: Victims = field(default_factory=list)
+    left: list[tuple[ChunkKey, int]] = field(default_factory=list)
     """Chunks that could not be deleted, for the reason in `error`."""
     error: OSError | None = None
 
@@ -190,17 +217,14 @@ class NameTaken(OSError):
     """A foreign file has the name of this chunk or of its directory. Other chunks can be written."""
 
 
-_DIRECTORY_BYTES = 4096
-"""Bytes that a new directory occupies at most."""
-
-
 class Publisher:
     """Publishes temporary files under their final names."""
 
-    def __init__(self, access: Access, capacity: Callable[[], Capacity]) -> None:
+    def __init__(self, access: Access, quarantine: Quarantine, capacity: Callable[[], Capacity]) -> None:
         self.ways = WAYS
         """Ways to publish; the first that the file system supports is used."""
         self._access = access
+        self._quarantine = quarantine
         self._capacity = capacity
 
     def publish(self, temporary: str, path: str) -> int | None:
@@ -238,25 +262,12 @@ class Publisher:
             os.rename(temporary, path)
 
     def make_directory(self, path: str) -> None:
-        """Make a directory of chunks that is missing, and count it. Raises TierFull, NameTaken, OSError."""
-        capacity = self._capacity()
-        if not capacity.reserve(_DIRECTORY_BYTES):
-            raise TierFull(f"{path}: there is no room for a directory below the cap")
-        reserved_bytes, committed_bytes = _DIRECTORY_BYTES, 0
+        """Make a directory of chunks that is missing, and add it to the capacity counter, cap or no cap."""
         try:
             if self._access.make_directory(path):
-                directory_bytes = occupied_bytes(os.stat(path))
-                capacity.resize(directory_bytes - reserved_bytes)
-                reserved_bytes = directory_bytes
-                capacity.commit(directory_bytes)
-                committed_bytes = directory_bytes
+                self._capacity().add(occupied_bytes(os.stat(path)))
         except NotADirectoryError as error:
             raise NameTaken(error.errno, error.strerror, path) from error
-        finally:
-            if committed_bytes:
-                capacity.settle(committed_bytes)
-            else:
-                capacity.cancel(reserved_bytes)
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
@@ -322,9 +333,12 @@ class Quarantine:
 
 def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> None:
     """Delete and uncount a file. If that fails, it stays counted."""
-    with capacity.deleting(occupied) as freed, contextlib.suppress(OSError):
+    capacity.announce(occupied)
+    gone = False
+    with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=directory)
-        freed(occupied)
+        gone = True
+    capacity.release(occupied if gone else 0, occupied)
 
 
 CHUNK_NAME = re.compile(HEX_KEY)
@@ -350,23 +364,15 @@ class Scanned:
     """Modification times."""
     sizes: array[int] = field(default_factory=lambda: array("q"))
     """Bytes that each chunk occupies."""
-    kept: list[ChunkKey] = field(default_factory=list)
-    """Known chunks that still exist."""
     counted_bytes: int = 0
     """Bytes of chunks and directories."""
     strays: int = 0
     foreign: int = 0
-    chunks: int = 0
-    """The number of chunks, where only numbers are added up."""
 
     def add(self, other: Scanned) -> None:
-        """Append the chunks of another result, without their sizes."""
         self.keys += other.keys
         self.times_s += other.times_s
-
-    def count(self, other: Scanned) -> None:
-        """Add the numbers of another result."""
-        self.chunks += len(other.keys)
+        self.sizes += other.sizes
         self.counted_bytes += other.counted_bytes
         self.strays += other.strays
         self.foreign += other.foreign
@@ -425,11 +431,10 @@ class Scanner:
             logger.warning("%s: files of others have the names of chunks, such as %s; they stay", self._root, name)
         self._trusts_names = False
 
-    def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
+    def scan(self, top: str) -> Scanned:
         """Find the chunks in `<root>/<top>`. Our torn and temporary files of dead owners are removed and counted as strays.
 
-        With `known` keys, only new names are examined, and no file is removed. Files with foreign names or headers are left
-        alone, and links are not followed.
+        Files with foreign names or headers are left alone, and links are not followed.
         """
         found = Scanned()
         try:
@@ -438,13 +443,7 @@ class Scanner:
                 with os.scandir(directory) as entries:
                     for entry in entries:
                         try:
-                            if known is not None:
-                                if not CHUNK_NAME.fullmatch(entry.name):
-                                    continue
-                                if (key := bytes.fromhex(entry.name)) in known:
-                                    found.kept.append(key)
-                                    continue
-                            self._examine(entry, top, directory, found, is_complete=known is None)
+                            self._examine(entry, top, directory, found)
                         except FileNotFoundError:
                             continue
                 if found.keys or not found.foreign:  # otherwise the directory is foreign
@@ -453,17 +452,15 @@ class Scanner:
             return found
         return found
 
-    def _examine(
-        self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned, *, is_complete: bool
-    ) -> None:
+    def _examine(self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned) -> None:
         status = entry.stat(follow_symlinks=False)
         is_file = stat.S_ISREG(status.st_mode)
         header = _Unread(entry.name, directory)
         if is_file and _is_chunk(entry.name, top, header):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
                 is_trusted = self.trusts(status)
-                if is_trusted and is_complete and not found.keys and header.is_readable and not header.is_ours:
-                    # A complete scan always reads the first file of each directory.
+                if is_trusted and not found.keys and header.is_readable and not header.is_ours:
+                    # The first file of each directory is always read.
                     self._distrust_names(entry.name)
                     is_trusted = False
                 if not is_trusted and not header.is_ours:
@@ -471,7 +468,7 @@ class Scanner:
                     if not header.is_readable:  # it may be ours, so the cap includes it
                         found.counted_bytes += occupied_bytes(status)
                     return
-                self._has_modes = self._has_modes and self._access.enforce(entry.name, status, directory)
+                self._has_modes = self._has_modes and self._access.enforce_found(entry.name, status, directory)
                 size_bytes = occupied_bytes(status)
                 found.counted_bytes += size_bytes
                 found.keys.append(bytes.fromhex(entry.name))
@@ -484,7 +481,7 @@ class Scanner:
             return
         if not header.is_ours:
             found.foreign += 1
-        elif self._changes and is_complete:
+        elif self._changes:
             os.unlink(entry.name, dir_fd=directory)
             found.strays += 1
 
@@ -612,32 +609,41 @@ FORMAT = 1
 MANIFEST = "tiercache.json"
 _CONTENT = json.dumps({"format": FORMAT, "what": "tiercache chunks"}).encode() + b"\n"
 _LARGEST_BYTES = 4096
+_MANIFEST_ATTEMPTS = 8
 
 
 class WrongFormat(ValueError):
     """The directory has another format or is foreign. The message says what was found."""
 
 
-def require_manifest(root: Path, temporary: str, access: Access) -> None:
+def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access: Access) -> None:
     """Create the manifest of `root`, or check its format. A full device is no error.
 
-    `temporary` is a unique name. An empty or torn manifest is replaced, or one that another process has just made: all
-    processes write the same content. Raises WrongFormat, OSError.
+    `temporary` is a unique name. An empty or torn manifest is replaced. Raises WrongFormat, OSError.
     """
     path = root / MANIFEST
-    found = _read(path)
-    if found is not None and not _is_torn(found):
-        _require_ours(path, found)
-        return
-    try:
-        _write(temporary, _CONTENT)
-        access.grant(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if error.errno not in NO_ROOM:
+    for _ in range(_MANIFEST_ATTEMPTS):
+        found = _read(path)
+        if found is not None and not _is_torn(found):
+            _require_ours(path, found)
+            return
+        try:
+            _write(temporary, _CONTENT)
+            access.grant(temporary)
+            if found is not None:
+                os.replace(temporary, path)
+            else:
+                _name(temporary, str(path), ways)
+            return
+        except FileExistsError:
+            continue
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                return
             raise
+        finally:
+            _remove_file(temporary)
+    raise OSError(errno.EAGAIN, "the manifest changes as often as it is looked at", str(path))
 
 
 def check_manifest(root: Path) -> None:
@@ -712,6 +718,24 @@ def _write(unnamed: str, content: bytes) -> None:
         os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _name(unnamed: str, path: str, ways: Sequence[Publish]) -> None:
+    for way in ways:
+        try:
+            way(unnamed, path)
+            return
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+    os.rename(unnamed, path)  # replacing is harmless: all write the same content
+
+
+def _remove_file(unnamed: str) -> None:
+    try:
+        os.unlink(unnamed)
+    except OSError:
+        return
 
 
 _SHARE_OF_FREE = 0.9

@@ -23,7 +23,8 @@ from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories
-from tiercache.tiers.files.format import UNLIMITED, DeviceTurns
+from tiercache.tiers.files.directory import Victims
+from tiercache.tiers.files.format import EVERYBODYS, DeviceTurns
 from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, probe_gds
 
 logger = logging.getLogger("tiercache.disk")
@@ -136,12 +137,12 @@ class PosixIO(ChunkIO):
         self._precedence.hurry(key)
 
     def write(
-        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        turns = UNLIMITED
+        turns = EVERYBODYS
         if self._writes_at_device is not None:
             turns = self._turns.setdefault(files.root, DeviceTurns(self._writes_at_device))
-        return self._writers.submit(files.write, key, payload, payload_bytes, turns)
+        return self._writers.submit(files.write, key, payload, payload_bytes, victims, turns)
 
 
 class DeviceIO(PosixIO):
@@ -211,7 +212,7 @@ class DeviceIO(PosixIO):
         return self._readers.submit(read)
 
     def write_device(
-        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int
+        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
         device_files, fingerprint = self._device_files(), self._directories.fingerprint
 
@@ -220,7 +221,7 @@ class DeviceIO(PosixIO):
                 path, key, fingerprint, payload, payload_bytes, direct=files.direct, durable=files.durable
             )
 
-        return self._writers.submit(files.write_by, key, payload_bytes, create)
+        return self._writers.submit(files.write_by, key, payload_bytes, victims, create)
 
     def _device_files(self) -> DeviceFiles:
         if self.files is None:

@@ -24,7 +24,7 @@ from tiercache.tiers.files.access import ABSENT, Access, NotAFile, open_regular,
 PENDING_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
 _LOCK_NAME = re.compile(r"[0-9a-f]{32}\.lock")
 TEMPORARY = (".tiercache", "tmp")
-_RECORD = struct.Struct("<8sQQ")
+_RECORD = struct.Struct("<8sQQQ")
 _MAGIC = b"TIEROWNR"
 
 
@@ -35,6 +35,8 @@ class Record(NamedTuple):
     """Counted bytes that are on no device. The finder of a dead process takes them over."""
     counter: int = 0
     """Identity of that counter."""
+    is_active: bool = False
+    """True if the process may use or delete bytes."""
 
 
 class Owner:
@@ -108,10 +110,23 @@ class Owner:
         except ABSENT:
             return False  # unknown
 
-    def has_others(self) -> bool:
-        """Return True if there is another lock file, also of a dead process."""
+    def others(self) -> list[Record]:
+        """Return the records of all other lock files, also of dead processes."""
+        found = []
         with self._opened(TEMPORARY) as directory:
-            return bool(self._locks(os.listdir(directory)))
+            for name in self._locks(os.listdir(directory)):
+                try:
+                    descriptor = open_regular(name, os.O_RDONLY, directory)
+                except (FileNotFoundError, NotAFile):
+                    continue
+                except PermissionError:
+                    found.append(Record(is_active=True))
+                    continue
+                try:
+                    found.append(_read(descriptor))
+                finally:
+                    os.close(descriptor)
+        return found
 
     def remove_dead(self, take_over: Callable[[Record, Callable[[], bool]], None]) -> int:
         """Remove temporary files of processes whose locks are free. Return the number of files.
@@ -186,12 +201,12 @@ def _locked(name: str, temporary: int) -> Iterator[Record | None]:
 
 
 def _read(descriptor: int) -> Record:
-    """Return a lock file's record. Idle processes have written none; other content is another version's."""
+    """Return a lock file's record. Inactive processes write none; other content is another version's."""
     raw = os.pread(descriptor, _RECORD.size, 0)
     if raw[:8] != _MAGIC or len(raw) < _RECORD.size:
-        return Record()
-    _, number_bytes, counter = _RECORD.unpack(raw)
-    return Record(number_bytes, counter)
+        return Record(is_active=bool(raw))
+    _, number_bytes, counter, is_active = _RECORD.unpack(raw)
+    return Record(number_bytes, counter, bool(is_active))
 
 
 def _has_no_lock(name: str, temporary: int) -> bool:

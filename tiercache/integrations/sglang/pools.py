@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.copies import Lending
+from tiercache.integrations.vllm.blocks import Lending
 from tiercache.payloads import Sink, Source
 
 logger = logging.getLogger("tiercache.sglang")

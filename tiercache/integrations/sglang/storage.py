@@ -37,7 +37,7 @@ from tiercache.integrations.sglang.per_process import for_process
 from tiercache.integrations.sglang.pools import HostPool, make_pool
 from tiercache.integrations.sglang.stored import StoredPool, pages_among, shares_pages, stored_pool
 from tiercache.integrations.unread import warn_of_unread
-from tiercache.integrations.vllm.copies import Lending
+from tiercache.integrations.vllm.blocks import Lending
 from tiercache.payloads import source_of
 
 if TYPE_CHECKING:

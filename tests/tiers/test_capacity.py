@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -240,6 +241,28 @@ def test_nothing_is_recounted_while_another_process_uses_or_deletes_bytes(tmp_pa
         idle(other)
         assert capacity.recount(capacity.mark(), 0) < 0
         assert capacity.used_bytes == 0
+
+
+def test_a_process_that_may_have_said_that_it_is_active_says_that_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that fails may have changed the lock file all the same."""
+    with opened(tmp_path) as one, opened(tmp_path) as other:
+        written = Owner.write
+
+        def fail(owner: Owner, *arguments: Any, **names: Any) -> None:
+            written(owner, *arguments, **names)
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Owner, "write", fail)
+            with pytest.raises(OSError, match="Input/output"):
+                other.reserve(10)
+        assert not one.mark().is_alone
+        assert other.is_behind
+        idle(other)
+        assert one.mark().is_alone
+        assert not other.is_behind
 
 
 def test_other_hosts_see_that_bytes_are_used_before_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

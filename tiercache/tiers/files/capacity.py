@@ -109,6 +109,8 @@ class Capacity:
         self._spent = False
         self._is_active = False
         """True if the lock file says that this process uses or deletes bytes."""
+        self._is_unsure = False
+        """True if a write of the lock file failed, so that it may say so or not."""
         self._may_spend = False
         """True if the counter changed since this process became active, which shows others that bytes are used."""
         self._closing = self._closed = False
@@ -154,7 +156,7 @@ class Capacity:
     @property
     def is_behind(self) -> bool:
         """True if `catch_up` may have bytes to return. Non-blocking."""
-        return self._is_active
+        return self._is_active or self._is_unsure
 
     def is_lost(self) -> bool:
         """Return True if another file, or none, is at the counter's path. Raises OSError when the file system fails."""
@@ -425,14 +427,10 @@ class Capacity:
     def _rest(self) -> None:
         """Become inactive if nothing is used or deleted. Needs `_files`."""
         with self._state:
-            if not self._is_active or self._operations or self._deleting_bytes or self._unused_bytes:
+            if not self.is_behind or self._operations or self._deleting_bytes or self._unused_bytes:
                 return
             self._is_active = self._may_spend = False
-        try:
-            self._write_number(active=False)
-        except OSError:
-            self._is_active = True
-            raise
+        self._write_number(active=False)
 
     def _lower_number(self) -> None:
         """Lower the recorded number if it is too high."""
@@ -454,9 +452,13 @@ class Capacity:
             self._written_bytes = max(before_bytes, number_bytes)
         record = Record(number_bytes, self._count.identity, active)
         must_be_seen = number_bytes < before_bytes or (active and not was_active)
-        self._owner.write(record, synced=self._synced and must_be_seen)
+        try:
+            self._owner.write(record, synced=self._synced and must_be_seen)
+        except BaseException:
+            self._is_unsure = self._is_unsure or not (was_active and active)
+            raise
         with self._state:
-            self._written_bytes, self._is_active = number_bytes, active
+            self._written_bytes, self._is_active, self._is_unsure = number_bytes, active, False
 
     def _look_for_dead(self) -> None:
         """Call `return_dead` for at most a tenth of the time. Does not raise."""

@@ -334,6 +334,17 @@ async def test_half_written_files_of_a_living_process_are_left_alone(tmp_path: P
             assert writing.exists()
 
 
+async def test_the_directories_of_chunks_never_take_the_files_above_the_cap(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:  # a directory for each chunk
+        await tier.scanned()
+        payload = chunk(1)[1]
+        cap_bytes = tier.directories.all[0].files.cap_bytes
+        for number in range(160):
+            assert await tier.write(bytes([number]) * 24, payload, CHUNK_BYTES)
+            assert allocated_bytes(tmp_path) <= cap_bytes
+        assert allocated_bytes(tmp_path) > cap_bytes - 4 * FILE_BYTES
+
+
 async def test_two_instances_in_one_directory_neither_fail_nor_exceed_the_cap(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=40) as one, opened(tmp_path, cap_chunks=40) as other:
         await asyncio.gather(fill(one, range(1, 31)), fill(other, range(1, 31)))

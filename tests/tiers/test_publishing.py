@@ -115,3 +115,37 @@ def test_killed_between_two_names_the_chunk_stays_and_is_counted_once(tmp_path: 
     files.recount(mark, files.scanner.scan("00").counted_bytes)
     assert files.capacity.used_bytes == allocated_bytes(tmp_path)
     files.close()
+
+
+KILLED_AFTER_A_DIRECTORY = """
+import os, signal, sys
+from pathlib import Path
+
+from tests.tiers.test_disk import FINGERPRINT
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directory import Victims
+
+make = os.mkdir
+
+def killed(path, mode=0o777):
+    make(path, mode)
+    if os.path.basename(path) == "00":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+directory = ChunkFiles(Path(sys.argv[1]), 1 << 30, FINGERPRINT, direct=False, durable=False, beside=True)
+directory.open()
+os.mkdir = killed
+directory.write(*chunk(1), CHUNK_BYTES, Victims())
+"""
+
+
+def test_a_directory_whose_maker_was_killed_is_counted(tmp_path: Path) -> None:
+    repository = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", KILLED_AFTER_A_DIRECTORY, str(tmp_path)], cwd=repository, check=False)
+    assert run.returncode == -9
+    assert (tmp_path / "00").is_dir()
+    files = opened(tmp_path, ())
+    assert files.capacity.used_bytes >= allocated_bytes(tmp_path)
+    files.close()

@@ -196,7 +196,7 @@ async def check_reopened(
     await asyncio.sleep(_TRIMMED_S)
     for place in places:
         place.is_certain, place.kept_from_s = True, 0.0
-        place.check(loop.time(), loop.time() - 1e6)
+        place.check(loop.time())
     check_directories(node, places, faultless=True, alone=True)
     for name, tier in file_tiers(node.cache):
         for directory in tier.directories.all:

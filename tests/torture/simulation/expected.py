@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from tiercache.tiers.remote.base import RemoteTier
 
 if TYPE_CHECKING:
     from tests.torture.simulation.remote import Server
+    from tiercache.memory.slots import Lease
     from tiercache.scheduler.writer import TierWriter
     from tiercache.tiers.base import Tier
 
@@ -85,6 +86,8 @@ class Expected:
         self._prefix = prefix
         self._is_open = is_open
         self._faults = faults
+        self._promoted = 0
+        """Chunks that prefetches began to promote since prefixes were last added to `recent`."""
         self._flown: dict[bytes, float] = {}
         """When somebody last began to look for a chunk in tiers."""
 
@@ -121,14 +124,19 @@ class Expected:
 
     def watch_reads(self) -> None:
         reader, loop = self.cache.parts.reader, asyncio.get_running_loop()
-        fetch = reader.fetch_cold
+        fetch, promote = reader.fetch_cold, reader.promote
 
         def watched(key: bytes, *arguments: Any, **named: Any) -> Any:
             if key not in reader.in_flight:
                 self._flown[key] = loop.time()
             return fetch(key, *arguments, **named)
 
+        def promoted(key: bytes, *arguments: Any) -> Coroutine[Any, Any, Lease | None]:
+            self._promoted += 1
+            return promote(key, *arguments)
+
         reader.fetch_cold = watched  # type: ignore[method-assign]
+        reader.promote = promoted  # type: ignore[assignment, method-assign]
 
     def check_stored(self, began: Began, stored: int) -> None:
         """A put stores everything, or finds no room until its deadline, or is overtaken by a forget."""
@@ -199,8 +207,11 @@ class Expected:
 
     def used(self, began: Began, groups: list[tuple[int, ...]] | None) -> None:
         """With LRU, the prefixes that were used last are hot, as far as they fit into four fifths of the arena."""
-        cpu = self.cache.cpu
+        cpu, ahead = self.cache.cpu, self.cache.ahead
         disturbed = began.callers != self.begun or began.orphans or self.on_device or cpu._order.policy != "LRU"
+        # What a prefetch keeps, or has brought since, takes the place of what was used.
+        disturbed = disturbed or ahead.held > 0 or self._promoted > 0
+        self._promoted = 0
         if groups is None or disturbed or not cpu.keep or not self._is_open():
             self.recent.clear()
             return

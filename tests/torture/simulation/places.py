@@ -22,9 +22,7 @@ _CHUNK = re.compile(HEX_KEY)
 _PENDING = re.compile(r"([0-9a-f]{32})\.(0|[1-9]\d*)")
 _COUNT = struct.Struct("<8sQ")
 _COUNTED = b"TIERLEDG"
-_DIRECTORY_BYTES = 4096
-_COUNTED_AFTER_S = 6.0
-"""A directory is made, and then it is counted: for which its maker waits for the counter's lock, no longer than this."""
+_BLOCK_BYTES = 4096
 _QUARANTINED = 8
 
 
@@ -47,7 +45,7 @@ class Found:
         """Of all that counts against the cap."""
         files = (*self.chunks.values(), *self.quarantined)
         blocks = sum([file.blocks.bit_count() for file in files]) + len(self.directories)
-        return blocks * _DIRECTORY_BYTES + sum(self.pending.values())
+        return blocks * _BLOCK_BYTES + sum(self.pending.values())
 
 
 class Place:
@@ -60,10 +58,6 @@ class Place:
         """False after a power cut, until all has been counted anew: the counter's bytes are as old as they may be."""
         self.kept_from_s = 0.0
         """When the cap is kept again that was lowered."""
-        self._doubtful: set[int] = set()
-        """Directories, by their numbers, that were made while something failed, and perhaps not counted."""
-        self._seen_s: dict[int, float] = {}
-        """When a directory was first looked at, by its number."""
         self._found = Found()
         self._changes = -1
         """The disk's, when that was found."""
@@ -134,29 +128,18 @@ class Place:
         private = root.names.get(".tiercache")
         return isinstance(private, Directory) and "tmp" in private.names and self.look().counted_bytes is not None
 
-    def check(self, now_s: float, last_fault_s: float) -> None:
-        """At every moment: nothing lies there that is not counted, and no more than the cap allows for. Who died or failed
-        at `last_fault_s` may have made a directory and not counted it, which the next scan makes up for."""
+    def check(self, now_s: float) -> None:
+        """At every moment: nothing lies there that is not counted, and no more than the cap allows for."""
         if not self.is_certain:
             return
         found = self.look()
         if found.counted_bytes is None:
             return
-        young = 0
-        for number in [directory.number for directory in found.directories]:
-            age_s = now_s - self._seen_s.setdefault(number, now_s)
-            if age_s < _COUNTED_AFTER_S and last_fault_s >= now_s - age_s - _COUNTED_AFTER_S:
-                self._doubtful.add(number)
-            young += age_s < _COUNTED_AFTER_S or number in self._doubtful
-        uncounted = found.occupied_bytes - found.counted_bytes
-        if uncounted > 0 and uncounted > young * _DIRECTORY_BYTES:
+        if found.occupied_bytes > found.counted_bytes:
             raise Violation(
                 f"{self.disk.root}: {found.occupied_bytes} bytes are occupied, and {found.counted_bytes} counted"
             )
-        if now_s < self.kept_from_s:
-            return
-        most_bytes = self.cap_bytes + len(found.directories) * _DIRECTORY_BYTES
-        if found.occupied_bytes > most_bytes:
+        if now_s >= self.kept_from_s and found.occupied_bytes > self.cap_bytes:
             raise Violation(f"{self.disk.root}: {found.occupied_bytes} bytes are occupied, and {self.cap_bytes} may be")
 
     def check_count(self, unused_bytes: int) -> None:
@@ -193,7 +176,7 @@ def _is_pending(name: str, inode: object, locks: Collection[str], found: Found) 
     pending = _PENDING.fullmatch(name)
     if pending is None or not isinstance(inode, File) or f"{pending[1]}.lock" not in locks:
         return False
-    found.pending[pending[1]] = found.pending.get(pending[1], 0) + inode.block_count * _DIRECTORY_BYTES
+    found.pending[pending[1]] = found.pending.get(pending[1], 0) + inode.block_count * _BLOCK_BYTES
     return True
 
 

@@ -165,12 +165,8 @@ class Stage:
         return weather.before(name, disk, target)
 
     def _look_at(self, place: Place) -> None:
-        now_s = self.world.now_s
-        fault_s = max(self.last_fault_s, *(weather.last_fault_s for weather in self.weathers.values()))
-        if not all(weather.calm for weather in self.weathers.values()):
-            fault_s = now_s
         try:
-            place.check(now_s, fault_s)
+            place.check(self.world.now_s)
         except Violation as error:
             self.fail(error)
 

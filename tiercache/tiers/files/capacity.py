@@ -206,15 +206,6 @@ class Capacity:
                 self._unused_bytes += taken_bytes
             raise
 
-    def add(self, amount_bytes: int) -> None:
-        """Count something that is not a file, cap or no cap. Call it only between `reserve` and the end of that write."""
-        self.resize(amount_bytes)
-        with self._state:
-            self._number_bytes -= amount_bytes
-            self._committed_bytes += amount_bytes
-            self._settled_bytes += amount_bytes
-        self._lower_number()
-
     def commit(self, amount_bytes: int) -> None:
         """Remove a file from the recorded number before it is published. On error the file stays in flight."""
         with self._state:
@@ -234,11 +225,15 @@ class Capacity:
             self._number_bytes += amount_bytes
             self._committed_bytes -= amount_bytes
 
-    def settle(self, amount_bytes: int) -> None:
-        """End the write of a published file. Does not raise."""
+    def settle(self, amount_bytes: int, committed_bytes: int | None = None) -> None:
+        """End the write of something published that occupies `amount_bytes`; where more were committed for it, the rest is
+        unused. Does not raise."""
+        rest_bytes = 0 if committed_bytes is None else committed_bytes - amount_bytes
         with self._state:
+            self._committed_bytes -= rest_bytes
+            self._number_bytes += rest_bytes
             self._settled_bytes += amount_bytes
-        self._end(0)
+        self._end(rest_bytes)
 
     def cancel(self, amount_bytes: int) -> None:
         """End a write and return the bytes that it did not use. Does not raise."""

@@ -32,7 +32,7 @@ import numpy as np
 
 from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.errors import TierUnavailable
+from tiercache.errors import TierFull, TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
     ACCESS,
@@ -217,6 +217,10 @@ class NameTaken(OSError):
     """A foreign file has the name of this chunk or of its directory. Other chunks can be written."""
 
 
+_DIRECTORY_BYTES = 4096
+"""Counted for a new directory before its size is known."""
+
+
 class Publisher:
     """Publishes temporary files under their final names."""
 
@@ -262,12 +266,29 @@ class Publisher:
             os.rename(temporary, path)
 
     def make_directory(self, path: str) -> None:
-        """Make a directory of chunks that is missing, and add it to the capacity counter, cap or no cap."""
+        """Make a directory of chunks that is missing. It counts before it exists, as a file does before it is published.
+
+        Raises TierFull above the cap, NameTaken, OSError.
+        """
+        capacity, counted_bytes, made_bytes = self._capacity(), _DIRECTORY_BYTES, 0
+        if not capacity.reserve(counted_bytes):
+            raise TierFull(f"{path}: no room for a directory")
+        try:
+            capacity.commit(counted_bytes)
+        except BaseException:
+            capacity.cancel(counted_bytes)
+            raise
         try:
             if self._access.make_directory(path):
-                self._capacity().add(occupied_bytes(os.stat(path)))
+                made_bytes = occupied_bytes(os.stat(path))
+                if (more_bytes := made_bytes - counted_bytes) > 0:
+                    capacity.resize(more_bytes)
+                    capacity.commit(more_bytes)
+                    counted_bytes = made_bytes
         except NotADirectoryError as error:
             raise NameTaken(error.errno, error.strerror, path) from error
+        finally:
+            capacity.settle(min(made_bytes, counted_bytes), counted_bytes)
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")

@@ -3,44 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.index import Freshness, SharedIndex
+from tiercache.core.index import CappedIndex, Freshness
 
 
 def key(directory: int, number: int = 0) -> bytes:
     return bytes([directory]) + number.to_bytes(23, "big")
 
 
-def index_with(*keys: bytes) -> SharedIndex:
-    index = SharedIndex()
+def index_with(*keys: bytes) -> CappedIndex:
+    index = CappedIndex()
     for each in keys:
         index.add(each, 10)
     return index
-
-
-def test_a_listing_tells_what_is_new_and_what_is_gone() -> None:
-    index = index_with(key(1, 1), key(1, 2), key(2, 1))
-    before = index.group(1)
-    listed = {key(1, 2), key(1, 3)}
-    assert index.unknown(listed) == [key(1, 3)]
-    assert index.drop(before, listed) == [key(1, 1)]
-    assert key(1, 1) not in index and key(2, 1) in index
-    assert index.used_bytes == 20
-
-
-def test_what_was_added_while_the_listing_ran_stays() -> None:
-    index = index_with(key(1, 1))
-    before = index.group(1)
-    index.add(key(1, 9), 10)
-    assert index.drop(before, {key(1, 1)}) == []
-    assert key(1, 9) in index
-
-
-def test_what_left_while_the_listing_ran_is_not_gone_twice() -> None:
-    index = index_with(key(1, 1), key(1, 2))
-    before = index.group(1)
-    index.remove(key(1, 1))
-    assert index.drop(before, set()) == [key(1, 2)]
-    assert index.used_bytes == 0
 
 
 changes = st.lists(
@@ -52,7 +26,7 @@ changes = st.lists(
 
 @given(changes)
 def test_groups_are_the_index_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
-    index = SharedIndex()
+    index = CappedIndex()
     for step, directory, number in steps:
         each = key(directory, number)
         if step in ("add", "cold"):

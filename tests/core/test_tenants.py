@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.core.index import CappedIndex, SharedIndex
+from tiercache.core.index import CappedIndex
 from tiercache.core.keys import KEY_BYTES, TAGGED_KEY_BYTES, check_keys, chunk_keys, tenant_of, tenant_tag
 from tiercache.core.layout import Layout
 from tiercache.core.tenants import DEFAULT, MOST_SHOWN, OTHERS, Shares, TenantStatistics, shown
@@ -105,7 +105,7 @@ class Quotas(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = SharedIndex(self.QUOTA)
+        self.index = CappedIndex(self.QUOTA)
         self.sizes: dict[bytes, int] = {}
         self.coming: dict[bytes, int] = {}
 

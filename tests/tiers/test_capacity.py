@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.access import OWNER
 from tiercache.tiers.files.capacity import Capacity, CounterLost, counted_in
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.owners import Owner
 
 __all__ = ["small_device"]
@@ -67,8 +66,8 @@ def write(capacity: Capacity, amount: int) -> bool:
 
 
 def delete(capacity: Capacity, amount: int) -> None:
-    capacity.announce(amount)
-    capacity.release(amount, amount)
+    with capacity.deleting(amount) as freed:
+        freed(amount)
 
 
 def idle(capacity: Capacity) -> None:
@@ -152,8 +151,9 @@ def test_what_was_freed_for_a_file_suffices_for_it_above_a_lowered_cap(tmp_path:
         write(capacity, CAP)
     with opened(tmp_path, cap=CAP // 2) as capacity:
         assert not write(capacity, 100)
-        capacity.announce(150)
-        assert capacity.reserve(100, freed_bytes=150, announced_bytes=150)
+        with capacity.deleting(150, reuse_bytes=100) as freed:
+            freed(150)
+        assert capacity.reserve(100)
         capacity.cancel(100)
 
 
@@ -210,10 +210,10 @@ def test_a_recount_counts_what_gets_its_name_meanwhile(tmp_path: Path) -> None:
 def test_a_recount_does_not_take_off_twice_what_is_being_deleted(tmp_path: Path) -> None:
     with opened(tmp_path) as capacity:
         write(capacity, 300)
-        capacity.announce(100)
-        mark = capacity.mark()
-        assert capacity.recount(mark, 200) == 0, "it is gone, and not yet taken off"
-        capacity.release(100, 100)
+        with capacity.deleting(100) as freed:
+            mark = capacity.mark()
+            freed(100)
+            assert capacity.recount(mark, 200) == 0, "it is gone, and not yet taken off"
         assert capacity.used_bytes == 200
 
 
@@ -234,10 +234,8 @@ def test_nothing_is_recounted_while_another_process_uses_or_deletes_bytes(tmp_pa
         if when == "meanwhile":
             write(other, 10)
             idle(other)
-        elif when == "deletes meanwhile":
-            other.announce(10)
-        assert capacity.recount(mark, 0) == 0
-        other.release(0, 10 if when == "deletes meanwhile" else 0)
+        with other.deleting(10) if when == "deletes meanwhile" else nullcontext():
+            assert capacity.recount(mark, 0) == 0
         idle(other)
         assert capacity.recount(capacity.mark(), 0) < 0
         assert capacity.used_bytes == 0
@@ -413,11 +411,10 @@ def test_what_was_written_by_a_call_that_failed_is_not_given_back_twice(
 BUSY = """
 import sys
 from pathlib import Path
-from tests.tiers.test_disk import FINGERPRINT
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.chunk_files import ChunkFiles
 
 place, first, cap, step = Path(sys.argv[1]), *map(int, sys.argv[2:])
@@ -427,15 +424,14 @@ mine = []
 print("ready", flush=True)
 for number in range(first, first + 100_000):
     key, payload = chunk(number)
-    victims = Victims()
     while True:
         try:
-            mine.append((key, directory.write(key, payload, CHUNK_BYTES, victims)))
+            mine.append((key, directory.write(key, payload, CHUNK_BYTES)))
             break
         except TierFull:
             if not mine:
                 break
-            victims = Victims([mine.pop(0)])
+            directory.delete_all([mine.pop(0)], FILE_BYTES)
     if number % 7 == 0 and mine:
         directory.delete(*mine.pop(0))
     print(number, flush=True)
@@ -511,7 +507,7 @@ def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_a_step_each
         assert cap // 2 < most <= cap
         for path in list(tmp_path.glob("00/*"))[:4]:
             assert survivor.delete(bytes.fromhex(path.name), path.lstat().st_blocks * 512)
-        survivor.write(*chunk(1), CHUNK_BYTES, Victims())
+        survivor.write(*chunk(1), CHUNK_BYTES)
         survivor.capacity.refresh()
         there = physical_bytes(tmp_path) + new_directory_bytes(tmp_path)
         used = survivor.capacity.used_bytes

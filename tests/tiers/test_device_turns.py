@@ -11,7 +11,7 @@ from tests.tiers.test_disk import opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import format as chunk_format
-from tiercache.tiers.files.format import EVERYBODYS, LARGE_BYTES, DeviceTurns
+from tiercache.tiers.files.format import LARGE_BYTES, UNLIMITED, DeviceTurns
 
 
 def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thread, threading.Event]:
@@ -72,7 +72,7 @@ def test_turn_of_a_write_that_failed_is_given_back(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_places_nobody_waits() -> None:
-    with EVERYBODYS.taken(LARGE_BYTES), EVERYBODYS.taken(LARGE_BYTES):
+    with UNLIMITED.taken(LARGE_BYTES), UNLIMITED.taken(LARGE_BYTES):
         pass
 
 

@@ -24,7 +24,7 @@ from tiercache.tiers.files import directories
 from tiercache.tiers.files.access import Access
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import FileSettings
-from tiercache.tiers.files.directory import Scanned, Victims
+from tiercache.tiers.files.directory import Scanned
 
 FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
@@ -590,7 +590,7 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
     files.open()
     key, payload = chunk(1)
     for _ in range(20):
-        occupied = files.write(key, payload, CHUNK_BYTES, Victims())
+        occupied = files.write(key, payload, CHUNK_BYTES)
         assert files.delete(key, occupied)
         (tmp_path / key.hex()[:2]).rmdir()
     files.close()
@@ -602,7 +602,7 @@ def test_a_chunk_that_is_removed_after_others_deleted_its_file_is_kept_open_no_l
     closed: list[str] = []
     files.on_delete = closed.append
     key, payload = chunk(1)
-    files.write(key, payload, CHUNK_BYTES, Victims())
+    files.write(key, payload, CHUNK_BYTES)
     Path(files.path(key)).unlink()
     assert not files.remove(key, None)
     assert set(closed) == {files.path(key)}

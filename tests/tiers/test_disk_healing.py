@@ -42,7 +42,6 @@ from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.capacity import Mark
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import FileSettings
-from tiercache.tiers.files.directory import Victims
 
 __all__ = ["small_device"]
 
@@ -180,8 +179,8 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
 
     def recount_after_many_writes(files: ChunkFiles, *rest: object) -> int:
         for _ in range(12):
-            files.capacity.announce(FILE_BYTES)
-            files.capacity.release(FILE_BYTES, FILE_BYTES)
+            with files.capacity.deleting(FILE_BYTES) as freed:
+                freed(FILE_BYTES)
             files.capacity.reserve(FILE_BYTES)
             files.capacity.commit(FILE_BYTES)
             files.capacity.settle(FILE_BYTES)
@@ -332,7 +331,7 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
     files = ChunkFiles(tmp_path, 1 << 20, FINGERPRINT, direct=False, durable=False)
     files.open()
     try:
-        pending = files.begin_write(chunk(1, 5000)[0], 5000, Victims())
+        pending = files.begin_write(chunk(1, 5000)[0], 5000)
         Path(pending.path).write_bytes(b"torn")
 
         def fails(path: object, **rest: object) -> None:
@@ -343,7 +342,7 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
             device.setattr(os, "lstat", fails)
             files.discard(pending)
         assert Path(pending.path).exists() and files.capacity.in_flight_bytes == pending.reserved_bytes
-        following = files.begin_write(chunk(2, 5000)[0], 5000, Victims())
+        following = files.begin_write(chunk(2, 5000)[0], 5000)
         assert not Path(pending.path).exists()
         files.discard(following)
         assert files.capacity.in_flight_bytes == 0
@@ -353,8 +352,9 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
 
 async def caught_up(tier: DiskTier) -> None:
     (directory,) = tier.directories.all
-    assert directory.catching_up is not None
-    await asyncio.wait_for(asyncio.shield(directory.catching_up), 20)
+    async with asyncio.timeout(20):
+        while directory.files.is_behind:
+            await asyncio.sleep(0.05)
 
 
 async def test_room_that_a_failed_write_made_is_everybodys_soon(

@@ -12,7 +12,7 @@ from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import Publish, Victims, link_new, rename_new
+from tiercache.tiers.files.directory import Publish, link_new, rename_new
 
 WAYS: dict[str, tuple[Publish, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
 
@@ -39,9 +39,9 @@ def temporaries(root: Path) -> list[Path]:
 def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[ChunkFiles, ChunkFiles]) -> None:
     one, other = two
     key, payload = chunk(1)
-    occupied_bytes = one.write(key, payload, CHUNK_BYTES, Victims())
+    occupied_bytes = one.write(key, payload, CHUNK_BYTES)
     inode = Path(one.path(key)).stat().st_ino
-    assert other.write(key, payload, CHUNK_BYTES, Victims()) == occupied_bytes
+    assert other.write(key, payload, CHUNK_BYTES) == occupied_bytes
     assert Path(one.path(key)).stat().st_ino == inode
     assert temporaries(one.root) == []
     assert other.capacity.used_bytes == allocated_bytes(one.root)
@@ -53,9 +53,9 @@ def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[ChunkFiles, Chun
 def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[ChunkFiles, ChunkFiles]) -> None:
     one, other = two
     key, payload = chunk(1)
-    occupied_bytes = one.write(key, payload, CHUNK_BYTES, Victims())
+    occupied_bytes = one.write(key, payload, CHUNK_BYTES)
     assert other.delete(key, occupied_bytes)
-    assert one.write(key, payload, CHUNK_BYTES, Victims()) == occupied_bytes
+    assert one.write(key, payload, CHUNK_BYTES) == occupied_bytes
     assert one.capacity.used_bytes == allocated_bytes(one.root)
 
 
@@ -65,10 +65,10 @@ def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path
 
     files = opened(tmp_path, (unknown, rename_new))
     key, payload = chunk(1)
-    files.write(key, payload, CHUNK_BYTES, Victims())
+    files.write(key, payload, CHUNK_BYTES)
     files.publisher.ways = (unknown, unknown)
     key, payload = chunk(2)
-    files.write(key, payload, CHUNK_BYTES, Victims())
+    files.write(key, payload, CHUNK_BYTES)
     assert files.capacity.used_bytes == allocated_bytes(tmp_path)
     files.close()
 
@@ -88,16 +88,15 @@ from pathlib import Path
 from tests.tiers.test_publishing import opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.directory import Victims
 
 def half(temporary, path):
     os.link(temporary, path)
     os.kill(os.getpid(), signal.SIGKILL)
 
 directory = opened(Path(sys.argv[1]), ())
-directory.write(*chunk(1), CHUNK_BYTES, Victims())
+directory.write(*chunk(1), CHUNK_BYTES)
 directory.publisher.ways = (half,)
-directory.write(*chunk(2), CHUNK_BYTES, Victims())
+directory.write(*chunk(2), CHUNK_BYTES)
 """
 
 
@@ -125,7 +124,6 @@ from tests.tiers.test_disk import FINGERPRINT
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import Victims
 
 make = os.mkdir
 
@@ -137,7 +135,7 @@ def killed(path, mode=0o777):
 directory = ChunkFiles(Path(sys.argv[1]), 1 << 30, FINGERPRINT, direct=False, durable=False, beside=True)
 directory.open()
 os.mkdir = killed
-directory.write(*chunk(1), CHUNK_BYTES, Victims())
+directory.write(*chunk(1), CHUNK_BYTES)
 """
 
 

@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files import index
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import PendingFile, Scanned, Scanner
 
 KEY = chunk(1)[0]
-_sizes = index.sizes
+_scan = Scanner.scan
 
 
 async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
@@ -34,15 +33,14 @@ async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
         await weka.store(other, range(1, 2))
         seen = threading.Event()
 
-        def sizes_then_removed(files: ChunkFiles, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-            found = _sizes(files, keys)
-            if not seen.is_set():
+        def scanned_then_removed(scanner: Scanner, top: str, known: Collection[bytes] | None = None) -> Scanned:
+            found = _scan(scanner, top, known)
+            if found.keys and not seen.is_set():
                 seen.set()
-                assert found
                 asyncio.run_coroutine_threadsafe(tier.remove(KEY), loop).result(10.0)
             return found
 
-        monkeypatch.setattr(index, "sizes", sizes_then_removed)
+        monkeypatch.setattr(Scanner, "scan", scanned_then_removed)
         await tier.refreshed()
         assert seen.is_set()
         await weka.store(tier, range(1, 2))
@@ -62,8 +60,8 @@ async def test_chunk_that_was_listed_while_its_removal_had_begun_is_stored_anew(
             assert listed.wait(10.0)
             return delete(self, key, occupied_bytes)
 
-        def sizes_then_removed(files: ChunkFiles, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-            found = _sizes(files, keys)
+        def scanned_then_removed(scanner: Scanner, top: str, known: Collection[bytes] | None = None) -> Scanned:
+            found = _scan(scanner, top, known)
             listed.set()
             asyncio.run_coroutine_threadsafe(asyncio.wait([removal]), loop).result(10.0)
             return found
@@ -71,7 +69,7 @@ async def test_chunk_that_was_listed_while_its_removal_had_begun_is_stored_anew(
         monkeypatch.setattr(ChunkFiles, "delete", delete_late)
         removal = asyncio.create_task(tier.remove(KEY))
         await asyncio.sleep(0)
-        monkeypatch.setattr(index, "sizes", sizes_then_removed)
+        monkeypatch.setattr(Scanner, "scan", scanned_then_removed)
         await tier.refreshed()
         assert removal.done() and await removal
         await weka.store(tier, range(1, 2))

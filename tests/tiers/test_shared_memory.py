@@ -150,8 +150,8 @@ async def test_news_of_an_earlier_file_take_nothing_away(in_memory: Path) -> Non
         await store(tier, 1)
         with await mapped(tier, 1):
             pass
-        tier.directories.deleted([key_of(1)])
-        assert await tier.directories.close_deleted() == 0  # behind it
+        tier.directories.io.deleted([key_of(1)])
+        assert await tier.directories.io.close_deleted() == 0  # behind it
         lease = tier.lease(key_of(1))
         assert lease is not None, "it is mapped"
         lease.release()
@@ -239,7 +239,7 @@ async def test_without_watches_a_sweep_finds_what_others_deleted(
         held = await mapped(tier, 3)
         os.unlink(tier.path(key_of(1)))
         os.unlink(tier.path(key_of(3)))
-        assert await tier.directories.close_deleted() == 1
+        assert await tier.directories.io.close_deleted() == 1
         assert key_of(1) not in tier.mappings and key_of(2) in tier.mappings
         assert deleted_maps(in_memory) == 1 and is_right(held, 3)
         held.release()

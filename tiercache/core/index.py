@@ -359,27 +359,11 @@ class CappedIndex:
         """Return what each tenant holds; empty without quotas."""
         return self._shares.statistics() if self._shares is not None else {}
 
-
-class SharedIndex(CappedIndex):
-    """A CappedIndex that can be compared with a listing of one of the directories."""
+    # Comparing with a listing of a directory
 
     def group(self, directory: int) -> frozenset[ChunkKey]:
         """Return the chunks known in a directory, as a copy."""
         return frozenset(self.keys.part(directory))
-
-    def unknown(self, listed: set[ChunkKey]) -> list[ChunkKey]:
-        """Return the `listed` chunks that are not known, in an order that is the same in every process."""
-        return sorted(key for key in listed if key not in self)
-
-    def drop(self, before: frozenset[ChunkKey], listed: set[ChunkKey]) -> list[ChunkKey]:
-        """Forget the chunks that were known `before` a listing began and are not in it; return them.
-
-        Chunks that were added while the listing ran may have come too late for it, and stay.
-        """
-        gone = sorted(key for key in before - listed if key in self)
-        for key in gone:
-            self.remove(key)
-        return gone
 
 
 class Freshness:

@@ -1,4 +1,4 @@
-"""The disk tier: chunk files in one or several directories of this machine's own disks."""
+"""The disk tier: chunk files in directories on local disks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tiercache.tiers.files.tier import FileTier
 
 
 class DiskTier(FileTier):
-    """The preset for local disks: threads move bytes, and the index has what this instance stored and found.
+    """Preset for local disks: threads move bytes, and the index has what this instance stored or found.
 
-    Twice as many threads write as read: a write waits for the device twice, for its bytes and for the file system's commit,
-    and commits that several wait for are one. A quarter of them, two at least, hand bytes to a device at a time, which is
-    enough to keep it busy (see `DeviceTurns`). A single thread stays one.
+    There are twice as many write threads as read threads, since a write waits twice: for its bytes and for the commit of the
+    file system, which several writes share. A quarter of them, at least two, transfer bytes at a time, which keeps a device
+    busy (see `DeviceTurns`). With one read thread there is one write thread.
     """
 
     def __init__(self, settings: FileSettings, fingerprint: bytes) -> None:

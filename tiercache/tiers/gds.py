@@ -1,4 +1,4 @@
-"""The GDS tier: the disk tier, with chunks moved to and from device memory."""
+"""The GDS tier: the disk tier, which also reads and writes device memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tiercache.tiers.files.tier import FileTier
 
 @dataclass(frozen=True)
 class GdsSettings(FileSettings):
-    """With a device, `chunk_bytes` is needed."""
+    """Settings of the GDS tier. `chunk_bytes` is required with a device."""
 
     way: str = "auto"
-    """auto: cuFile where it works. cufile: cuFile or ConfigError. posix: our own reads and writes through pinned memory."""
+    """auto: cuFile if it works, else posix. cufile: cuFile or ConfigError. posix: through pinned host memory."""
 
 
 class GdsTier(FileTier):
@@ -27,7 +27,7 @@ class GdsTier(FileTier):
         device: Device | None = None,
         files: DeviceFiles | None = None,
     ) -> None:
-        """`files` skips the search for the best way."""
+        """`files` moves device memory in place of what `way` selects."""
         super().__init__(
             "gds",
             "gds_path",

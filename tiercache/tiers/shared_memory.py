@@ -1,11 +1,11 @@
-"""The shared memory tier: chunk files in a directory on tmpfs, which all engines of a host map and read in place.
+"""The shared memory tier: chunk files on tmpfs, which all engines of a host map and read in place.
 
-It has the files and rules of the disk tier, so its capacity counter, locks and recovery. But a get copies nothing: it maps a
+It stores the files of the disk tier, with the same capacity counter, locks and recovery. A get copies nothing: it maps a
 file, verifies it once, and returns a lease on pages that all processes share.
 
-A mapping is found by its key while its file has its name. A file that has lost its name never gets it back, so one rule
-covers all that this and other processes may do meanwhile: after a chunk was mapped, and after any news of its name, a thread
-looks whether the name still leads to the mapped file, and the mapping goes if it does not.
+A mapping is findable by its key while its file has its name. A deleted file never gets its name back. So after a chunk was
+mapped, and after each reported change of its name, a thread compares the file at that path with the mapped one, and the
+mapping is dropped if they differ.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from tiercache.tiers.files.tier import FileTier
 logger = logging.getLogger("tiercache.shared_memory")
 
 MEMORY_KINDS = ("tmpfs",)
-"""File systems in memory. hugetlbfs has no write(2), and ramfs has no limit of its size."""
+"""File systems in memory. hugetlbfs lacks write(2), and ramfs lacks a size limit."""
 _MAX_KEYS_AHEAD = 4096
-"""Keys that wait to be mapped ahead. The oldest are dropped and mapped by their first get."""
+"""Most keys that wait to be mapped ahead. The oldest are dropped; their first get maps them."""
 _STEP = 1024
-"""Names that are looked up in one thread call: about a millisecond of the event loop."""
+"""Names looked up per call in a thread, about a millisecond of the event loop."""
 
 
 @dataclass(frozen=True)
 class SharedMemorySettings(FileSettings):
     direct: bool | None = False
     durable: bool = False
-    """tmpfs loses everything at a power failure in any case."""
+    """A power failure clears tmpfs in any case."""
     beside: bool = False
-    """Temporary files stay out of the directories of chunks, since the kernel tells all engines what happens in those."""
+    """The kernel reports each change in a directory of chunks to all engines."""
 
 
 class Mapped:
@@ -247,10 +247,6 @@ class MappingIO(PosixIO):
         """Mapped chunks whose names are to be looked up."""
         self._checking: asyncio.Task[None] | None = None
 
-    @property
-    def keeps_files_open(self) -> bool:
-        return True
-
     async def prepare(self) -> None:
         settings = self._directories.settings
         await self._directories.metadata.submit(require_memory, settings.directories[0], settings.cap_bytes)
@@ -322,7 +318,7 @@ class MappingIO(PosixIO):
 
 
 class SharedMemoryTier(FileTier):
-    """Chunks in memory that this process maps. A mapped chunk is leased at once, and nothing is copied to the hot cache."""
+    """Maps chunk files. A mapped chunk is leased without waiting, and nothing is copied to the hot cache."""
 
     maps_ahead: bool = False
     """True if chunks that other processes store are mapped in the background. The reader sets it."""
@@ -343,7 +339,7 @@ class SharedMemoryTier(FileTier):
         self.mappings.open(self.settings.cap_bytes)
         directory = self.directories.all[0]
         directory.index.on_change = self._changed
-        # Without a listener too: the memory of a chunk that another process evicts has to go.
+        # Needed without a listener too: a chunk that another process evicts is unmapped.
         self.directories.lookup.follow_deletions(directory, self._appeared)
         self.directories.begin(self._map_ahead(), "map-ahead")
 
@@ -377,12 +373,10 @@ class SharedMemoryTier(FileTier):
         """Pin a mapped chunk for a future reader, or return None."""
         return self.mappings.find(key, PREFETCH)
 
-    async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
-        """Map the chunk and verify it in place. Return a lease of that purpose, or None for a miss. Raise the errors of
-        `read`. A cancelled call raises CancelledError when its thread has ended."""
-        return await self._map(key, purpose)
-
-    async def _map(self, key: ChunkKey, purpose: Purpose, *, ahead: bool = False) -> Lease | None:
+    async def map(self, key: ChunkKey, purpose: Purpose, *, ahead: bool = False) -> Lease | None:
+        """Map the chunk and verify it in place. Return a lease of that purpose, or None for a miss. Raises the errors of
+        `read`. A cancelled call raises CancelledError when its thread has ended. With `ahead`, other calls go first and no
+        read is counted."""
         mappings, directory = self.mappings, self.directories.all[0]
         mapped: list[MappedFile] = []
 
@@ -404,7 +398,7 @@ class SharedMemoryTier(FileTier):
         return lease
 
     def _appeared(self, key: ChunkKey) -> None:
-        """Called when a process has stored a chunk. What this process stores, it has in its hot cache as a rule."""
+        """Called when any process has stored a chunk. Chunks that this process stored are usually hot."""
         directory = self.directories.all[0]
         if key in self.mappings:
             self._io.check([key])
@@ -422,7 +416,7 @@ class SharedMemoryTier(FileTier):
                 continue
             self.traffic.begin(key)
             try:
-                lease = await self._map(key, PREFETCH, ahead=True)
+                lease = await self.map(key, PREFETCH, ahead=True)
                 if lease is not None:
                     lease.release()
             except (TierCacheError, OSError) as error:  # a get of the chunk reports it
@@ -435,7 +429,7 @@ class SharedMemoryTier(FileTier):
         try:
             return await super().remove(key)
         finally:
-            self.mappings.forget(key)  # it may have been mapped again before its file was deleted
+            self.mappings.forget(key)  # a get may have mapped it before its file was deleted
 
     def statistics(self) -> TierStatistics:
         counters = super().statistics()

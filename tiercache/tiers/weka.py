@@ -1,8 +1,7 @@
-"""The Weka tier: one directory on a mount that many instances share, as WekaFS and other parallel file systems offer it.
+"""The Weka tier: a directory on WekaFS or another mount that many hosts share.
 
-The disk tier's files and rules, for a mount where a round trip is dear and others add and remove chunks all the time:
-look-ups are answered from memory, which a background task keeps fresh; the count is charged in large steps; a chunk costs
-one write and one rename, and nothing else is written for it, ever.
+It stores the files of the disk tier. A round trip is expensive there, and other instances add and remove chunks all the
+time. So lookups are answered from memory, which a background task refreshes, and a chunk costs one write and one rename.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class WekaSettings(GdsSettings):
     direct: bool | None = True
     many_hosts: bool = True
     beside: bool = False
-    """Directories that changed are listed, and each chunk would change one of them twice."""
+    """Temporary files beside the chunks would change each listed directory twice per chunk."""
     refresh_s: float = 1.0
-    """The interval at which the index learns what other instances did, if the mount is fast enough."""
+    """Shortest interval between two refreshes of the index, in seconds."""
 
 
 class WekaTier(FileTier):

@@ -18,12 +18,11 @@ from tiercache import Config, Layout
 from tiercache.assembly import make_tiers
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, file_bytes
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import ConfigError, TierFull
+from tiercache.errors import ConfigError
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files import directories
-from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.engine import load_library
@@ -141,19 +140,6 @@ async def test_victims_are_closed_whichever_way_the_chunk_goes(
             elsewhere[:] = payload
             assert await tier3.write(key, elsewhere, CHUNK_BYTES)
         await until_none_is_open(mortal)
-
-
-async def test_victims_are_closed_when_there_is_no_room_all_the_same(
-    opened: Opened, place: Path, memory: Memory
-) -> None:
-    async with opened(place) as tier3:
-        await put(tier3, memory, 1)
-        await get(tier3, memory, 1)
-        files = tier3.directories.all[0].files
-        files.capacity.reserve = lambda *amounts_bytes: False  # type: ignore[method-assign]
-        with pytest.raises(TierFull):
-            files.begin_write(b"k" * 32, CHUNK_BYTES, Victims([(chunk(1)[0], file_bytes(CHUNK_BYTES))]))
-        assert tier3.io.files.kept(tier3.path(chunk(1)[0])) is None
 
 
 @pytest.fixture

@@ -71,8 +71,6 @@ def check_directories(node: Node, places: Sequence[Place], *, faultless: bool, a
             raise Violation(f"{place.disk.root}: {writing} bytes are reserved for files, of which {pending} are there")
         if capacity._deleting_bytes:
             raise Violation(f"{place.disk.root}: {capacity._deleting_bytes} bytes are still about to be deleted")
-        if directory.noted_while_scanning:
-            raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
         tier = next(tier for _, tier in file_tiers(node.cache) if directory in tier.directories.all)
         known = set(directory.index.keys)
         if (faultless and alone) or is_followed(tier):

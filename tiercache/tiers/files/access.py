@@ -170,48 +170,37 @@ class Access:
                 raise FileNotFoundError(errno.ENOENT, missing, str(path))
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
-    def enforce(self, path: Path | str) -> None:
-        """Set the mode of a directory or file of this user. Links and others' files stay."""
-        with contextlib.suppress(OSError):
-            status = os.lstat(path)
-            mode = self.directory_mode if stat.S_ISDIR(status.st_mode) else self.file_mode
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) == mode:
-                return
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                if os.path.samestat(os.fstat(descriptor), status):
-                    os.fchmod(descriptor, mode)
-            finally:
-                os.close(descriptor)
+    def enforce(self, path: Path | str, status: os.stat_result | None = None, dir_fd: int | None = None) -> bool:
+        """Set the mode of a directory or regular file of this user. `status` is what `os.lstat` returned for it, if known.
+
+        Return False if the file system lacks such modes. If others can write to the directory, the name may have become a
+        link, or a second name of a private file: those stay unchanged, as others' files do.
+        """
+        try:
+            status = status or os.lstat(path, dir_fd=dir_fd)
+            is_directory = stat.S_ISDIR(status.st_mode)
+            mode = self.directory_mode if is_directory else self.file_mode
+            if stat.S_IMODE(status.st_mode) == mode or status.st_uid != os.geteuid():
+                return True
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        except OSError:
+            return True  # missing or inaccessible
+        try:
+            now = os.fstat(descriptor)
+            if not os.path.samestat(now, status) or not (is_directory or (stat.S_ISREG(now.st_mode) and now.st_nlink == 1)):
+                return True
+            os.fchmod(descriptor, mode)
+            return stat.S_IMODE(os.fstat(descriptor).st_mode) == mode
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
 
     def owns(self, status: os.stat_result) -> bool:
         """Return True if the owner is this user or root or, with group access, the group is one of ours."""
         if status.st_uid in (0, os.geteuid()):
             return True
         return self.file_mode != FILE_MODE and status.st_gid in (os.getegid(), *os.getgroups())
-
-    def enforce_found(self, path: str, status: os.stat_result, dir_fd: int | None = None) -> bool:
-        """Set the mode of a regular file with a known `status`. Return False if the file system lacks such modes.
-
-        If others can write to the directory, the name may have become a link, or a second name of a private file: those stay
-        unchanged.
-        """
-        if stat.S_IMODE(status.st_mode) == self.file_mode or status.st_uid != os.geteuid():
-            return True
-        try:
-            descriptor = open_regular(path, os.O_RDONLY, dir_fd)
-        except OSError:
-            return True  # missing or inaccessible
-        try:
-            now = os.fstat(descriptor)
-            if not os.path.samestat(now, status) or now.st_nlink != 1:
-                return True
-            os.fchmod(descriptor, self.file_mode)
-            return stat.S_IMODE(os.fstat(descriptor).st_mode) == self.file_mode
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
 
 
 ACCESS = {"owner": Access(FILE_MODE, 0o700), "group": Access(0o660, 0o2770)}

@@ -74,7 +74,7 @@ class Capacity:
     """Counter and reservation. Thread-safe; blocks, so it runs in worker threads.
 
     A lock that is not available within seconds raises TierUnavailable; CounterLost means that the directory must be
-    reopened. A write calls `reserve`, then `cancel`, or `commit` and `settle`. A deletion calls `announce`, then `release`.
+    reopened. A write calls `reserve`, then `cancel`, or `commit` and `settle`. Deletions are bracketed by `deleting`.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class Capacity:
         self._state = threading.Lock()
         """Guards the following fields. Held for arithmetic only."""
         self._unused_bytes = 0
+        self._awaited_bytes = 0
+        """Unused bytes that were freed for writes which have not reserved them yet."""
         self._number_bytes = 0
         """Counted bytes on no device: unused, or in temporary files."""
         self._written_bytes = 0
@@ -139,8 +141,8 @@ class Capacity:
 
     @property
     def used_bytes(self) -> int:
-        """`counted_bytes` without this process's reservation."""
-        return max(0, self._count.counted_bytes - self._unused_bytes)
+        """`counted_bytes` without this process's reservation. Bytes that were freed for a write count as used."""
+        return max(0, self._count.counted_bytes - max(0, self._unused_bytes - self._awaited_bytes))
 
     @property
     def trusted(self) -> bool:
@@ -168,17 +170,17 @@ class Capacity:
 
     # Writing
 
-    def reserve(self, needed_bytes: int, freed_bytes: int = 0, announced_bytes: int = 0) -> bool:
-        """Reserve bytes for a new file. Return False if they do not fit under the cap.
+    def reserve(self, needed_bytes: int) -> bool:
+        """Reserve bytes for a new file or directory. Return False if they do not fit under the cap.
 
-        `freed_bytes` of `announced_bytes` were deleted for it; they can be reused even above a lowered cap.
+        Bytes that this process has freed fit even above a lowered cap.
         """
         with self._state:
-            self._free(freed_bytes, announced_bytes)
             if self._closing:
                 raise self._lost("is closed")
             self._operations += 1
             self._spent = True
+            self._awaited_bytes = max(0, self._awaited_bytes - needed_bytes)
             held_bytes = self._take(needed_bytes)
             if held_bytes == needed_bytes and self._may_spend:
                 return True
@@ -241,33 +243,58 @@ class Capacity:
 
     # Deleting
 
-    def announce(self, amount_bytes: int) -> None:
-        """Announce the deletion of files of `amount_bytes`."""
+    @contextmanager
+    def deleting(self, most_bytes: int, *, reuse_bytes: int = 0) -> Iterator[Callable[[int], None]]:
+        """Bracket the deletion of files of at most `most_bytes`. Yields a function to call with the bytes of each deleted
+        file. Of them `reuse_bytes` are kept for a write that follows, and a step.
+
+        On a device without a free byte the deletion goes on, and its bytes stay counted until a recount.
+        """
+        left_bytes = most_bytes
+
+        def freed(amount_bytes: int) -> None:
+            nonlocal left_bytes, reuse_bytes
+            left_bytes -= amount_bytes
+            kept_bytes = min(amount_bytes, reuse_bytes)
+            reuse_bytes -= kept_bytes
+            with self._state:
+                self._deleting_bytes -= amount_bytes
+                if is_announced:
+                    self._released_bytes += amount_bytes
+                    self._number_bytes += amount_bytes
+                    self._unused_bytes += amount_bytes
+                    self._awaited_bytes += kept_bytes
+
         with self._state:
             if self._closing:
                 raise self._lost("is closed")
-            self._deleting_bytes += amount_bytes
-            if self._is_active:
-                return
+            self._deleting_bytes += most_bytes
         try:
-            with self._turn(_LOCK_WAIT_S):
-                self._write_number(active=True)
-        except BaseException:
+            is_announced = self._announce()
+            yield freed
+        finally:
             with self._state:
-                self._deleting_bytes -= amount_bytes
-            raise
+                self._deleting_bytes -= left_bytes
+                kept_bytes = self._awaited_bytes
+                surplus = self._unused_bytes > self.step_bytes + kept_bytes
+                lags = self._number_bytes >= self._written_bytes + 2 * (self.step_bytes // _LAG)
+            if surplus or lags:
+                with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):  # `catch_up` tries again
+                    if surplus:
+                        self._give_back(self.step_bytes // 2 + kept_bytes)
+                    self._write_number()
 
-    def release(self, freed_bytes: int, announced_bytes: int) -> None:
-        """End a deletion of `announced_bytes` that freed `freed_bytes`. Does not raise; failed updates are retried later."""
-        with self._state:
-            self._free(freed_bytes, announced_bytes)
-            surplus = self._unused_bytes > self.step_bytes
-            lags = self._number_bytes >= self._written_bytes + 2 * (self.step_bytes // _LAG)
-        if surplus or lags:
-            with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):
-                if surplus:
-                    self._give_back(self.step_bytes // 2)
-                self._write_number()
+    def _announce(self) -> bool:
+        """Show other processes that bytes may become free. Return False on a device without a free byte."""
+        if not self._is_active:
+            try:
+                with self._turn(_LOCK_WAIT_S):
+                    self._write_number(active=True)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                return False
+        return True
 
     def return_dead(self) -> int:
         """Remove what dead processes left, and take over their numbers. Return the number of files removed.
@@ -297,6 +324,7 @@ class Capacity:
         with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):
             with self._state:
                 is_idle, self._spent = not self._spent, False
+                self._awaited_bytes = 0
             keep_bytes = 0 if is_idle else self.step_bytes
             try:
                 self._give_back(keep_bytes)
@@ -360,13 +388,6 @@ class Capacity:
         taken_bytes = min(self._unused_bytes, most_bytes)
         self._unused_bytes -= taken_bytes
         return taken_bytes
-
-    def _free(self, freed_bytes: int, announced_bytes: int) -> None:
-        """Needs `_state`."""
-        self._deleting_bytes -= announced_bytes
-        self._released_bytes += freed_bytes
-        self._number_bytes += freed_bytes
-        self._unused_bytes += freed_bytes
 
     def _end(self, unused_bytes: int) -> None:
         """End a write that did not use `unused_bytes`."""
@@ -467,18 +488,9 @@ class Capacity:
     def _take_over(self, record: Record, remove: Callable[[], bool]) -> None:
         """`remove` a dead process's lock file and take its number. On a full device the number stays counted."""
         amount_bytes = record.number_bytes if record.counter == self._count.identity else 0
-        try:
-            self.announce(amount_bytes)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            remove()
-            return
-        gone = False
-        try:
-            gone = remove()
-        finally:
-            self.release(amount_bytes if gone else 0, amount_bytes)
+        with self.deleting(amount_bytes) as freed:
+            if remove():
+                freed(amount_bytes)
 
     def _load(self) -> Count:
         found = _read(self._descriptor)

@@ -62,8 +62,8 @@ from tiercache.tiers.files.directory import (
     require_manifest,
 )
 from tiercache.tiers.files.format import (
-    EVERYBODYS,
     NO_ROOM,
+    UNLIMITED,
     DeviceTurns,
     read_chunk,
     spread,
@@ -124,7 +124,7 @@ class ChunkFiles:
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
         """Called with the path of each chunk that any process deleted: an open file occupies space until it is closed."""
-        self.publisher = Publisher(access, self.quarantined, lambda: self.capacity)
+        self.publisher = Publisher(access, lambda: self.capacity)
         self.identity = Identity(root)
 
     def open(self) -> None:
@@ -188,7 +188,7 @@ class ChunkFiles:
 
     def require_manifest(self) -> None:
         """Create or check the manifest. It disappears when another program empties the directory."""
-        require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.publisher.ways, self.access)
+        require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.access)
 
     def answers(self) -> bool:
         """Return True if the path leads to a working directory. Lists it, since the kernel caches names of a dead mount."""
@@ -275,23 +275,18 @@ class ChunkFiles:
             self.quarantine(key)
             raise
 
-    def write(
-        self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims, turns: DeviceTurns = EVERYBODYS
-    ) -> int:
-        """Delete `victims`, then publish the chunk atomically within `turns`. Return the bytes that it occupies.
+    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns = UNLIMITED) -> int:
+        """Write and publish the chunk atomically within `turns`. Return the bytes that it occupies.
 
-        Raises TierFull above the cap, NameTaken if something foreign has the chunk's name, OSError (ENOSPC among others).
-        The victims are deleted in any case."""
+        Raises TierFull above the cap, NameTaken if something foreign has the chunk's name, OSError (ENOSPC among others)."""
         with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
             way = partial(write_chunk, direct=self.direct, durable=self.durable, turns=turns)
-            return self.write_by(
-                key, stored.header.payload_bytes, victims, lambda path: way(path, stored, self.compression)
-            )
+            return self.write_by(key, stored.header.payload_bytes, lambda path: way(path, stored, self.compression))
 
-    def write_by(self, key: ChunkKey, payload_bytes: int, victims: Victims, create: Callable[[str], int]) -> int:
+    def write_by(self, key: ChunkKey, payload_bytes: int, create: Callable[[str], int]) -> int:
         """`write` through `create`, which writes the whole file at a new path and returns the bytes that it occupies; on
         error it leaves no file. If another instance published the chunk meanwhile, our file is discarded."""
-        pending = self.begin_write(key, payload_bytes, victims)
+        pending = self.begin_write(key, payload_bytes)
         try:
             occupied_bytes = self.make(pending, create)
         except BaseException:
@@ -355,33 +350,15 @@ class ChunkFiles:
             with contextlib.suppress(IndexError):  # another write took it
                 self.discard(self._undeleted.popleft())
 
-    def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> PendingFile:
-        """Delete `victims` and reserve bytes. Create the file next, then call `finish_write` or `discard`."""
+    def begin_write(self, key: ChunkKey, payload_bytes: int) -> PendingFile:
+        """Reserve bytes. Create the file next, then call `finish_write` or `discard`."""
         self._require_ours()
-        if self.capacity.missing:
-            raise CounterLost(errno.ENOENT, "the count of bytes is gone", str(self._private))
         if not self._beside:
             self._require_own(self._private)
             self._require_own(self._temporary)
         self._discard_again(min(_UNDELETED_AT_A_TIME, len(self._undeleted)))
-        announced = self._announce(victims)
-        announced_bytes = sum(occupied for _, occupied in announced)
-        freed_bytes = 0
-        try:
-            for victim, occupied in announced:
-                try:
-                    freed_bytes += occupied if self._delete_file(victim) else 0
-                except PermissionError as error:
-                    victims.left.append((victim, occupied))
-                    logger.warning("%s: a chunk could not be evicted: %s", self.root, error)
-        except BaseException:
-            self.capacity.release(freed_bytes, announced_bytes)
-            raise
-        finally:
-            victims.freed_bytes += freed_bytes
-            victims.deleted()
         reserved_bytes = file_bytes(payload_bytes)
-        if not self.capacity.reserve(reserved_bytes, freed_bytes, announced_bytes):
+        if not self.capacity.reserve(reserved_bytes):
             raise TierFull(f"{self.root}: {self.capacity.used_bytes} of {self.cap_bytes} bytes are in use")
         directory = os.path.dirname(self.path(key)) if self._beside else self._temporary
         return PendingFile(key, f"{directory}/{self._owner.new_name()}", reserved_bytes)
@@ -411,16 +388,10 @@ class ChunkFiles:
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; return True if it existed. Only the process whose unlink succeeds releases its bytes."""
-        try:
-            self.capacity.announce(occupied_bytes)
-        except (TierUnavailable, OSError):
-            # The deletion is not announced, so its bytes stay counted until a recount.
-            return self._delete_file(key)
-        gone = False
-        try:
+        with self.capacity.deleting(occupied_bytes) as freed:
             gone = self._delete_file(key)
-        finally:
-            self.capacity.release(occupied_bytes if gone else 0, occupied_bytes)
+            if gone:
+                freed(occupied_bytes)
         return gone
 
     def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
@@ -449,26 +420,21 @@ class ChunkFiles:
             known_bytes = occupied_bytes(status)
         return self.delete(key, known_bytes)
 
-    def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
-        """Unlink many chunks. Errors are reported in the result."""
+    def delete_all(self, victims: Victims, reuse_bytes: int = 0) -> Deleted:
+        """Unlink many chunks, and keep `reuse_bytes` for a write that follows. Errors of single files are in the result.
+
+        Raises CounterLost if the directory was wiped: nothing of ours is left to delete."""
+        self._require_ours()
         done = Deleted()
-        announced = self._announce(Victims(victims))
-        announced_bytes = sum(occupied for _, occupied in announced)
-        try:
-            for victim in announced:
-                freed_bytes = 0
+        with self.capacity.deleting(sum(occupied for _, occupied in victims), reuse_bytes=reuse_bytes) as freed:
+            for key, occupied in victims:
                 try:
-                    if self._delete_file(victim[0]):
-                        freed_bytes = victim[1]
-                        done.chunks += 1
-                        done.freed_bytes += freed_bytes
+                    if self._delete_file(key):
+                        freed(occupied)
+                        done.freed_bytes += occupied
                 except OSError as error:
-                    done.left.append(victim)
+                    done.left.append((key, occupied))
                     done.error = error
-                self.capacity.release(freed_bytes, victim[1])
-                announced_bytes -= victim[1]
-        finally:
-            self.capacity.release(0, announced_bytes)
         return done
 
     def quarantine(self, key: ChunkKey) -> None:
@@ -511,29 +477,14 @@ class ChunkFiles:
         return mark, [top for top in TOP_LEVELS if top in there]
 
     def recount(self, mark: Mark, found_bytes: int) -> int:
-        """Correct the counter after a complete scan that found `found_bytes`, quarantine included. Return the difference."""
+        """Call `Capacity.recount` after a complete scan that found `found_bytes`, quarantine included."""
         return self.capacity.recount(mark, found_bytes)
 
     def _require_ours(self) -> None:
-        """Raise CounterLost if our lock file is gone: nothing would count further writes. Jobs that a hung device delayed
-        until after close fail here too."""
-        if self._owner.lost:
-            raise CounterLost(errno.ENOENT, "the lock file of this instance is gone", str(self._temporary))
-
-    def _announce(self, victims: Victims) -> list[tuple[ChunkKey, int]]:
-        """Announce the deletion of `victims`; return those left to delete. A device without a free byte cannot store the
-        announcement: then one victim is deleted first, and stays counted until a recount."""
-        left: list[tuple[ChunkKey, int]] = victims
-        if left:
-            try:
-                self.capacity.announce(sum(occupied for _, occupied in left))
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                (first, occupied_bytes), *left = left
-                victims.freed_bytes += occupied_bytes if self._delete_file(first) else 0
-                self.capacity.announce(sum(occupied for _, occupied in left))
-        return left
+        """Raise CounterLost if our lock file or the counter is gone: nothing would count further writes. Jobs that a hung
+        device delayed until after close fail here too."""
+        if self._owner.lost or self.capacity.missing:
+            raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self._private))
 
     def _delete_file(self, key: ChunkKey) -> bool:
         """Return True if the chunk existed. A foreign file of that name stays, and a scan subtracts it from the counter."""

@@ -25,12 +25,12 @@ from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.device.driver import Tensor
 from tiercache.errors import ConfigError, DeviceError, TierFull, TierUnavailable
-from tiercache.memory.workers import Workers, retrieve_exception
+from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
 from tiercache.tiers.files.chunk_files import ChunkFiles, OnlyRead
-from tiercache.tiers.files.directory import Victims, WrongFormat, default_cap, found_place, make_place
+from tiercache.tiers.files.directory import Deleted, Victims, WrongFormat, default_cap, found_place, make_place
 from tiercache.tiers.files.scanning import Directory, scan
 
 logger = logging.getLogger("tiercache.disk")
@@ -38,6 +38,7 @@ logger = logging.getLogger("tiercache.disk")
 T = TypeVar("T")
 
 _CLOSE_S = 5.0
+_EVICTING_THREADS = 4
 
 
 class MetadataWorkers(Workers):
@@ -46,7 +47,9 @@ class MetadataWorkers(Workers):
     def __init__(self, name: str, threads: int) -> None:
         super().__init__(f"{name}-metadata", threads)
         self.background = Workers(f"{name}-scan", threads)
-        """Threads for scans and the deletions that follow them, so that lookups do not wait for these."""
+        """Threads for scans, so that lookups do not wait for these."""
+        self.evicting = Workers(f"{name}-evict", max(_EVICTING_THREADS, threads))
+        """Threads for evictions, which writes wait for."""
         self._cleanups: set[asyncio.Future[Any]] = set()
 
     async def opened(self, open_it: Callable[[], object], close_it: Callable[[], object]) -> None:
@@ -90,6 +93,7 @@ class MetadataWorkers(Workers):
     def close(self) -> None:
         super().close()
         self.background.close()
+        self.evicting.close()
 
     async def change(self, call: Callable[..., T], *arguments: object) -> T:
         """Return the result of a call that changes directories. `cleaned_up` waits for it if the caller is cancelled: a
@@ -190,11 +194,6 @@ class ChunkIO(ABC):
         """True if the backend moves device memory. Set by `open`."""
         return False
 
-    @property
-    def keeps_files_open(self) -> bool:
-        """True if files stay open between calls: a deleted file occupies space until it is closed."""
-        return False
-
     def describe(self) -> str:
         """Return a phrase for a log line, or nothing."""
         return ""
@@ -217,7 +216,7 @@ class ChunkIO(ABC):
 
     @abstractmethod
     def write(
-        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int
     ) -> asyncio.Future[int]:
         """Write a chunk like `ChunkFiles.write`."""
 
@@ -226,7 +225,7 @@ class ChunkIO(ABC):
         raise DeviceError("there is no device; only host memory is served")
 
     def write_device(
-        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int
     ) -> asyncio.Future[int]:
         """Write a chunk from device memory like `ChunkFiles.write`."""
         raise DeviceError("there is no device; only host memory is served")
@@ -250,10 +249,6 @@ class ChunkIO(ABC):
 
 class Lookup(ABC):
     """Looks keys up in the directories and keeps the indexes fresh."""
-
-    @abstractmethod
-    def make_index(self) -> CappedIndex:
-        """Return an empty index."""
 
     def begin(self, directory: Directory) -> None:  # noqa: B027 - only shared directories need it
         """Start to keep a directory's index fresh."""
@@ -335,7 +330,6 @@ class Directories:
         self.metadata = MetadataWorkers(name, metadata_threads)
         self.closed = False
         self._only_reads = False
-        self._unclosed: list[Directory] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._scans: set[asyncio.Task[None]] = set()
         self._on_change: Callable[[ChunkKey], None] | None = None
@@ -351,11 +345,12 @@ class Directories:
         try:
             await self._open_all()
         except BaseException:
-            self.all.clear()
             self._close_files()
+            self.all.clear()
             raise
         for directory in self.all:
             self.begin_scan(directory, first=True)
+            self.begin(self._catch_up(directory), f"catch-up-{directory.files.root}")
             self.lookup.begin(directory)
         if self._on_change is not None:
             self.tell(self._on_change)
@@ -370,9 +365,8 @@ class Directories:
         for place in places:
             files = self.make_files(place, share_bytes)
             await self._open_files(files)
-            directory = Directory(files, self.lookup.make_index())
+            directory = Directory(files, CappedIndex(self.settings.tenant_share_bytes))
             self.all.append(directory)
-            self._unclosed.append(directory)
             self._require_another(files)
         await self.io.open()
 
@@ -388,8 +382,8 @@ class Directories:
         await self.metadata.cleaned_up()
 
     def _close_files(self) -> None:
-        while self._unclosed:
-            self.metadata.later(self._unclosed.pop().files.close)
+        for directory in self.all:
+            self.metadata.later(directory.files.close)
 
     @property
     def is_open(self) -> bool:
@@ -451,14 +445,6 @@ class Directories:
         if len(self.refused) > _REFUSED_KEPT:
             del self.refused[next(iter(self.refused))]
 
-    def deleted(self, keys: list[ChunkKey]) -> None:
-        """Close the files of chunks that any process deletes or deleted."""
-        self.io.deleted(keys)
-
-    async def close_deleted(self) -> int:
-        """Close deleted files. Return their number."""
-        return await self.io.close_deleted()
-
     # Scans
 
     def begin_scan(self, directory: Directory, *, first: bool) -> None:
@@ -509,7 +495,6 @@ class Directories:
         finally:
             if directory.files is files:
                 directory.scan_found(all_of_it=True)
-                self.catch_up_soon(directory)
         if is_missing:
             await self._replace(directory, files)
         else:
@@ -541,7 +526,7 @@ class Directories:
         ):
             deficit_bytes = min(deficit_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
         if directory.files is not files:
-            return Victims()  # the new directory has its own deficit
+            return []  # the new directory has its own deficit
         if deficit_bytes > index.used_bytes:
             raise TierFull(
                 f"{files.root}: {files.capacity.used_bytes} of {files.cap_bytes} bytes are in use and only "
@@ -551,61 +536,56 @@ class Directories:
 
     def trim_soon(self, directory: Directory) -> None:
         """Evict in the background what exceeds tenants' quotas; other instances may have written it."""
-        if not self.closed and not self._only_reads and directory.trimming is None and directory.index.excess_bytes > 0:
-            directory.trimming = self.begin(self._trim(directory), f"trim-{directory.files.root}")
-            directory.trimming.add_done_callback(directory.trimmed)
+        if not self.closed and not directory.trimming.locked() and directory.index.excess_bytes > 0:
+            self.begin(self._trim(directory), f"trim-{directory.files.root}")
 
     async def _trim(self, directory: Directory) -> None:
         """Evict what exceeds the cap or a quota, in steps, so that writes can run in between."""
         files = directory.files
-        while directory.files is files and not self._only_reads:
-            excess_bytes = max(files.capacity.used_bytes - files.cap_bytes, directory.index.excess_bytes)
-            victims = self._evict(directory, excess_bytes, _TRIM_STEP)
-            if not victims:
-                return
-            with directory.leaving(victims):
-                done = await self.metadata.background.submit(files.delete_all, victims)
-            self.catch_up_soon(directory)
-            if done.error is not None:
-                logger.warning("%s: chunks could not be evicted: %s", files.root, done.error)
-                for key, occupied_bytes in done.left:
-                    directory.index.add(key, occupied_bytes)
-                return
+        async with directory.trimming:
+            while directory.files is files and not self._only_reads:
+                excess_bytes = max(files.capacity.used_bytes - files.cap_bytes, directory.index.excess_bytes)
+                victims = self._evict(directory, excess_bytes, _TRIM_STEP)
+                if not victims or (await self.delete(directory, victims)).error is not None:
+                    return
 
     def _evict(self, directory: Directory, needed_bytes: int, most: int | None = None) -> Victims:
-        victims = Victims(directory.index.evict(needed_bytes, most))
+        victims = directory.index.evict(needed_bytes, most)
         self.evicted += len(victims)
         return victims
 
+    async def delete(self, directory: Directory, victims: Victims, reuse_bytes: int = 0) -> Deleted:
+        """Delete the files of evicted chunks like `ChunkFiles.delete_all`. Those that are left go back into the index, as
+        the most recently used."""
+        files = directory.files
+        with directory.leaving(victims):
+            done = await wait_shielded(self.metadata.evicting.submit(files.delete_all, victims, reuse_bytes))
+        if directory.files is files:
+            for key, occupied_bytes in done.left:
+                directory.index.add(key, occupied_bytes)
+        if done.error is not None:
+            logger.warning("%s: chunks could not be evicted: %s", files.root, done.error)
+        return done
+
     # Retries
 
-    def catch_up_soon(self, directory: Directory) -> None:
-        """Start to retry failed deletions and counter updates. Other instances cannot use freed bytes that stay counted, and
-        this one may have nothing to write."""
-        if not self.closed and directory.catching_up is None and directory.files.is_behind:
-            directory.catching_up = self.begin(self._catch_up(directory), f"catch-up-{directory.files.root}")
-
     async def _catch_up(self, directory: Directory) -> None:
-        files = directory.files
-        try:
+        """Retry failed deletions and counter updates. Other instances cannot use freed bytes that stay counted, and this one
+        may have nothing to write."""
+        while True:
             await asyncio.sleep(_CATCH_UP_S)
-            while directory.files is files and files.is_behind:
+            if directory.files.is_behind:
                 with contextlib.suppress(TierUnavailable):  # no thread could be started
-                    await self.metadata.change(files.catch_up)
-                await asyncio.sleep(_CATCH_UP_S)
-        finally:
-            directory.catching_up = None
+                    await self.metadata.change(directory.files.catch_up)
 
     async def _sweep(self) -> None:
-        """Periodically close deleted files and return freed bytes, also while this instance is idle."""
+        """Periodically close deleted files, also while this instance is idle."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
-                await self.close_deleted()
+                await self.io.close_deleted()
             except Exception as error:  # the next sweep tries again
                 logger.info("%s: could not close deleted files: %s", self.name, error)
-            for directory in self.all:
-                self.catch_up_soon(directory)
 
     # Replaced directories
 
@@ -631,7 +611,7 @@ class Directories:
                 if self.closed:
                     self.metadata.later(fresh.close)
                     raise TierUnavailable(f"{self.name} is closed")
-                directory.begin_anew(fresh, self.lookup.make_index())
+                directory.begin_anew(fresh, CappedIndex(self.settings.tenant_share_bytes))
                 self.metadata.later(stale.close)
                 self.begin_scan(directory, first=True)
         if not directory.files.capacity.trusted:

@@ -23,7 +23,7 @@ import stat
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,34 +52,8 @@ from tiercache.tiers.files.owners import PENDING_NAME, Owner
 logger = logging.getLogger("tiercache.disk")
 
 
-class Victims(list[tuple[ChunkKey, int]]):
-    """Evicted chunks to delete, with the bytes that each occupies."""
-
-    def __init__(self, chunks: Iterable[tuple[ChunkKey, int]] = ()) -> None:
-        super().__init__(chunks)
-        self.freed_bytes = 0
-        """Bytes of the victims that still existed. Set when the write has ended or failed."""
-        self.left: list[tuple[ChunkKey, int]] = []
-        """Victims that this process may not delete."""
-        self.are_deleted = False
-        """True if the deletions have ended or failed. The write may continue."""
-        self._when_deleted: list[Callable[[], None]] = []
-
-    @property
-    def were_gone(self) -> bool:
-        return bool(self) and not self.freed_bytes
-
-    def deleted(self) -> None:
-        """Mark the deletions as ended. Thread-safe and idempotent."""
-        self.are_deleted = True
-        for tell in self._when_deleted:
-            tell()
-
-    def when_deleted(self, tell: Callable[[], None]) -> None:
-        """Call `tell` at least once after the deletions, from any thread."""
-        self._when_deleted.append(tell)
-        if self.are_deleted:
-            tell()
+Victims = list[tuple[ChunkKey, int]]
+"""Evicted chunks to delete, with the bytes that each occupies."""
 
 
 @dataclass
@@ -95,9 +69,8 @@ class PendingFile:
 class Deleted:
     """Result of `ChunkFiles.delete_all`, without chunks that were missing already."""
 
-    chunks: int = 0
     freed_bytes: int = 0
-    left: list[tuple[ChunkKey, int]] = field(default_factory=list)
+    left: Victims = field(default_factory=list)
     """Chunks that could not be deleted, for the reason in `error`."""
     error: OSError | None = None
 
@@ -224,11 +197,10 @@ _DIRECTORY_BYTES = 4096
 class Publisher:
     """Publishes temporary files under their final names."""
 
-    def __init__(self, access: Access, quarantine: Quarantine, capacity: Callable[[], Capacity]) -> None:
+    def __init__(self, access: Access, capacity: Callable[[], Capacity]) -> None:
         self.ways = WAYS
         """Ways to publish; the first that the file system supports is used."""
         self._access = access
-        self._quarantine = quarantine
         self._capacity = capacity
 
     def publish(self, temporary: str, path: str) -> int | None:
@@ -354,12 +326,9 @@ class Quarantine:
 
 def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> None:
     """Delete and uncount a file. If that fails, it stays counted."""
-    capacity.announce(occupied)
-    gone = False
-    with contextlib.suppress(OSError):
+    with capacity.deleting(occupied) as freed, contextlib.suppress(OSError):
         os.unlink(name, dir_fd=directory)
-        gone = True
-    capacity.release(occupied if gone else 0, occupied)
+        freed(occupied)
 
 
 CHUNK_NAME = re.compile(HEX_KEY)
@@ -385,15 +354,23 @@ class Scanned:
     """Modification times."""
     sizes: array[int] = field(default_factory=lambda: array("q"))
     """Bytes that each chunk occupies."""
+    kept: list[ChunkKey] = field(default_factory=list)
+    """Known chunks that still exist."""
     counted_bytes: int = 0
     """Bytes of chunks and directories."""
     strays: int = 0
     foreign: int = 0
+    chunks: int = 0
+    """The number of chunks, where only numbers are added up."""
 
     def add(self, other: Scanned) -> None:
+        """Append the chunks of another result, without their sizes."""
         self.keys += other.keys
         self.times_s += other.times_s
-        self.sizes += other.sizes
+
+    def count(self, other: Scanned) -> None:
+        """Add the numbers of another result."""
+        self.chunks += len(other.keys)
         self.counted_bytes += other.counted_bytes
         self.strays += other.strays
         self.foreign += other.foreign
@@ -452,10 +429,11 @@ class Scanner:
             logger.warning("%s: files of others have the names of chunks, such as %s; they stay", self._root, name)
         self._trusts_names = False
 
-    def scan(self, top: str) -> Scanned:
+    def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
         """Find the chunks in `<root>/<top>`. Our torn and temporary files of dead owners are removed and counted as strays.
 
-        Files with foreign names or headers are left alone, and links are not followed.
+        With `known` keys, only new names are examined, and no file is removed. Files with foreign names or headers are left
+        alone, and links are not followed.
         """
         found = Scanned()
         try:
@@ -464,7 +442,13 @@ class Scanner:
                 with os.scandir(directory) as entries:
                     for entry in entries:
                         try:
-                            self._examine(entry, top, directory, found)
+                            if known is not None:
+                                if not CHUNK_NAME.fullmatch(entry.name):
+                                    continue
+                                if (key := bytes.fromhex(entry.name)) in known:
+                                    found.kept.append(key)
+                                    continue
+                            self._examine(entry, top, directory, found, is_complete=known is None)
                         except FileNotFoundError:
                             continue
                 if found.keys or not found.foreign:  # otherwise the directory is foreign
@@ -473,15 +457,17 @@ class Scanner:
             return found
         return found
 
-    def _examine(self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned) -> None:
+    def _examine(
+        self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned, *, is_complete: bool
+    ) -> None:
         status = entry.stat(follow_symlinks=False)
         is_file = stat.S_ISREG(status.st_mode)
         header = _Unread(entry.name, directory)
         if is_file and _is_chunk(entry.name, top, header):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
                 is_trusted = self.trusts(status)
-                if is_trusted and not found.keys and header.is_readable and not header.is_ours:
-                    # The first file of each directory is always read.
+                if is_trusted and is_complete and not found.keys and header.is_readable and not header.is_ours:
+                    # A complete scan always reads the first file of each directory.
                     self._distrust_names(entry.name)
                     is_trusted = False
                 if not is_trusted and not header.is_ours:
@@ -489,7 +475,7 @@ class Scanner:
                     if not header.is_readable:  # it may be ours, so the cap includes it
                         found.counted_bytes += occupied_bytes(status)
                     return
-                self._has_modes = self._has_modes and self._access.enforce_found(entry.name, status, directory)
+                self._has_modes = self._has_modes and self._access.enforce(entry.name, status, directory)
                 size_bytes = occupied_bytes(status)
                 found.counted_bytes += size_bytes
                 found.keys.append(bytes.fromhex(entry.name))
@@ -502,7 +488,7 @@ class Scanner:
             return
         if not header.is_ours:
             found.foreign += 1
-        elif self._changes:
+        elif self._changes and is_complete:
             os.unlink(entry.name, dir_fd=directory)
             found.strays += 1
 
@@ -630,41 +616,32 @@ FORMAT = 1
 MANIFEST = "tiercache.json"
 _CONTENT = json.dumps({"format": FORMAT, "what": "tiercache chunks"}).encode() + b"\n"
 _LARGEST_BYTES = 4096
-_MANIFEST_ATTEMPTS = 8
 
 
 class WrongFormat(ValueError):
     """The directory has another format or is foreign. The message says what was found."""
 
 
-def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access: Access) -> None:
+def require_manifest(root: Path, temporary: str, access: Access) -> None:
     """Create the manifest of `root`, or check its format. A full device is no error.
 
-    `temporary` is a unique name. An empty or torn manifest is replaced. Raises WrongFormat, OSError.
+    `temporary` is a unique name. An empty or torn manifest is replaced, or one that another process has just made: all
+    processes write the same content. Raises WrongFormat, OSError.
     """
     path = root / MANIFEST
-    for _ in range(_MANIFEST_ATTEMPTS):
-        found = _read(path)
-        if found is not None and not _is_torn(found):
-            _require_ours(path, found)
-            return
-        try:
-            _write(temporary, _CONTENT)
-            access.grant(temporary)
-            if found is not None:
-                os.replace(temporary, path)
-            else:
-                _name(temporary, str(path), ways)
-            return
-        except FileExistsError:
-            continue
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                return
+    found = _read(path)
+    if found is not None and not _is_torn(found):
+        _require_ours(path, found)
+        return
+    try:
+        _write(temporary, _CONTENT)
+        access.grant(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if error.errno not in NO_ROOM:
             raise
-        finally:
-            _remove_file(temporary)
-    raise OSError(errno.EAGAIN, "the manifest changes as often as it is looked at", str(path))
 
 
 def check_manifest(root: Path) -> None:
@@ -739,24 +716,6 @@ def _write(unnamed: str, content: bytes) -> None:
         os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _name(unnamed: str, path: str, ways: Sequence[Publish]) -> None:
-    for way in ways:
-        try:
-            way(unnamed, path)
-            return
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-    os.rename(unnamed, path)  # replacing is harmless: all write the same content
-
-
-def _remove_file(unnamed: str) -> None:
-    try:
-        os.unlink(unnamed)
-    except OSError:
-        return
 
 
 _SHARE_OF_FREE = 0.9

@@ -104,7 +104,7 @@ class DeviceTurns:
                 places.release()
 
 
-EVERYBODYS = DeviceTurns(None)
+UNLIMITED = DeviceTurns(None)
 
 
 PART_BYTES, _PARTS = 1 << 20, 8
@@ -120,7 +120,7 @@ def write_chunk(
     *,
     direct: bool,
     durable: bool,
-    turns: DeviceTurns = EVERYBODYS,
+    turns: DeviceTurns = UNLIMITED,
 ) -> int:
     """Call `write_chunk_file` and report its speed to `compression`."""
     began_s = time.monotonic()
@@ -149,7 +149,7 @@ def read_chunk(
 
 
 def write_chunk_file(
-    path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool, turns: DeviceTurns = EVERYBODYS
+    path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool, turns: DeviceTurns = UNLIMITED
 ) -> int:
     """Create `path`, which must not exist, with a chunk. Return the bytes that it occupies.
 

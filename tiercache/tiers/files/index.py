@@ -13,21 +13,19 @@ import ctypes
 import logging
 import os
 import struct
-from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from tiercache.core.header import file_bytes
-from tiercache.core.index import CappedIndex, Freshness, SharedIndex, pause_s
+from tiercache.core.index import CappedIndex, Freshness, pause_s
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, retrieve_exception
-from tiercache.tiers.files.access import ABSENT, occupied_bytes, opened_directory, require_directory
+from tiercache.tiers.files.access import ABSENT, require_directory
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories, Lookup
-from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS, has_our_header
-from tiercache.tiers.files.scanning import Directory
+from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS
+from tiercache.tiers.files.scanning import Directory, merge
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -221,7 +219,7 @@ class Deletions:
         finally:
             latest = {key for key, since in began.items() if directory.looked(key, since)}
         # Chunks that exist again have new files.
-        self._directories.deleted(keys)
+        self._directories.io.deleted(keys)
         if directory.index is index:
             for key in missing:
                 if key in latest:
@@ -265,8 +263,6 @@ def _missing(files: ChunkFiles, keys: list[ChunkKey]) -> list[ChunkKey]:
 
 
 _SETTLE_S = 1.0
-_STEP = 2048
-"""Entries added per step, which bounds the time on the loop."""
 _HURRY = 10
 """A hint can shorten the pause by this factor."""
 _PATIENCE_S = 30.0
@@ -279,7 +275,7 @@ def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
 
 
 class Refresher:
-    """Keeps a directory's `SharedIndex` and counter fresh. Belongs to the event loop; `run` is its task.
+    """Keeps a directory's index and counter fresh. Belongs to the event loop; `run` is its task.
 
     Keys in `ignored` are never added.
     """
@@ -351,7 +347,6 @@ class Refresher:
     async def _refresh(self) -> None:
         loop = asyncio.get_running_loop()
         files, index = self.directory.files, self.directory.index
-        assert isinstance(index, SharedIndex)
         if index is not self._index:
             # The directory was replaced.
             self._index, self._freshness = index, Freshness(_SETTLE_S)
@@ -365,20 +360,15 @@ class Refresher:
                 return
             self._freshness.listed(directory, began_s)
 
-    async def _list(self, files: ChunkFiles, index: SharedIndex, directory: int, gone: Container[ChunkKey]) -> None:
+    async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int, gone: Container[ChunkKey]) -> None:
         """Update the index from a subdirectory. The listing may contain keys that are `gone`."""
         before = index.group(directory)
-        listed = await self._ask(files, list_keys, files, directory)
+        found = await self._ask(files, files.scanner.scan, TOP_LEVELS[directory], before)
         self.listings += 1
-        if index is not self.directory.index:
-            return
-        if dropped := index.drop(before, listed):
-            self._on_gone(dropped)
-        unknown = [key for key in index.unknown(listed) if key not in self._ignored]
-        for found in _steps(unknown):
-            for key, size_bytes in await self._ask(files, sizes, files, found):
-                if key not in index and key not in gone:
-                    index.add(key, size_bytes)
+        if index is self.directory.index:
+            _, dropped = await merge(index, found, before, (gone, self._ignored))
+            if dropped:
+                self._on_gone(dropped)
 
     async def _ask(self, files: ChunkFiles, call: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
@@ -386,12 +376,6 @@ class Refresher:
         answer = await answered(self._workers.submit(call, *arguments), str(files.root))
         self._calls_s.append(loop.time() - began_s)
         return answer
-
-
-def _steps(keys: Iterable[ChunkKey]) -> Iterable[list[ChunkKey]]:
-    rest = iter(keys)
-    while step := list(islice(rest, _STEP)):
-        yield step
 
 
 def directory_times_ns(files: ChunkFiles) -> list[int]:
@@ -404,31 +388,6 @@ def directory_times_ns(files: ChunkFiles) -> list[int]:
         except ABSENT:
             times_ns.append(0)
     return times_ns
-
-
-def list_keys(files: ChunkFiles, directory: int) -> set[ChunkKey]:
-    """Return the chunks in a subdirectory by name. Blocks."""
-    try:
-        with opened_directory(files.root / TOP_LEVELS[directory], to_list=True) as opened:
-            names = os.listdir(opened)
-    except ABSENT:
-        return set()
-    return {bytes.fromhex(name) for name in names if CHUNK_NAME.fullmatch(name)}
-
-
-def sizes(files: ChunkFiles, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-    """Return the bytes that each chunk occupies, without missing and invalid files. Blocks."""
-    found = []
-    for key in keys:
-        path = files.path(key)
-        try:
-            status = os.lstat(path)
-        except ABSENT:
-            continue
-        fits = status.st_size >= file_bytes(1) and status.st_size % 4096 == 0
-        if fits and (files.scanner.trusts(status) or has_our_header(path)):
-            found.append((key, occupied_bytes(status)))
-    return found
 
 
 async def answered(work: asyncio.Future[T], what: str) -> T:
@@ -448,9 +407,6 @@ class ProbingLookup(Lookup):
 
     def __init__(self, directories: Directories) -> None:
         self._directories = directories
-
-    def make_index(self) -> CappedIndex:
-        return CappedIndex(self._directories.settings.tenant_share_bytes)
 
     def follow_deletions(self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         deletions = Deletions(self._directories, directory, on_stored)
@@ -496,9 +452,6 @@ class RelistingLookup(ProbingLookup):
         self._refresh_s = refresh_s
         self._watchers = Workers(f"{directories.name}-refresh", len(directories.settings.directories))
 
-    def make_index(self) -> CappedIndex:
-        return SharedIndex(self._directories.settings.tenant_share_bytes)
-
     def follow_deletions(self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         """Do nothing: the refresher sees deletions."""
 
@@ -510,7 +463,7 @@ class RelistingLookup(ProbingLookup):
             directories.replace_soon(directory)
 
         refresher = Refresher(
-            directory, self._watchers, self._refresh_s, directories.refused, directories.deleted, refreshed
+            directory, self._watchers, self._refresh_s, directories.refused, directories.io.deleted, refreshed
         )
         self.refreshers[directory] = refresher
         directories.begin(self._follow(directory, refresher), f"refresh-{directory.files.root}")

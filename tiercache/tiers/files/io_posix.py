@@ -23,8 +23,7 @@ from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories
-from tiercache.tiers.files.directory import Victims
-from tiercache.tiers.files.format import EVERYBODYS, DeviceTurns
+from tiercache.tiers.files.format import UNLIMITED, DeviceTurns
 from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, probe_gds
 
 logger = logging.getLogger("tiercache.disk")
@@ -137,12 +136,12 @@ class PosixIO(ChunkIO):
         self._precedence.hurry(key)
 
     def write(
-        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int
     ) -> asyncio.Future[int]:
-        turns = EVERYBODYS
+        turns = UNLIMITED
         if self._writes_at_device is not None:
             turns = self._turns.setdefault(files.root, DeviceTurns(self._writes_at_device))
-        return self._writers.submit(files.write, key, payload, payload_bytes, victims, turns)
+        return self._writers.submit(files.write, key, payload, payload_bytes, turns)
 
 
 class DeviceIO(PosixIO):
@@ -212,7 +211,7 @@ class DeviceIO(PosixIO):
         return self._readers.submit(read)
 
     def write_device(
-        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: Tensor, payload_bytes: int
     ) -> asyncio.Future[int]:
         device_files, fingerprint = self._device_files(), self._directories.fingerprint
 
@@ -221,7 +220,7 @@ class DeviceIO(PosixIO):
                 path, key, fingerprint, payload, payload_bytes, direct=files.direct, durable=files.durable
             )
 
-        return self._writers.submit(files.write_by, key, payload_bytes, victims, create)
+        return self._writers.submit(files.write_by, key, payload_bytes, create)
 
     def _device_files(self) -> DeviceFiles:
         if self.files is None:

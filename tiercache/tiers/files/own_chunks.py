@@ -6,10 +6,9 @@ import os
 
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError
 from tiercache.core.keys import ChunkKey
-from tiercache.tiers.files.access import NotAFile, open_regular
+from tiercache.tiers.files.access import ABSENT, NotAFile, open_regular, opened_directory
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import TOP_LEVELS
-from tiercache.tiers.files.index import list_keys
+from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS
 from tiercache.tiers.files.tier import FileTier
 
 
@@ -26,7 +25,13 @@ async def own_keys(tier: FileTier) -> set[ChunkKey]:
 
 
 def _own_in(files: ChunkFiles, top: int) -> set[ChunkKey]:
-    return {key for key in list_keys(files, top) if _is_own(files, key)}
+    try:
+        with opened_directory(files.root / TOP_LEVELS[top], to_list=True) as directory:
+            names = os.listdir(directory)
+    except ABSENT:
+        return set()
+    keys = map(bytes.fromhex, filter(CHUNK_NAME.fullmatch, names))
+    return {key for key in keys if _is_own(files, key)}
 
 
 def _is_own(files: ChunkFiles, key: ChunkKey) -> bool:

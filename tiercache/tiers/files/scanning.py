@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
-from tiercache.core.index import PARTS, CappedIndex, pause_s
+from tiercache.core.index import CappedIndex, pause_s
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import Workers
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import Scanned, Victims
+from tiercache.tiers.files.directory import TOP_LEVELS, Scanned, Victims
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -49,14 +48,11 @@ class Directory:
         """True if a scan has seen every file of the directory."""
         self._found_more = asyncio.Event()
         self.scanning: asyncio.Task[None] | None = None
-        self.catching_up: asyncio.Task[None] | None = None
-        self.trimming: asyncio.Task[None] | None = None
-        self.noted_while_scanning: set[ChunkKey] = set()
-        """Keys that were read, written or deleted since the scan began; its result may be older."""
+        self.trimming = asyncio.Lock()
         self._looking_around: dict[int, set[ChunkKey]] = {}
         """For each running listing, the keys deleted since it began."""
-        self._leaving: dict[ChunkKey, Victims] = {}
-        """Evicted keys whose files may still exist."""
+        self._leaving: dict[ChunkKey, asyncio.Event] = {}
+        """Evicted keys whose files may still exist, with the end of their deletion."""
         self._looking: dict[ChunkKey, list[int]] = {}
         """For each key with running lookups: their number, and the number of its changes since the first began."""
         self.next_scan_s = 0.0
@@ -88,14 +84,6 @@ class Directory:
         unexplained_bytes = self.files.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
         return unexplained_bytes > self.files.cap_bytes // _DOUBT_SHARE
 
-    def trimmed(self, task: asyncio.Task[None]) -> None:
-        """Clear `trimming` when the task ends."""
-        self.trimming = None
-
-    def note(self, key: ChunkKey) -> None:
-        if self.scanning is not None:
-            self.noted_while_scanning.add(key)
-
     def look_for(self, key: ChunkKey) -> int:
         """Begin a lookup of a key. Pass the result to `looked`."""
         looking = self._looking.setdefault(key, [0, 0])
@@ -120,28 +108,28 @@ class Directory:
 
     def removed(self, key: ChunkKey) -> None:
         """Remove a deleted chunk. Invalidates running lookups and listings of it."""
+        self.lost(key)
+        self._changed(key)
+
+    def lost(self, key: ChunkKey) -> None:
+        """Remove a chunk that a read found missing or bad. Invalidates running listings of it, but no write."""
         self.index.remove(key)
         self._goes([key])
-        self._changed(key)
 
     @contextmanager
     def looking_around(self) -> Iterator[set[ChunkKey]]:
         """Begin a listing of many files. Yields the set of keys whose deletion makes their listing obsolete."""
-        gone = self._all_leaving()
+        gone = set(self._leaving)
         self._looking_around[id(gone)] = gone
         try:
             yield gone
         finally:
             del self._looking_around[id(gone)]
 
-    def begin_scan(self) -> None:
-        self.noted_while_scanning = self._all_leaving()
-
     def scan_found(self, *, all_of_it: bool = False) -> None:
         """Wake the waiters of `knows` after a part of a scan, or after its end (`all_of_it`)."""
         if all_of_it:
             self.scanned, self.scanning = True, None
-            self.noted_while_scanning.clear()
         self._found_more.set()
         self._found_more = asyncio.Event()
 
@@ -156,42 +144,25 @@ class Directory:
     def leaving(self, victims: Victims) -> Iterator[None]:
         """Mark evicted chunks while their files are deleted: scans do not add them again, and a write of one waits, so that
         the deletion cannot hit the new file."""
+        end = asyncio.Event()
         keys = [key for key, _ in victims]
-        self._leaving.update(dict.fromkeys(keys, victims))
+        self._leaving.update(dict.fromkeys(keys, end))
         self._goes(keys)
         try:
             yield
         finally:
-            victims.deleted()
+            end.set()
             for key in keys:
-                if self._leaving.get(key) is victims:
-                    self._has_left(key)
+                if self._leaving.get(key) is end:
+                    del self._leaving[key]
+                    self._changed(key)
 
     async def until_deleted(self, key: ChunkKey) -> None:
         """Wait until the chunk is not being deleted."""
-        while self._is_leaving(key):
-            loop = asyncio.get_running_loop()
-            end = asyncio.Event()
-            self._leaving[key].when_deleted(lambda: _tell(loop, end))  # noqa: B023 - waited for right here
+        while (end := self._leaving.get(key)) is not None:
             await end.wait()
 
-    def _is_leaving(self, key: ChunkKey) -> bool:
-        victims = self._leaving.get(key)
-        if victims is None or not victims.are_deleted:
-            return victims is not None
-        self._has_left(key)
-        return False
-
-    def _all_leaving(self) -> set[ChunkKey]:
-        return {key for key, victims in self._leaving.items() if not victims.are_deleted}
-
-    def _has_left(self, key: ChunkKey) -> None:
-        del self._leaving[key]
-        self._changed(key)
-
     def _goes(self, keys: Sequence[ChunkKey]) -> None:
-        if self.scanning is not None:
-            self.noted_while_scanning.update(keys)
         for gone in self._looking_around.values():
             gone.update(keys)
 
@@ -201,141 +172,99 @@ class Directory:
             looking[1] += 1
 
 
-def _tell(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(end.set)
-
-
 async def scan(directory: Directory, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
     """Update the index from the files and correct the counter. Return None if the directory was replaced meanwhile.
 
-    `first`: order the index by file times. Later scans keep its order, and insert new chunks as the least recently used.
-    Raises OSError, TierUnavailable.
+    New chunks become the least recently used, ordered by file times. `first`: do not delay the next scan. Raises OSError,
+    TierUnavailable.
     """
     files, index = directory.files, directory.index
     loop = asyncio.get_running_loop()
     calls_s: list[float] = []
-    directory.begin_scan()
-    known = await _keys(index)
-    found = Scanned()
+    found, new = Scanned(), Scanned()
+    indexed_bytes = 0
     try:
         began_s = loop.time()
-        mark, directories = await workers.submit(files.begin_scan)
+        mark, existing = await workers.submit(files.begin_scan)
         calls_s.append(loop.time() - began_s)
-        for start in range(0, len(directories), workers.threads):
-            tops = directories[start : start + workers.threads]
+        for top in set(TOP_LEVELS).difference(existing):
+            await merge(index, Scanned(), index.group(int(top, 16)), (), cold=True)
+        for start in range(0, len(existing), workers.threads):
+            tops = existing[start : start + workers.threads]
+            before = [index.group(int(top, 16)) for top in tops]
             began_s = loop.time()
-            parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
-            calls_s.append(loop.time() - began_s)
-            for part in parts:
-                if first:
-                    await _add(directory, index, part, np.arange(len(part.keys)), ignored)
+            with directory.looking_around() as gone:
+                parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
+                calls_s.append(loop.time() - began_s)
+                for part, known in zip(parts, before, strict=True):
+                    indexed_bytes += sum(part.sizes)
+                    new.add((await merge(index, part, known, (gone, ignored), cold=True))[0])
+                    found.count(part)
                     directory.scan_found()
-                found.add(part)
         began_s = loop.time()
         found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)
         calls_s.append(loop.time() - began_s)
-        newest_first = await workers.submit(found.newest_first)
-        new, gone, explained_bytes = await _compare(found, newest_first, known, ignored)
+        newest_first = await workers.submit(new.newest_first)
         if directory.files is not files:
             return None  # the replacement has its own scan
-        if first:
-            await _age(directory, index, found, new)
-        else:
-            await _add(directory, index, found, new, ignored)
-        await _forget(directory, index, gone)
+        await _age(index, new, newest_first)
         changed_bytes = await workers.submit(files.recount, mark, found.counted_bytes)
     finally:
         if not first:
             directory.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
     # Only bytes that were seen explain the counter: what other processes have reserved they give back later.
-    directory.explained_bytes = max(0, min(explained_bytes, files.capacity.used_bytes - index.used_bytes))
+    outside_bytes = min(found.counted_bytes - indexed_bytes, files.capacity.used_bytes - index.used_bytes)
+    directory.explained_bytes = max(0, outside_bytes)
     found.strays += files.strays_removed
     files.strays_removed = 0
     logger.info(
         "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
-        files.root, len(found.keys), found.strays, found.foreign,
+        files.root, found.chunks, found.strays, found.foreign,
     )  # fmt: skip
     if changed_bytes and not first:
         logger.info("%s: the capacity counter was corrected by %d bytes", files.root, changed_bytes)
     return found
 
 
-async def _keys(index: CappedIndex) -> list[ChunkKey]:
-    """Return the known keys. Concurrent changes may be missing."""
-    keys: list[ChunkKey] = []
-    paused_at = 0
-    for first_byte in range(PARTS):
-        keys += index.keys.part(first_byte)
-        if len(keys) - paused_at > _STEP:
-            paused_at = len(keys)
-            await asyncio.sleep(0)
-    return keys
+async def merge(
+    index: CappedIndex,
+    found: Scanned,
+    before: Collection[ChunkKey],
+    excluded: Sequence[Container[ChunkKey]],
+    *,
+    cold: bool = False,
+) -> tuple[Scanned, list[ChunkKey]]:
+    """Update the index from the listing of a subdirectory, of which `before` was known. Return the chunks that were added,
+    and the keys that were dropped. Keys that are `excluded` stay as they are. `cold` chunks are evicted first."""
+    new, dropped = Scanned(), list[ChunkKey]()
+
+    def add(step: range) -> None:
+        for position in step:
+            key = found.keys[position]
+            if key not in index and not any(key in keys for keys in excluded):
+                index.add(key, found.sizes[position], cold=cold)
+                new.keys.append(key)
+                new.times_s.append(found.times_s[position])
+
+    def drop(step: Sequence[ChunkKey]) -> None:
+        for key in step:
+            if not any(key in keys for keys in excluded) and index.remove(key) is not None:
+                dropped.append(key)
+
+    await _in_steps(range(len(found.keys)), add)
+    if before:
+        await _in_steps(sorted(set(before).difference(found.keys, found.kept)), drop)
+    return new, dropped
 
 
-async def _compare(
-    found: Scanned, newest_first: np.ndarray, known: list[ChunkKey], ignored: Collection[ChunkKey]
-) -> tuple[np.ndarray, list[ChunkKey], int]:
-    """Return the positions of new chunks, newest first, the keys that have disappeared, and the bytes outside the index."""
-    keys, sizes = found.keys, found.sizes
-    if not known and not ignored:
-        return newest_first, [], found.counted_bytes - int(np.asarray(sizes).sum())
-    unseen: set[ChunkKey] = set()
-    new, gone = array("q"), list[ChunkKey]()
-    taken_up_bytes = 0
-
-    def see(positions: np.ndarray) -> None:
-        nonlocal taken_up_bytes
-        for position in positions.tolist():
-            key = keys[position]
-            if key not in ignored:
-                taken_up_bytes += sizes[position]
-            if key in unseen:
-                unseen.discard(key)
-            else:
-                new.append(position)
-
-    def miss(step: Sequence[ChunkKey]) -> None:
-        gone.extend(key for key in step if key in unseen)
-
-    await _in_steps(known, unseen.update)
-    await _in_steps(newest_first, see)
-    await _in_steps(known if unseen else (), miss)
-    return np.asarray(new), gone, found.counted_bytes - taken_up_bytes
-
-
-async def _add(
-    directory: Directory, index: CappedIndex, found: Scanned, positions: np.ndarray, ignored: Collection[ChunkKey]
-) -> None:
-    keys, sizes = found.keys, found.sizes
-
-    def add(step: np.ndarray) -> None:
-        noted = directory.noted_while_scanning
-        for position in step.tolist():
-            key = keys[position]
-            if key not in index and key not in ignored and key not in noted:
-                index.add(key, sizes[position], cold=True)
-
-    await _in_steps(positions, add)
-
-
-async def _age(directory: Directory, index: CappedIndex, found: Scanned, positions: np.ndarray) -> None:
-    keys = found.keys
+async def _age(index: CappedIndex, new: Scanned, newest_first: np.ndarray) -> None:
+    """Order new chunks by their file times, but those that were used since they were found."""
 
     def age(step: np.ndarray) -> None:
-        noted = directory.noted_while_scanning
-        index.age([key for position in step.tolist() if (key := keys[position]) not in noted])
+        keys = [new.keys[position] for position in step.tolist()]
+        index.age([key for key in keys if (index.keys.time(key) or 0) < 0])
 
-    await _in_steps(positions, age)
-
-
-async def _forget(directory: Directory, index: CappedIndex, keys: Sequence[ChunkKey]) -> None:
-    def forget(step: Sequence[ChunkKey]) -> None:
-        for key in step:
-            if key not in directory.noted_while_scanning:
-                index.remove(key)
-
-    await _in_steps(keys, forget)
+    await _in_steps(newest_first, age)
 
 
 async def _in_steps(items: Items, work: Callable[[Items], None]) -> None:

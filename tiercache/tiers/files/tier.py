@@ -1,11 +1,11 @@
 """The file tier: one file per chunk in one or several directories, under a physical cap.
 
-This is the asynchronous half: it decides and counts, and hands whole operations to worker threads; `chunk_files.py` is the
-half that blocks. File systems differ in two parts (`directories.py`): how bytes move, and what is known of a directory.
-A tier for one file system is a choice of these.
+`FileTier` belongs to the event loop: it decides, counts, and hands whole operations to worker threads, which run
+`chunk_files.py`. Two parts differ between file systems: a `ChunkIO` moves bytes, and a `Lookup` knows which chunks exist.
+A tier for one file system is a preset that chooses both.
 
-The mount of a directory may be away. A tier that opens late is there from the start, and used once its mount answers. A
-mount that is so full that our bookkeeping finds no room on it counts as away.
+A tier that opens late exists before its mount answers, and is used as soon as it does. A mount without room for the tier's
+own small files counts as one that does not answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tiercache.tiers.files.access import (
 )
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, Lookup, give_up_bytes
-from tiercache.tiers.files.directory import NameTaken, Victims, reads_back
+from tiercache.tiers.files.directory import Deleted, NameTaken, reads_back
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import ProbingLookup
 from tiercache.tiers.files.scanning import Directory
@@ -48,7 +48,7 @@ logger = logging.getLogger("tiercache.disk")
 
 _ATTEMPTS = 4
 _FILES_TO_DOUBT = 3
-"""After so many unreadable files in a row the device is tested by reading something else: bad files may lie together."""
+"""After so many unreadable files in a row, the manifest is read to test the device: bad files may lie together."""
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
 _AWAY = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.EREMOTEIO}
@@ -61,9 +61,9 @@ _LONGEST_PAUSE_S = 30.0
 """Bounds of the pause between two attempts to open a tier whose mount is away."""
 
 BeginRead = Callable[[ChunkFiles], "asyncio.Future[int | None]"]
-"""Begins what does as `ChunkFiles.read`."""
-BeginWrite = Callable[[ChunkFiles, Victims], "asyncio.Future[int]"]
-"""Begins what does as `ChunkFiles.write`; called several times, perhaps."""
+"""Begin a call with the result of `ChunkFiles.read`."""
+BeginWrite = Callable[[ChunkFiles], "asyncio.Future[int]"]
+"""Begin a call with the result of `ChunkFiles.write`. It is called again after a failed attempt."""
 
 
 class FileTier(DeviceTier):
@@ -79,10 +79,10 @@ class FileTier(DeviceTier):
         metadata_threads: int = 1,
         late_s: float | None = None,
     ) -> None:
-        """`option` is the configuration key that names the directories, for messages.
+        """Describe a tier; nothing is opened.
 
-        A tier with `late_s` may open late: `open` waits so many seconds for the mount and goes on in the background, and
-        until then operations raise TierUnavailable.
+        `option` is the configuration key that names the directories, for messages. With `late_s`, `open` waits at most so
+        many seconds for the mount and then continues in the background; until it ends, operations raise TierUnavailable.
         """
         self.name = name
         self.option = option
@@ -100,7 +100,7 @@ class FileTier(DeviceTier):
 
     @property
     def settings(self) -> FileSettings:
-        """With the true cap, once the tier is open."""
+        """The settings. Once the tier is open, `cap_bytes` is the cap in force."""
         return self.directories.settings
 
     @property
@@ -108,7 +108,7 @@ class FileTier(DeviceTier):
         return self.directories.io.serves_device
 
     async def open(self) -> None:
-        """Raises ConfigError for what does not pass by waiting. Cancelled, it closes again."""
+        """Open the directories. Raises ConfigError if waiting does not help. A cancelled call closes the tier."""
         try:
             if self._late_s is None:
                 await self.directories.open(only_reads=not self.writes)
@@ -163,9 +163,9 @@ class FileTier(DeviceTier):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _open_once(self) -> None:
-        """Raises TierUnavailable for what may pass by waiting, ConfigError for what does not."""
+        """Open the directories. Raises TierUnavailable if waiting may help, else ConfigError."""
         try:
-            # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
+            # A hung mount hangs in this call, after which nothing has to be undone.
             access = ACCESS[self.settings.file_access] if self.writes else None
             for mount in await self.directories.metadata.submit(_mounts_of, self.settings.directories, access):
                 option, _ = local_locks(mount)
@@ -180,8 +180,8 @@ class FileTier(DeviceTier):
             if not isinstance(cause, OSError):
                 raise
             is_missing = isinstance(cause, FileNotFoundError)
-            # A missing directory is made by an instance that writes. Bookkeeping may be deleted while it is begun. A full
-            # mount has files of others, which may go.
+            # Another instance may make a missing directory, or delete our own files while they are made. On a full mount,
+            # files of others may go.
             if (
                 cause.errno in _AWAY
                 or cause.errno in NO_ROOM
@@ -192,8 +192,8 @@ class FileTier(DeviceTier):
 
     @contextmanager
     def _at_mount(self) -> Iterator[None]:
-        """Bracket an operation on the directories. Raises TierUnavailable where a tier that may open late is not open, or
-        its mount is away."""
+        """Bracket an operation on the directories. Raises TierUnavailable if a tier that opens late is not open, or if its
+        mount does not answer."""
         is_late = self._late_s is not None
         if is_late and self._opening is None:
             raise TierUnavailable(f"{self.name}: closed")
@@ -245,13 +245,13 @@ class FileTier(DeviceTier):
         await self.directories.scanned()
 
     async def refreshed(self) -> None:
-        """Wait until the index has what other instances did before this call, where it follows them (for tests and
+        """Wait until the index contains what other instances did before this call, if it follows them (for tests and
         tools)."""
         await self.scanned()
         await self.directories.lookup.refreshed()
 
     def path(self, key: ChunkKey) -> str:
-        """The file that holds `key`, or would."""
+        """Return the path where `key` is or would be stored."""
         return self.directories.path(key)
 
     # Reading
@@ -303,25 +303,23 @@ class FileTier(DeviceTier):
             raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
         finally:
             is_latest = directory.looked(key, began)
-            self.directories.catch_up_soon(directory)
         self._unreadable.clear()
         if length is None:
             if is_latest:  # else it was stored after we had looked
-                directory.index.remove(key)
+                directory.lost(key)
             return None
         if key in directory.index:
             directory.index.touch(key)
-            directory.note(key)
-        # Else the scan, or a probe, takes it up with the bytes that it occupies: a compressed one has fewer than were read.
+        # Otherwise a scan or a probe adds it with the bytes that it occupies, which are unknown here.
         return length
 
     def _found_bad(self, directory: Directory, key: ChunkKey) -> None:
-        directory.index.remove(key)
+        directory.lost(key)
         self.directories.refuse(key)
         self._statistics.corrupt += 1
 
     async def _is_files_fault(self, files: ChunkFiles, key: ChunkKey, error: OSError) -> bool:
-        """An unreadable file costs itself, however many lie together; a device that reads nothing at all has failed."""
+        """Return True if only the file is unreadable, False if the device fails to read the manifest too."""
         if isinstance(error, NotAFile) or error.errno in _FILES_OWN_FAULT:
             return True
         if error.errno not in self.directories.io.perhaps_files:
@@ -339,13 +337,13 @@ class FileTier(DeviceTier):
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         io = self.directories.io
         return await self._write(
-            key, payload_bytes, lambda files, victims: io.write(files, key, payload, payload_bytes, victims)
+            key, payload_bytes, lambda files: io.write(files, key, payload, payload_bytes)
         )
 
     async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
         io = self.directories.io
         return await self._write(
-            key, payload_bytes, lambda files, victims: io.write_device(files, key, payload, payload_bytes, victims)
+            key, payload_bytes, lambda files: io.write_device(files, key, payload, payload_bytes)
         )
 
     async def _write(self, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
@@ -364,7 +362,7 @@ class FileTier(DeviceTier):
         if needed_bytes > directory.files.cap_bytes:
             return False
         if not directory.files.capacity.trusted:
-            # Files without a count: the cap cannot be kept before they are counted.
+            # The cap cannot be kept before the existing files are counted.
             if not self._said_uncounted:
                 self._said_uncounted = True
                 logger.warning(
@@ -392,11 +390,9 @@ class FileTier(DeviceTier):
         finally:
             index.expect(key, -needed_bytes)
             is_latest = directory.looked(key, began)
-            self.directories.catch_up_soon(directory)
         self.directories.refused.pop(key, None)
-        if is_latest or key in directory.index:  # else it was seen before we heard of it, and evicted
+        if is_latest or key in directory.index:  # otherwise a scan found it first, and it was evicted
             directory.add(key, occupied_bytes)
-        directory.note(key)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         return True
@@ -407,23 +403,20 @@ class FileTier(DeviceTier):
         while attempt < _ATTEMPTS:
             own_bytes = give_up_bytes(directory.index.lacking_bytes(key), needed_bytes)
             victims = await self.directories.make_room(directory, needed_bytes, deficit_bytes - own_bytes)
-            # Chosen only now: what was chosen before a wait would be lost if that failed.
+            # Chosen after the wait, since a failed wait would lose them.
             own = directory.index.evict_own(key, give_up_bytes(directory.index.lacking_bytes(key), needed_bytes))
             self._evicted_for_quotas += len(own)
             victims += own
-            files = directory.files
+            files, done = directory.files, Deleted()
             try:
-                try:
-                    with directory.leaving(victims):
-                        return await wait_shielded(write(files, victims))
-                finally:
-                    for left, occupied_bytes in victims.left if directory.files is files else ():
-                        directory.index.add(
-                            left, occupied_bytes
-                        )  # as the newest: all others go before it is tried again
+                if victims:
+                    done = await self.directories.delete(directory, victims, needed_bytes)
+                if done.error is not None and not isinstance(done.error, PermissionError):
+                    raise done.error
+                return await wait_shielded(write(files))
             except TierFull:
-                # Victims that another instance had deleted were no attempt, and are out of the index now.
-                attempt += not victims.were_gone or bool(victims.left)
+                # Victims that another instance had deleted do not count as an attempt.
+                attempt += not victims or bool(done.freed_bytes or done.left)
                 deficit_bytes = max(needed_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
             except FileNotFoundError:
                 await self.directories.reopen(directory, files)
@@ -436,23 +429,21 @@ class FileTier(DeviceTier):
                     continue
                 if error.errno not in NO_ROOM:
                     raise
-                # The device is fuller than our cap allows for: make room at our own expense, then say so.
-                attempt += not victims.were_gone
-                if await self.directories.close_deleted():
+                # Files of others fill the device below our cap: evict, and raise TierFull if that does not help.
+                attempt += not victims or bool(done.freed_bytes)
+                if await self.directories.io.close_deleted():
                     deficit_bytes = 0
                     continue
                 deficit_bytes = needed_bytes << max(0, attempt - 1)
                 if deficit_bytes > directory.index.used_bytes:
-                    await self.directories.scanned_soon(
-                        directory
-                    )  # others may have filled it since we looked what is there
+                    await self.directories.scanned_soon(directory)  # other instances may have stored chunks to evict
                 if not directory.index.used_bytes:
                     raise TierFull(f"{files.root}: {error.strerror}, and nothing of ours is left to evict") from error
                 deficit_bytes = min(deficit_bytes, directory.index.used_bytes)
         raise TierFull(f"{directory.files.root}: no room after {_ATTEMPTS} attempts")
 
     def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        # Also what was hot: a chunk that leaves the hot cache after a hundred uses should not have left here long before.
+        # Uses of hot chunks count too, so that a chunk in use is not evicted here before it leaves the hot cache.
         for directory in self.directories.all:
             directory.index.touch_prefix(keys)
         if self.settings.admission == "all":
@@ -473,20 +464,18 @@ class FileTier(DeviceTier):
     async def remove(self, key: ChunkKey) -> bool:
         if not self.writes:
             return False
-        # From every directory: it may lie, too, where it was stored before others were added. What we do not know of may be
-        # somebody else's. Whoever stops waiting leaves it to the thread.
+        # A chunk may be in several directories, if some were added later, and in none of the indexes. After a cancellation
+        # the thread goes on.
         places = []
         for directory in self.directories.all:
             places.append((directory.files, directory.index.remove(key)))
-            directory.note(key)
         try:
             with self._at_mount():
                 return await self.directories.metadata.submit(_remove, places, key)
         finally:
-            # Who looked at the directory meanwhile may have seen it still.
+            # A lookup or listing that ran meanwhile may have seen the file.
             for directory in self.directories.all:
                 directory.removed(key)
-                self.directories.catch_up_soon(directory)
 
     def _traits(self) -> Traits:
         io = self.directories.io
@@ -500,7 +489,7 @@ class FileTier(DeviceTier):
 
 
 def _mounts_of(directories: Sequence[Path], access: Access | None) -> list[Mount]:
-    """Ask the mounts, and raise their errors. With `access`, make missing directories. Runs in a thread."""
+    """Return the mounts of the directories, and raise their errors. With `access`, make missing directories. Blocks."""
     for directory in directories:
         if access is not None and not directory.is_dir():
             warn_of_missing_mount(directory)
@@ -511,7 +500,7 @@ def _mounts_of(directories: Sequence[Path], access: Access | None) -> list[Mount
 
 
 def _remove(places: list[tuple[ChunkFiles, int | None]], key: ChunkKey) -> bool:
-    """Whether the chunk was anywhere. A directory that fails keeps it in no other; its error is raised at the end."""
+    """Return True if the chunk was in any directory. Raises the error of a directory after all others were tried."""
     gone, failure = False, None
     for files, occupied_bytes in places:
         try:

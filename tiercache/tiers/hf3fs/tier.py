@@ -29,7 +29,7 @@ from tiercache.tiers.compression import unpacked
 from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings
-from tiercache.tiers.files.directory import MANIFEST, PendingFile, Victims
+from tiercache.tiers.files.directory import MANIFEST, PendingFile
 from tiercache.tiers.files.format import host_checksum, verify_chunk
 from tiercache.tiers.files.io_posix import places_of
 from tiercache.tiers.files.tier import FileTier
@@ -129,10 +129,6 @@ class RingIO(ChunkIO):
         for workers in (self.file_threads, self._readers, self._writers):
             workers.close()
 
-    @property
-    def keeps_files_open(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"rings, {'no copy' if self.engine is not None and self.engine.arena is not None else 'one copy'}"
 
@@ -140,9 +136,9 @@ class RingIO(ChunkIO):
         return self._begin(self._ring_read(files, key, into))
 
     def write(
-        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int
     ) -> asyncio.Future[int]:
-        return self._begin(self._ring_write(files, key, payload, payload_bytes, victims))
+        return self._begin(self._ring_write(files, key, payload, payload_bytes))
 
     def forget(self, path: str) -> None:
         self.files.forget(path)
@@ -298,11 +294,9 @@ class RingIO(ChunkIO):
 
     # Writing
 
-    async def _ring_write(
-        self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
-    ) -> int:
+    async def _ring_write(self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> int:
         if self._out_of_reach(payload):
-            return await self._writers.submit(files.write, key, payload, payload_bytes, victims)
+            return await self._writers.submit(files.write, key, payload, payload_bytes)
         engine = self._engine()
         buffers = engine.buffers
         place = await buffers.take(self._rings.timeout_s)
@@ -310,7 +304,7 @@ class RingIO(ChunkIO):
         direct = _inside(engine.arena, padded, padded.nbytes)
 
         def begin() -> tuple[PendingFile, RegisteredFile]:
-            pending = files.begin_write(key, payload_bytes, victims)
+            pending = files.begin_write(key, payload_bytes)
             try:
                 view = buffers.view(place)
                 if not view.nbytes:

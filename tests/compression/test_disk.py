@@ -134,7 +134,7 @@ async def test_the_commands_know_compressed_chunks(tmp_path: Path) -> None:
     raw = np.fromfile(path, dtype=np.uint8)
     header = Header.unpack(raw)
     payload = raw[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-    payload[9] ^= 1  # of the plain checksum
+    payload[1] ^= 1  # of the plain checksum
     os.unlink(path)
     page_wise = page_aligned(aligned(header.payload_bytes))
     page_wise[: payload.nbytes] = payload

@@ -19,11 +19,11 @@ from rich.progress import track
 
 from tiercache.commands.directory import chunk_files, problem_with
 from tiercache.commands.findings import complain
-from tiercache.core.compression import Codec, FrameError
+from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes
 from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.compression import check_compressed
+from tiercache.tiers.compression import plain_bytes, unpacked
 from tiercache.tiers.files.access import access_as_found, open_regular
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import found_place, has_our_header
@@ -123,12 +123,14 @@ def _read_and_verify(path: Path) -> int:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     raw_header = memoryview(header)[:PACKED_BYTES]
     found = verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))
-    if found.codec is Codec.PLAIN:
-        return found.payload_bytes
-    try:
-        return check_compressed(memory[: found.payload_bytes])
-    except FrameError as error:
-        raise CorruptChunk(f"{path}: {error}") from error
+    if found.codec is not Codec.PLAIN:
+        stored = memory[: found.payload_bytes]
+        try:
+            memory = _memory(max(length, plain_bytes(stored)))
+        except ValueError as error:
+            raise CorruptChunk(f"{path}: {error}") from error
+        memory[: stored.nbytes] = stored
+    return unpacked(found, memory)
 
 
 def _promised_bytes(header: bytes) -> int | None:

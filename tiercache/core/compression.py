@@ -1,42 +1,22 @@
-"""Bit-exact compression of payloads: the frame format, and the choice of a codec. `tiers/compression.py` calls the codecs.
+"""Bit-exact compression of payloads: the codecs, and the choice of one. `tiers/compression.py` calls them.
 
 KV in bfloat16 is hardly compressible as it is, since the bytes of its mantissas are noise. Its exponents are not, so bytes
-(or bits) of like weight are put together first, as Blosc does ("shuffle").
+(or bits) of equal weight are put together first, as Blosc does ("shuffle").
 
-A compressed payload is cut into parts, so that no call works on more than a part:
-
-| offset | bytes | field |
-|---|---|---|
-| 0 | 8 | length of the plain payload |
-| 8 | 8 | xxh3-64 of the plain payload |
-| 16 | 4 | plain length of each part but the last |
-| 20 | 4 | number of parts |
-| 24 | 4 each | stored length of each part |
-
-The parts follow. The chunk's header names the codec, and has the length and checksum of the frame and its parts.
+A compressed payload is the xxh3-64 of the plain one (8 bytes, little-endian) and a Blosc frame for each part of 1 MiB. The
+chunk's header names the codec, and has length and checksum of the compressed payload.
 """
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
-from typing import Any
 
-PART_BYTES = 1 << 20
 _WORTH = 0.95
 """A compressed payload is stored if it has at most this share of the plain bytes."""
 _TRIAL_EVERY = 256
 """Chunks from one measurement of the codec to the next."""
 _FASTER = 0.9
 """Chunks are compressed if reads take less than this share of the time without."""
-
-_FIXED = struct.Struct("<QQII")
-
-
-class FrameError(ValueError):
-    """The compressed payload is not valid. The message says what was expected and found."""
 
 
 class Codec(IntEnum):
@@ -52,75 +32,6 @@ class Codec(IntEnum):
 COMPRESSING = (Codec.LZ4, Codec.ZSTD)
 MODES = ("none", "lz4", "zstd", "auto")
 """The values of a tier's `compression`."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The beginning of a compressed payload."""
-
-    plain_bytes: int
-    plain_checksum: int
-    part_bytes: int
-    stored: tuple[int, ...]
-    """Stored length of each part."""
-
-    @property
-    def packed_bytes(self) -> int:
-        return packed_bytes(len(self.stored))
-
-    @property
-    def stored_bytes(self) -> int:
-        """Length of the whole compressed payload."""
-        return self.packed_bytes + sum(self.stored)
-
-    def pack(self) -> bytes:
-        fixed = _FIXED.pack(self.plain_bytes, self.plain_checksum, self.part_bytes, len(self.stored))
-        return fixed + struct.pack(f"<{len(self.stored)}I", *self.stored)
-
-    @classmethod
-    def unpack(cls, raw: Any, stored_bytes: int, room_bytes: int) -> Frame:
-        """Read the frame of a payload of `stored_bytes` from its first bytes. Raises FrameError, also for a payload that
-        cannot be decompressed in place or has more than `room_bytes` plain bytes."""
-        if stored_bytes < _FIXED.size or len(raw) < _FIXED.size:
-            raise FrameError(f"compressed payload: expected at least {_FIXED.size} bytes, found {stored_bytes}")
-        plain_bytes, checksum, part_bytes, count = _FIXED.unpack(raw[: _FIXED.size])
-        if not 0 < plain_bytes <= room_bytes:
-            raise FrameError(f"plain length: expected at most {room_bytes}, found {plain_bytes}")
-        if part_bytes != PART_BYTES or count != parts_of(plain_bytes):
-            raise FrameError(f"parts: {count} of {part_bytes} bytes do not make {plain_bytes}")
-        if packed_bytes(count) > min(stored_bytes, len(raw)):
-            raise FrameError(f"compressed payload: {stored_bytes} bytes have no room for {count} parts")
-        stored = struct.unpack_from(f"<{count}I", raw, _FIXED.size)
-        frame = cls(plain_bytes, checksum, part_bytes, stored)
-        if not all(stored) or frame.stored_bytes != stored_bytes:
-            raise FrameError(f"compressed payload: expected {frame.stored_bytes} bytes, found {stored_bytes}")
-        if not frame.fits_in_place:
-            raise FrameError("compressed payload: a part lies behind its plain place")
-        return frame
-
-    def plain_bytes_of(self, number: int) -> int:
-        """Return the plain length of a part."""
-        return min(self.part_bytes, self.plain_bytes - number * self.part_bytes)
-
-    @property
-    def starts(self) -> list[int]:
-        """Return the offset of each part in the compressed payload."""
-        return list(accumulate(self.stored[:-1], initial=self.packed_bytes))
-
-    @property
-    def fits_in_place(self) -> bool:
-        """True if no part but the first begins behind its plain place. Then the parts can be decompressed from the last to
-        the first without a second buffer."""
-        return all(start <= number * self.part_bytes for number, start in enumerate(self.starts) if number)
-
-
-def parts_of(plain_bytes: int) -> int:
-    return -(-plain_bytes // PART_BYTES)
-
-
-def packed_bytes(parts: int) -> int:
-    """Return the length of a frame of so many parts, without the parts."""
-    return _FIXED.size + 4 * parts
 
 
 def worth_storing(stored_bytes: int, plain_bytes: int) -> bool:

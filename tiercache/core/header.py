@@ -3,7 +3,7 @@
 | offset | bytes | field |
 |---|---|---|
 | 0 | 8 | magic `TIERKV\\r\\n` (a transfer that mangles line ends mangles the magic) |
-| 8 | 4 | format version: 1, or 2 for a payload that is compressed |
+| 8 | 4 | format version: 1, or 3 for a payload that is compressed |
 | 12 | 2 | length of the key |
 | 14 | 2 | codec of the payload, 0 for none: `tiercache.core.compression` |
 | 16 | 32 | key, zero-padded |
@@ -30,7 +30,7 @@ HEADER_BYTES = 4096
 ALIGNMENT_BYTES = 4096
 MAGIC = b"TIERKV\r\n"
 VERSION = 1
-COMPRESSED_VERSION = 2
+COMPRESSED_VERSION = 3
 """The version of headers with a codec, so that a reader without codecs does not take the payload for plain."""
 
 _FIELDS = struct.Struct("<8sIHH32s16sQQ")

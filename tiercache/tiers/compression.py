@@ -11,27 +11,16 @@ import contextlib
 import logging
 import mmap
 import struct
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from tiercache.core.compression import (
-    PART_BYTES,
-    Codec,
-    CompressionChoice,
-    Frame,
-    FrameError,
-    packed_bytes,
-    parts_of,
-    worth_storing,
-)
+from tiercache.core.compression import Codec, CompressionChoice, worth_storing
 from tiercache.core.header import Header, aligned, payload_checksum
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
@@ -42,10 +31,11 @@ _BLOCK_BYTES = 512 << 10
 _LEVEL = 1
 _ALGORITHMS = {Codec.LZ4: (b"lz4", 2), Codec.ZSTD: (b"zstd", 1)}
 """For each codec Blosc's name, and the kind of its shuffle: 1 for bytes, 2 for bits."""
-_BLOSC_HEADER = struct.Struct("<4xIII")
-"""Plain length, block length and stored length."""
-_MOST_EXTRA_BYTES = 16
-"""The most bytes that Blosc adds to incompressible data."""
+_PART_BYTES = 1 << 20
+"""The longest plain part of a frame: the library copies its result while it holds the GIL."""
+_FRAME = struct.Struct("<4xI4xI")
+"""Blosc's header of a frame: plain length and length of the frame."""
+_FRAMES_AT = 8
 _thread = threading.local()
 
 
@@ -74,8 +64,8 @@ class Compression:
     """The compression of one tier. All methods may be called in any thread.
 
     `mode` is none, lz4, zstd or auto (zstd where `CompressionChoice` says so). Compressed payloads are read in every mode.
-    Memory: one buffer of a chunk's length for each concurrent write, kept for the next one, and 1 MiB for each thread that
-    reads.
+    Memory: one buffer of a chunk's length for each concurrent write, and one for each thread that reads compressed chunks,
+    kept for the next one.
     """
 
     def __init__(self, mode: str = "none", item_bytes: int = 1, *, concurrency: int = 4, tier: str = "") -> None:
@@ -137,11 +127,11 @@ class Compression:
         with self._lock:
             due = choice.trial_due()
         if due:
-            part = plain[:PART_BYTES]
+            part = plain[:_PART_BYTES]
             began_s = time.perf_counter()
             stored = _blosc_of(_items(part, self._item), Codec.ZSTD)
             compressed_s = time.perf_counter()
-            _library().decompress(stored, _scratch()[: part.nbytes])
+            _library().decompress(stored, _scratch(part.nbytes))
             ended_s = time.perf_counter()
             with self._lock:
                 choice.tried(part.nbytes, len(stored), compressed_s - began_s, ended_s - compressed_s)
@@ -157,85 +147,61 @@ class Compression:
 
 
 def compress(plain: np.ndarray, codec: Codec, item: np.dtype[Any], into: np.ndarray) -> int:
-    """Compress `plain` into `into` (uint8, no shorter than `plain`). Returns the stored length, or 0 if compression is not
+    """Compress `plain` into `into` (uint8, no shorter than `plain`). Return the stored length, or 0 if compression is not
     worthwhile, which the first part shows if all parts are alike."""
-    parts, stored, end = parts_of(plain.nbytes), [], packed_bytes(parts_of(plain.nbytes))
-    for number in range(parts):
-        part = plain[number * PART_BYTES : (number + 1) * PART_BYTES]
-        compressed = np.frombuffer(_blosc_of(_items(part, item), codec), dtype=np.uint8)
-        if end + compressed.nbytes > into.nbytes or (not number and not worth_storing(compressed.nbytes, part.nbytes)):
+    end = _FRAMES_AT
+    for start in range(0, plain.nbytes, _PART_BYTES):
+        part = plain[start : start + _PART_BYTES]
+        frame = np.frombuffer(_blosc_of(_items(part, item), codec), dtype=np.uint8)
+        if not worth_storing(end + frame.nbytes, plain.nbytes if start else part.nbytes):
             return 0
-        np.copyto(into[end : end + compressed.nbytes], compressed)
-        stored.append(compressed.nbytes)
-        end += compressed.nbytes
-    frame = Frame(plain.nbytes, payload_checksum(plain), PART_BYTES, tuple(stored))
-    if not worth_storing(end, plain.nbytes) or not frame.fits_in_place:
-        return 0
-    packed = frame.pack()
-    into[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+        into[end : end + frame.nbytes] = frame
+        end += frame.nbytes
+    into[:_FRAMES_AT] = np.frombuffer(payload_checksum(plain).to_bytes(_FRAMES_AT, "little"), dtype=np.uint8)
     return end
 
 
 def unpacked(header: Header, into: np.ndarray) -> int:
     """Decompress the payload of `header`, whose stored bytes are in `into` and match the header's checksum, in place.
 
-    Returns the plain length. Writes nothing outside of `into`. Raises CorruptChunk if the plain payload does not match its
-    checksum or the frame is invalid, TierUnavailable if the library is missing.
+    Return the plain length. Writes nothing outside of `into`. Raises CorruptChunk if a frame is invalid, or the plain
+    payload does not fit or match its checksum; TierUnavailable if the library is missing.
     """
     if header.codec is Codec.PLAIN:
         return header.payload_bytes
+    stored = _scratch(header.payload_bytes)
+    np.copyto(stored, into[: header.payload_bytes])
+    end = 0
     try:
-        return decompress(into, header.payload_bytes)
-    except FrameError as error:
-        raise CorruptChunk(f"chunk {header.key.hex()}: {error}") from error
-
-
-def decompress(into: np.ndarray, stored_bytes: int) -> int:
-    """Replace the compressed payload in `into[:stored_bytes]` by the plain one, and return its length. Works from the last
-    part to the first, so that no part overwrites one that is still needed. Raises FrameError."""
-    frame = Frame.unpack(into[:stored_bytes].data, stored_bytes, into.nbytes)
-    scratch = _scratch()
-    for number, start in reversed(list(enumerate(frame.starts))):
-        stored = scratch[: frame.stored[number]]
-        if stored.nbytes < frame.stored[number]:
-            raise FrameError(f"part {number}: expected at most {scratch.nbytes} bytes, found {frame.stored[number]}")
-        np.copyto(stored, into[start : start + stored.nbytes])
-        first = number * PART_BYTES
-        _decompress_part(stored, into[first : first + frame.plain_bytes_of(number)])
-    _check_plain(frame, payload_checksum(into[: frame.plain_bytes]))
-    return frame.plain_bytes
-
-
-def check_compressed(stored: np.ndarray) -> int:
-    """Verify a compressed payload part by part, without memory for all of it. Returns the plain length. Raises
-    FrameError."""
-    frame = Frame.unpack(stored.data, stored.nbytes, sys.maxsize)
-    digest = xxhash.xxh3_64()
-    for number, start in enumerate(frame.starts):
-        plain = _scratch()[: frame.plain_bytes_of(number)]
-        _decompress_part(stored[start : start + frame.stored[number]], plain)
-        digest.update(plain.data)
-    _check_plain(frame, digest.intdigest())
-    return frame.plain_bytes
-
-
-def _check_plain(frame: Frame, checksum: int) -> None:
-    if checksum != frame.plain_checksum:
-        raise FrameError(f"plain checksum: expected {frame.plain_checksum:016x}, found {checksum:016x}")
-
-
-def _decompress_part(stored: np.ndarray, plain: np.ndarray) -> None:
-    """Decompress a part into the whole of `plain`. Checks the lengths in Blosc's header before the decoder runs. Raises
-    FrameError."""
-    if stored.nbytes < _BLOSC_HEADER.size:
-        raise FrameError(f"part: expected at least {_BLOSC_HEADER.size} bytes, found {stored.nbytes}")
-    becomes, _, says = _BLOSC_HEADER.unpack(stored[: _BLOSC_HEADER.size].data)
-    if (becomes, says) != (plain.nbytes, stored.nbytes):
-        raise FrameError(f"part: expected {plain.nbytes} bytes from {stored.nbytes}, it says {becomes} from {says}")
-    try:
-        _library().decompress(stored, plain)
+        for frame, part_bytes in _frames(stored):
+            if part_bytes > into.nbytes - end:
+                raise ValueError(f"expected at most {into.nbytes - end} plain bytes in a frame, found {part_bytes}")
+            _library().decompress(frame, into[end : end + part_bytes])
+            end += part_bytes
     except (RuntimeError, ValueError) as error:
-        raise FrameError(f"part: {error}") from error
+        raise CorruptChunk(f"chunk {header.key.hex()}: {error}") from error
+    checksum, found = int.from_bytes(stored[:_FRAMES_AT].tobytes(), "little"), payload_checksum(into[:end])
+    if found != checksum:
+        raise CorruptChunk(f"chunk {header.key.hex()}: plain checksum: expected {checksum:016x}, found {found:016x}")
+    return end
+
+
+def plain_bytes(stored: np.ndarray) -> int:
+    """Return the plain length that the frames of a compressed payload claim to have. Raises ValueError."""
+    return sum(part_bytes for _, part_bytes in _frames(stored))
+
+
+def _frames(stored: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield each frame and its plain length, by its header. Raises ValueError for one that does not lie within `stored`."""
+    start = _FRAMES_AT
+    while start < stored.nbytes or start == _FRAMES_AT:
+        if stored.nbytes - start < _FRAME.size:
+            raise ValueError(f"expected a frame of at least {_FRAME.size} bytes, found {max(0, stored.nbytes - start)}")
+        part_bytes, frame_bytes = _FRAME.unpack(stored[start : start + _FRAME.size].data)
+        if not _FRAME.size <= frame_bytes <= stored.nbytes - start:
+            raise ValueError(f"expected a frame of at most {stored.nbytes - start} bytes, found {frame_bytes}")
+        yield stored[start : start + frame_bytes], part_bytes
+        start += frame_bytes
 
 
 def _blosc_of(plain: np.ndarray, codec: Codec) -> bytes:
@@ -248,12 +214,12 @@ def _items(part: np.ndarray, item: np.dtype[Any]) -> np.ndarray:
     return part if part.nbytes % item.itemsize else part.view(item)
 
 
-def _scratch() -> np.ndarray:
-    """Return this thread's buffer, which has room for the longest part."""
+def _scratch(size_bytes: int) -> np.ndarray:
+    """Return `size_bytes` of this thread's buffer."""
     scratch: np.ndarray | None = getattr(_thread, "scratch", None)
-    if scratch is None:
-        scratch = _thread.scratch = _pages(aligned(PART_BYTES + _MOST_EXTRA_BYTES))
-    return scratch
+    if scratch is None or scratch.nbytes < size_bytes:
+        scratch = _thread.scratch = _pages(aligned(size_bytes))
+    return scratch[:size_bytes]
 
 
 def _pages(size_bytes: int) -> np.ndarray:

@@ -10,14 +10,14 @@ README = Path(__file__).parents[2] / "README.md"
 _FIRST_ITEM = re.compile(r"[-*] |1\. ")
 _NO_TEXT = re.compile(r"\s|[-*|#>] |\d+\. |$")
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\((?!docs/|\w+:|#)[^)]*\)")
-"""Links to files that are not part of the site; a link on a page of docs/ leads out by `../`."""
-_ABOVE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
+"""Links from README.md to files that are not part of the site."""
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_path == "index.md":
         markdown = _OUTSIDE.sub(r"\1", README.read_text()).replace("](docs/", "](")
-    markdown = _ABOVE.sub(r"\1", markdown)
+    out = re.escape("../" * (page.file.src_path.count("/") + 1))  # a page leaves docs/ by one `../` for each folder
+    markdown = re.sub(rf"\[([^\]]*)\]\({out}[^)]*\)", r"\1", markdown)
     lines: list[str] = []
     fenced = False
     for line in markdown.splitlines():

@@ -1,23 +1,17 @@
-"""What vLLM's configuration says about the groups of a model's layers: whether we know them.
+"""The engine's paged KV: its groups of layers, the ranks that share it, and the copies between blocks and chunks.
 
-Which tensor-parallel ranks hold the same KV, and which parts of it a rank holds.
+Blocks move as opaque bytes. What lies inside a block (on the CPU a K half and a V half for each head) is the engine's
+business and part of the layout's fingerprint.
 
-The engine's paged KV as bytes, and the copies between its blocks and contiguous chunks.
+In host memory a chunk's payload is (layers, blocks, block bytes), contiguous. On vLLM's CPU platform all layers lie in
+one storage at equal distances, (layers, blocks, block bytes) with strides, so one `numpy.copyto` moves a run of
+consecutive blocks of all layers: few, large calls that release the GIL. Many small copies on a thread beside the engine's
+took up to 50 times longer (the GIL convoy).
 
-Blocks move as opaque bytes: what lies inside one (on CPU a K half and a V half per head) is the engine's business and part
-of the layout's fingerprint. A chunk's payload is (layers, blocks, block bytes), contiguous.
-
-On vLLM's CPU platform all layers lie in one storage at equal distances, (layers, blocks, block bytes) with strides, so one
-`numpy.copyto` moves a run of consecutive blocks of all layers: few, large calls that release the GIL. Many small copies on
-a thread beside the engine's took up to 50 times longer (the GIL convoy).
-
-The engine's paged KV in device memory as bytes.
-
-vLLM 0.32 views every layer's KV as (kernel blocks, heads, tokens, K and V of a token), whatever the order in memory is
-(`vllm/v1/kv_cache_layout.py`; FlashAttention, FlashInfer and Triton attention all have it so). A block that the engine's
-manager hands out is one kernel block or several behind each other. Each layer is one plane of `PagedKv`, whatever its order:
-what lies inside a block is the engine's business and part of the layout's fingerprint. A chunk's payload is
-(blocks, layers, block bytes), contiguous.
+In device memory a chunk's payload is (blocks, layers, block bytes), contiguous. vLLM 0.32 views every layer's KV as
+(kernel blocks, heads, tokens, K and V of a token), in any order of memory (`vllm/v1/kv_cache_layout.py`; FlashAttention,
+FlashInfer and Triton attention). A block that the engine's manager hands out is one kernel block or several consecutive
+ones. Each layer is one plane of `PagedKv`.
 """
 
 from __future__ import annotations

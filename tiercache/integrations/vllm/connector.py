@@ -1,7 +1,7 @@
 """TierCacheConnector: vLLM's KV connector interface (0.30 to 0.32), passed on to the two halves.
 
-Whatever goes wrong in here is a miss or a chunk that is not stored, never an engine that stops: each method that vLLM calls
-in service catches what it can survive, and says so once per kind.
+Every failure in this package is a miss or a chunk that is not stored, never an engine that stops: each method that vLLM
+calls in service catches the errors that it can survive, and logs them once per kind.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The engine's blocks, lent to copying threads for one transfer, and taken back.
+"""Move whole blocks between the engine's KV and the cache, in host and in device memory.
 
-What the worker's half needs of host and device memory alike: to move whole blocks to the cache and back.
+`Lending` lends blocks to copying threads for one transfer and takes them back. `make_mover` finds where the engine's KV
+lies and returns the `Mover` for it.
 
-Blocks in host memory: copying threads of the cache read and write them.
+`HostMover`: copying threads of the cache read and write blocks in host memory. On vLLM's CPU platform KV is written when
+the forward returns, so blocks may be read at once.
 
-On vLLM's CPU platform KV is written when the forward returns, so blocks may be read at once.
-
-Blocks in device memory: streams of the cache read and write them, after the engine's own.
-
-The engine's thread records an event on the stream that it gives its work to, and the copies begin after that: a save reads
-what the forward wrote, a load does not write while an earlier step still reads. Blocks are free again when the copies have
-ended, which is asked of events recorded behind them; a save lets go of the engine's blocks as soon as they are gathered,
-long before the chunks have come to the host or a file.
-
-Where the engine's KV lies, and who moves it.
+`DeviceMover`: streams of the cache read and write blocks in device memory. The engine's thread records an event on the
+stream that it gives its work to, and the copies begin after that event: a save reads what the forward wrote, and a load
+does not write while an earlier step still reads. Blocks are free again when the events behind the copies have passed. A
+save releases the engine's blocks when they are gathered, long before the chunks are in host memory or in a file.
 """
 
 from __future__ import annotations

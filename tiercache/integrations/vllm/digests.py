@@ -1,11 +1,12 @@
-"""SHA-256 of large files, whole, and kept: beside the files, or in the user's cache where that is not writable.
+"""SHA-256 of large files, kept beside the files, or in the user's cache if that directory is not writable.
 
-A kept digest counts for a file of the same size, modification and change time and inode. The kernel sets the change time
-whenever a file is written to, and nobody can set it back; so what was changed within the grain of a file system's clock
-before it was read is not kept. Files of the Hugging Face cache are named by their SHA-256 and need not be read at all.
+A kept digest is valid for a file with the same size, modification time, change time and inode. The kernel sets the change
+time whenever a file is written, and no program can set it back. A file that was changed within the resolution of the file
+system's clock before it was read is not kept. Files of the Hugging Face cache are named by their SHA-256 and are not
+read.
 
-Several processes may do this at once. Each begins with another file, takes what another one has finished meanwhile, and
-publishes what it knows with a rename; the last one to end knows everything.
+Several processes may hash the same files. Each begins with another file, takes over what others have finished, and
+publishes its results with a rename; the last process to end knows everything.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""KV events: what routers are told of our tiers, which is the engine's blocks that they hold.
+"""KV events: tell routers which blocks of the engine our tiers hold.
 
-The workers say which chunks come and go in which tier (`Residency`, `Change`); the scheduler's half knows the blocks of a
-chunk (`ChunkBlocks`) from the request that stored or loaded it. `AnnouncedBlocks` makes of both the fewest events that keep
-a router right: a block is stored in a medium when the first chunk that holds it is there whole, on all ranks, and removed
-when the last one is not.
+The workers report which chunks come and go in which tier (`Residency`, `Change`). The scheduler's half knows the blocks
+of a chunk (`ChunkBlocks`) from the request that stored or loaded it. `AnnouncedBlocks` makes of both the fewest events
+that keep a router right: a block is stored in a medium when the first chunk that contains it is there on all ranks, and
+removed when the last one is gone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What a request says about itself and what follows it, in its `kv_transfer_params`. Pure: no vLLM, no asyncio.
+"""Hints about sessions: what a request says in its `kv_transfer_params`, and how the worker passes it to the cache.
 
     {"tiercache.session": "chat-17", "tiercache.next_in_s": 20}
 
-The same may come as the payload of actions in vLLM's `kv_hints`; and its `session_id` is a session.
-
-The worker's half of turns: tells the cache what requests said, once what they stored is in it.
+The same may come as the payload of actions in vLLM's `kv_hints`, whose `session_id` is a session. The worker tells the
+cache about a turn when everything that the turn stored is in the cache.
 """
 
 from __future__ import annotations

@@ -1,31 +1,25 @@
-"""What in an engine changes the KV that it computes from given weights, in the place of its version.
+"""The identity of a model, and the layout that names its KV, from vLLM's configuration.
 
-Its version changes every two weeks, and the KV does so seldom. What does change it:
+*The model.* Two directories have the same identity if the same files with the same bytes make the KV: all weights, the
+indices that say which tensor lies where, and the files that say how weights and images are read. Names of commits, times,
+paths, tokenizers and licences do not count, and neither does `config.json`: what vLLM makes of it is part of the layout,
+with overrides.
 
-- The bytes that a back end makes of K and V: their order in a block, packing for an instruction set, rounding, scales.
-  `byte_format` does not deduce them, it lets the back end write a known K and V, and takes what lies in the block then.
-- What is computed. `code_of_model` has the source text of what is the model's own: its module, those of its classes' bases,
-  and its rotary embeddings with the parameters that they got in the end. The parts that all models share (matrix products,
-  norms, attention kernels) are taken to compute what they are named after, to rounding, which differs from one batch to
-  the next as well. Models within models (the language model in one that sees images) are made by name and not seen.
+*The settings.* Of each part of vLLM's configuration every field counts but those that are known to change nothing, so
+that a field of a new version counts by itself. A field at its default does not count: versions with one field more share
+KV with earlier ones. What vLLM derives from the other fields and from the model does not count either, since it may not
+be derived yet.
 
-The identity of a model or of an adapter: what its files hold, wherever they lie and whenever they were written.
+*The code.* vLLM's version changes every two weeks, and the KV seldom does. In place of the version these count:
 
-Two directories have the same identity when the same files with the same bytes make the KV: all weights, the indices that
-say which tensor lies where, and what says how weights and images are read. Names of commits, times and paths, tokenizers
-and licences do not count. `config.json` does not either: what vLLM makes of it is part of the layout, with overrides.
+- The bytes that an attention backend makes of K and V: their order in a block, packing for an instruction set, rounding,
+  scales. `byte_format` lets the backend write a known K and V, and reads the block.
+- The model's own source text (`code_of_model`): its module, the modules of its base classes, and its rotary embeddings
+  with their final parameters. Shared parts (matrix products, norms, attention kernels) are assumed to compute what they
+  are named after, up to rounding, which differs between batches as well. Models within models (the language model of one
+  that reads images) are made by name and not seen.
 
-Which model an engine has loaded, from vLLM's configuration: by its content where that can be read.
-
-What vLLM's settings change in the bytes of KV, for layouts.
-
-Of each part of the configuration every field counts but those that are known to change nothing, so that what a new version
-of vLLM brings counts by itself. A field at its default does not count: a version that has one more shares with those before.
-Nor does what vLLM derives from the others and from the model, and may not have derived yet.
-
-The layout that names the KV's bytes, from vLLM's configuration.
-
-Engines that serve the same model side by side (data parallelism) and have one configuration.
+Engines that serve the same model side by side (data parallelism) have one configuration and one layout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Getting our lines into the server's log, and saying once what might be said a thousand times.
+"""Log lines in vLLM's log, and OpenTelemetry spans in a request's own trace.
 
-OpenTelemetry spans of what the cache does for a request, in the request's own trace, which the client began.
-
-vLLM sets up the exporter in each of its processes (`--otlp-traces-endpoint`). Without OpenTelemetry, and for requests
-without a trace, nothing happens.
+Repeated messages are logged once. vLLM sets up the exporter of spans in each of its processes (`--otlp-traces-endpoint`).
+Without OpenTelemetry, and for requests without a trace, no span is made.
 """
 
 from __future__ import annotations

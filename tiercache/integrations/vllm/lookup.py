@@ -1,23 +1,17 @@
-"""What a worker's cache has of requests, answered to the scheduler's half: see `lookup_client` for how it asks.
+"""Look-ups: the scheduler's half asks the workers' caches what they have of requests, and never waits for the answer.
 
-How the scheduler's half asks what the workers' caches have, without ever waiting.
+`LookupClient` sends all questions of a step at once: to the worker's loop if that is in this process, else through a Unix
+socket to each worker. The answer for several workers is what all of them have. The scheduler's thread shares Python's lock
+with the threads that ask and answer: 64 look-ups that were begun one by one, each with a wake-up, once cost it 5 ms.
 
-What a step asks goes in one piece: to the worker's loop where that is in this process, otherwise through a Unix socket to
-each worker. The answer for several workers is what all of them have.
+`LookupServer` answers in a worker. `Claims` keep what look-ups have promised hot (or mapped) until it is loaded: a load of
+several groups that fails in part sends its request back to the first token, so a look-up promises only what has been read
+and verified. Only a part of the hot cache is held. What comes on top of it was verified, and may have to be read again.
 
-The scheduler's thread shares Python's lock with those that ask and answer: 64 look-ups that were begun one by one, each of
-which woke them, once cost it 5 ms.
+A synchronous load must not fail at all, because requests that share its blocks go on with them (see `SchedulerSide`). So
+only what is held up to the last chunk is loaded like that, and from these leases.
 
-What look-ups have promised, kept hot (or mapped) until it is loaded.
-
-A load of several groups that fails in part sends its request back to the first token, so a look-up promises what has been
-read and verified, and holds it. Only so much of the hot cache is held: what comes on top of that was found and verified,
-and may have to be read a second time.
-
-A synchronous load must not fail at all: requests that share its blocks go on with them (see `SchedulerSide`). So only what
-is held to the last chunk is loaded like that, and from these leases, whatever happens to the chunks meanwhile.
-
-The chunks of a prompt that was announced by its token ids: those that a request of these tokens will look for.
+`AnnouncedPrompts` finds the chunks of a prompt that was announced by its token ids: a request of these tokens needs them.
 """
 
 from __future__ import annotations

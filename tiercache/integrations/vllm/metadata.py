@@ -1,4 +1,6 @@
-"""What the scheduler's half tells the worker's half each step, and what comes back. Pickled by vLLM between processes."""
+"""Messages between the halves: what the scheduler's half tells the worker's half in each step, and the reply. vLLM
+pickles them.
+"""
 
 from __future__ import annotations
 

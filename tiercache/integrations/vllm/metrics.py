@@ -1,16 +1,11 @@
-"""The figures of a cache in vLLM's `/metrics`: under vLLM's own names where it has one for the same thing, and under ours.
+"""The figures of a cache in vLLM's `/metrics`, under vLLM's own names if it has one for the same thing, else under ours.
 
-vLLM's are those of its offloading connector (vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py and
-vllm/v1/kv_offload/tiering/spec.py): same units, same labels. Pure: no vLLM.
+vLLM's names, units and labels are those of its offloading connector
+(`vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py`, `vllm/v1/kv_offload/tiering/spec.py`).
 
-What vLLM carries from its workers and its scheduler to whoever logs and exports it.
-
-What the two halves of the connector count, and what the workers' caches do, for vLLM to carry on.
-
-Each step vLLM asks both halves what is new. What a half counts itself it has at hand. What the cache counts is looked at on
-the cache's own thread, once a second at most, and given to a later step: the engine's thread neither waits nor computes.
-
-The cache's figures in the `/metrics` of vLLM's server.
+Each step vLLM asks both halves of the connector for news. A half returns its own counters at once. The cache's counters
+are read on the cache's thread, once a second at most, and returned by a later step: the engine's thread neither waits nor
+computes.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Names for the blocks of a request: one for each full block, chained over the whole prefix, the same in every process.
+"""Names for the blocks of a request: one for each full block, chained over the prefix, the same in every process.
 
-vLLM has such names already (`request.block_hashes`): SHA-256 over the block before, the token ids, and what else changes the
-KV (name and path of the LoRA adapter, multimodal items with their place, cache salt, prompt embeddings); its seed is fixed
-unless PYTHONHASHSEED is set. What the adapter holds is added here, and behind the name of a request with a salt stands
-the tag of its tenant. With a hash that is not cryptographic the seed is random
-in each process, and two prefixes may be made to collide, so then we hash for ourselves what vLLM would have hashed.
+vLLM has such names (`request.block_hashes`): SHA-256 over the block before, the token ids, and what else changes the KV
+(name and path of the LoRA adapter, multimodal items with their place, cache salt, prompt embeddings). Their seed is fixed
+unless PYTHONHASHSEED is set. This module adds the content of the adapter, and the tag of the tenant for a request with a
+salt. A hash that is not cryptographic has a random seed in each process, and prefixes can be made to collide; then this
+module hashes what vLLM would have hashed.
 
-What the LoRA adapters of requests hold. vLLM names blocks by an adapter's name and path, and means its content.
-
-That stays what it is while an engine lives, or so vLLM takes it; but a cache outlives engines. So the content becomes part
-of the names, where it is certain that the engine has loaded what lies there now: the files were changed last before the
-engine began. Others get names that no other engine finds, and this one while the files stay as they are. They are looked
-at in a thread, at each request, since they may change at any time.
+vLLM assumes that an adapter's content never changes under its name and path, which holds while an engine lives. A cache
+outlives engines. So the content is part of the names, if it is certain that the engine has loaded the present files: they
+were changed last before the engine began. Other adapters get names that no other engine finds, and this engine only while
+the files stay as they are. Files are looked at in a thread for each request, since they may change at any time.
 """
 
 from __future__ import annotations

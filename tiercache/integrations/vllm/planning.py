@@ -1,19 +1,18 @@
-"""Which blocks of a request make which chunks, what to load and what to save. Pure: no vLLM, no asyncio.
+"""Decide which blocks of a request make which chunks, what to load and what to save. Pure: no vLLM, no asyncio.
 
 A chunk is `blocks_per_chunk` engine blocks, counted from the start of the request; a tail is shorter. Both are named by
-the name of their last block, which is chained over the whole prefix, so the position tells a tail from a full chunk.
+the name of their last block, which is chained over the whole prefix, so the position distinguishes a tail from a full
+chunk.
 
-Models whose layers are in several groups, some of which keep a window only (Gemma 3, gpt-oss) or a recurrent state
-(Granite 4, LFM2, Qwen3-Next). Pure.
+Some models have several groups of layers. Some groups keep only a window (Gemma 3, gpt-oss) or a recurrent state (Granite
+4, LFM2, Qwen3-Next). Each group has its own blocks and block table. A chunk has the same tokens in all groups, and its
+part of each group is stored by itself, under the chunk's name and the group's position. A hit of n chunks needs all of
+them of a group that sees every token. Of a group with a window it needs those with a block that the engine keeps at that
+position: the blocks before them are not read any more. If a window is shorter than a chunk, only the end of the chunk can
+be needed, and only that is stored.
 
-Each group has blocks and a block table of its own. A chunk is the same tokens in all groups, and a chunk of one group is
-stored by itself, under the chunk's name and the group's position. A hit of so many chunks needs all of them of a group that
-sees every token, and of one with a window those that hold a block which the engine keeps when that much is computed: what
-the blocks before them hold will not be read any more. Where a window is shorter than a chunk, only the end of the chunk can
-ever be needed, and only that is stored.
-
-A recurrent state is like a window of one block, the last, but it is there only where a step of the engine ended: the engine
-says where (vLLM's boundary states). So chunks are single blocks where there are states: the last one of a prompt counts.
+A recurrent state is like a window of one block, the last. It exists only where a step of the engine ended, which the
+engine reports (vLLM's boundary states). So chunks are single blocks if there are states: the last one of a prompt counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What the scheduler's half knows of a request.
+"""The scheduler's half: decide what to load when a request is admitted, and what to save after each step.
 
-What the caches have of each request's prompt, asked and answered while the engine does other things.
-
-The scheduler's half: what to load when a request is admitted, what to save after each step. It hardly ever waits.
+It keeps the state of each request, and asks the workers' caches about its prompt while the engine does other things. It
+waits for an answer only as long as the configuration allows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What differs between the versions of vLLM, and which of them the connector was tested with. Nothing else asks for one.
+"""Differences between versions of vLLM, and the versions that the connector was tested with.
 
-0.32 asks which tier a hit came from; 0.30 and 0.31 do not, and have no names for the answer. Otherwise the three have the
-same interface for what this connector does.
+vLLM 0.32 asks which tier a hit came from; 0.30 and 0.31 do not, and have no names for the answer. Otherwise the three
+have the same interface for this connector.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ class PlannedTier:
 
     name: str
     kind: str
-    """The builder: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or the type of a
-    third party."""
+    """The builder: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a plug-in's type."""
     place: str
     """Directories, a URL without credentials, or the kind of memory; safe to show."""
     cap_bytes: int | None

@@ -14,8 +14,7 @@ _TOKENS_AT_ONCE = 16 << 10
 
 
 class Naming(Protocol):
-    """The mapping from prefixes to chunk keys in a cache. Both methods raise ControlError for a prefix that it cannot
-    map."""
+    """The mapping from prefixes to chunk keys. Both methods raise ControlError for a prefix without keys."""
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         """Return the prefix's chunk keys in order, as a request that begins with it looks them up."""

@@ -102,8 +102,7 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        # With no write buffer, data has been sent once `drain` returns, so that a connection can be aborted at any
-        # time.
+        # Without a write buffer, data is sent once `drain` returns, so a connection can be aborted at any time.
         writer.transport.set_write_buffer_limits(0)
         busy = len(self._connections) >= _MOST_CONNECTIONS and not self._hang_up_on_the_idlest()
         if len(self._connections) >= 2 * _MOST_CONNECTIONS:
@@ -112,8 +111,7 @@ class ControlServer:
         connection = self._connections[task] = _Connection(writer, asyncio.get_running_loop().time())
         try:
             if busy:
-                # Refuse after the question: a client whose connection is closed while it writes does not read the
-                # reason.
+                # Refuse after the question: a client whose connection closes while it writes does not read the reply.
                 async with asyncio.timeout(_BUSY_S):
                     await receive(reader)
                 raise ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already")

@@ -52,8 +52,7 @@ def _check_peer(path: Path, connection: socket.socket) -> None:
 
 
 def is_believed(path: Path, user: int) -> bool:
-    """Return True if `user` is trusted to own a socket at `path`: root, this user, or the only user who can create it
-    there."""
+    """Return True if `user` may own a socket at `path`: root, this user, or the only user who can create it there."""
     ours = (0, os.geteuid())
     if user in ours:
         return True

@@ -277,8 +277,7 @@ class Simulator:
         """Deliver one batched get."""
         entries, part = self.ram.entries, keys[begin:end]
         time = self.ram.access(part)
-        # The reads are decided before the first block is inserted: a block evicted meanwhile has been delivered by
-        # then.
+        # The reads are decided before the first insertion: a block evicted meanwhile has been delivered.
         for place in [place for place in range(begin, end) if keys[place] not in entries]:
             self._into_ram(keys[place], keys[place - 1] if place else None, time - (place - begin))
         if self.flash is not None:

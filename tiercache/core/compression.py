@@ -36,7 +36,7 @@ _FIXED = struct.Struct("<QQII")
 
 
 class FrameError(ValueError):
-    """The compressed payload is not valid. The message says what was expected and found."""
+    """A compressed payload is not valid. The message says what was expected and found."""
 
 
 class Codec(IntEnum):
@@ -44,9 +44,9 @@ class Codec(IntEnum):
 
     PLAIN = 0
     LZ4 = 1
-    """Bit shuffle, then LZ4."""
+    """LZ4 after a bit shuffle."""
     ZSTD = 2
-    """Byte shuffle, then Zstandard."""
+    """Zstandard after a byte shuffle."""
 
 
 COMPRESSING = (Codec.LZ4, Codec.ZSTD)
@@ -79,8 +79,11 @@ class Frame:
 
     @classmethod
     def unpack(cls, raw: Any, stored_bytes: int, room_bytes: int) -> Frame:
-        """Read the frame of a payload of `stored_bytes` from its first bytes. Raises FrameError, also for a payload that
-        cannot be decompressed in place or has more than `room_bytes` plain bytes."""
+        """Read the frame of a payload of `stored_bytes` from its first bytes.
+
+        Raises FrameError, also for a payload that cannot be decompressed in place or has more than `room_bytes` plain
+        bytes.
+        """
         if stored_bytes < _FIXED.size or len(raw) < _FIXED.size:
             raise FrameError(f"compressed payload: expected at least {_FIXED.size} bytes, found {stored_bytes}")
         plain_bytes, checksum, part_bytes, count = _FIXED.unpack(raw[: _FIXED.size])
@@ -99,7 +102,7 @@ class Frame:
         return frame
 
     def plain_bytes_of(self, number: int) -> int:
-        """Return the plain length of a part."""
+        """Return the plain length of the part `number`."""
         return min(self.part_bytes, self.plain_bytes - number * self.part_bytes)
 
     @property
@@ -109,8 +112,10 @@ class Frame:
 
     @property
     def fits_in_place(self) -> bool:
-        """True if no part but the first begins behind its plain place. Then the parts can be decompressed from the last to
-        the first without a second buffer."""
+        """True if no part except the first begins after its plain place.
+
+        Then the parts can be decompressed from the last to the first without a second buffer.
+        """
         return all(start <= number * self.part_bytes for number, start in enumerate(self.starts) if number)
 
 
@@ -119,7 +124,7 @@ def parts_of(plain_bytes: int) -> int:
 
 
 def packed_bytes(parts: int) -> int:
-    """Return the length of a frame of so many parts, without the parts."""
+    """Return the length of a frame with this number of parts, without the parts."""
     return _FIXED.size + 4 * parts
 
 
@@ -140,9 +145,8 @@ def item_bytes(kv_dtype: str) -> int:
 class CompressionChoice:
     """Decides if the next chunk is compressed by Zstandard (`compression: auto`).
 
-    It is if reads are shorter, transfer and decompression one after the other, and at least as many chunks a second are
-    written as without. All times are measured, per byte: transfers as they occur, the codec on a part of every 256th chunk
-    under the load of that moment.
+    It is compressed if reads are shorter (transfer, then decompression) and the write rate is not lower. All times are
+    measured per byte: transfers as they occur, the codec on a part of every 256th chunk under the current load.
     """
 
     def __init__(self, concurrency: int = 4) -> None:
@@ -176,7 +180,10 @@ class CompressionChoice:
 
     @property
     def codec(self) -> Codec:
-        """The codec of the next chunk; PLAIN until a write was measured. Reads are taken to be as fast until one was."""
+        """The codec of the next chunk; PLAIN until a write was measured.
+
+        Reads are assumed as fast as writes until measured.
+        """
         sending_s, compress_s, decompress_s = self._sending_s, self._compress_s, self._decompress_s
         if sending_s is None or compress_s is None or decompress_s is None or self._ratio > _WORTH:
             return Codec.PLAIN

@@ -27,7 +27,7 @@ class MooncakeAddress:
     """host:port, or another form that Mooncake accepts (`etcd://...` for several masters). May hold credentials."""
     local_hostname: str
     metadata_server: str = field(repr=False)
-    """May hold credentials."""
+    """The metadata server. May hold credentials."""
     protocol: str
     device_name: str
     global_segment_bytes: int
@@ -49,7 +49,8 @@ class MooncakeAddress:
 
 
 def read_address(settings: RemoteSettings) -> MooncakeAddress:
-    """Read the settings. An option that is not at its default wins over the file, the file over defaults and the URL.
+    """Read the settings. An option with a non-default value overrides the file; the file overrides defaults and the
+    URL.
 
     Reads Mooncake's file, if there is one: call it in a thread. Raises ConfigError.
     """

@@ -41,11 +41,11 @@ logger = logging.getLogger("tiercache.compression")
 _BLOCK_BYTES = 512 << 10
 _LEVEL = 1
 _ALGORITHMS = {Codec.LZ4: (b"lz4", 2), Codec.ZSTD: (b"zstd", 1)}
-"""For each codec Blosc's name, and the kind of its shuffle: 1 for bytes, 2 for bits."""
+"""Blosc's name of each codec, and the kind of its shuffle: 1 for bytes, 2 for bits."""
 _BLOSC_HEADER = struct.Struct("<4xIII")
 """Plain length, block length and stored length."""
 _MOST_EXTRA_BYTES = 16
-"""The most bytes that Blosc adds to incompressible data."""
+"""Largest number of bytes that Blosc adds to incompressible data."""
 _thread = threading.local()
 
 
@@ -71,19 +71,22 @@ class Packed:
 
 
 class Compression:
-    """The compression of one tier. All methods may be called in any thread.
+    """The compression of a tier. All methods may be called in any thread.
 
-    `mode` is none, lz4, zstd or auto (zstd where `CompressionChoice` says so). Compressed payloads are read in every mode.
-    Memory: one buffer of a chunk's length for each concurrent write, kept for the next one, and 1 MiB for each thread that
-    reads.
+    `mode` is none, lz4, zstd or auto (zstd if `CompressionChoice` says so). Compressed payloads are read in every mode.
+    Memory: a buffer of a chunk's length for each concurrent write, kept for the next write, and 1 MiB for each thread
+    that reads.
     """
 
     def __init__(self, mode: str = "none", item_bytes: int = 1, *, concurrency: int = 4, tier: str = "") -> None:
-        """`item_bytes` is the length of a number of the KV, `concurrency` the number of writes at a time, `tier` the name in
-        messages. Raises ConfigError if the library is missing, except for `auto`, which then stores plain payloads."""
+        """`item_bytes` is the length of a number of the KV, `concurrency` the number of concurrent writes.
+
+        `tier` is the name in messages. Raises ConfigError if the library is missing, except for `auto`, which then
+        stores plain payloads.
+        """
         self.mode = mode
         self.stored_bytes = 0
-        """The total length of all payloads that were sent, after compression."""
+        """Total length of all payloads sent, after compression."""
         self._item = np.dtype(f"u{item_bytes}")
         self._lock = threading.Lock()
         self._choice = CompressionChoice(concurrency) if mode == "auto" else None
@@ -102,8 +105,10 @@ class Compression:
                 self._choice = None
 
     def pack(self, key: ChunkKey, fingerprint: bytes, padded: np.ndarray, payload_bytes: int) -> Packed:
-        """Compress the first `payload_bytes` of `padded` (uint8). Returns the chunk in a buffer, or in `padded` itself if it
-        is stored plain; then the padding is as the caller left it."""
+        """Compress the first `payload_bytes` of `padded` (uint8).
+
+        Returns the chunk in a buffer, or in `padded` itself if it is stored plain; then the padding is unchanged.
+        """
         plain = padded[:payload_bytes]
         codec = self._next_codec(plain)
         if codec is not Codec.PLAIN:
@@ -157,8 +162,10 @@ class Compression:
 
 
 def compress(plain: np.ndarray, codec: Codec, item: np.dtype[Any], into: np.ndarray) -> int:
-    """Compress `plain` into `into` (uint8, no shorter than `plain`). Returns the stored length, or 0 if compression is not
-    worthwhile, which the first part shows if all parts are alike."""
+    """Compress `plain` into `into` (uint8, at least as long), and return the stored length.
+
+    Returns 0 if compression is not worthwhile, which the first part shows if all parts are alike.
+    """
     parts, stored, end = parts_of(plain.nbytes), [], packed_bytes(parts_of(plain.nbytes))
     for number in range(parts):
         part = plain[number * PART_BYTES : (number + 1) * PART_BYTES]
@@ -177,10 +184,10 @@ def compress(plain: np.ndarray, codec: Codec, item: np.dtype[Any], into: np.ndar
 
 
 def unpacked(header: Header, into: np.ndarray) -> int:
-    """Decompress the payload of `header`, whose stored bytes are in `into` and match the header's checksum, in place.
+    """Decompress the payload of `header` in place. Its stored bytes are in `into` and match the header's checksum.
 
-    Returns the plain length. Writes nothing outside of `into`. Raises CorruptChunk if the plain payload does not match its
-    checksum or the frame is invalid, TierUnavailable if the library is missing.
+    Returns the plain length. Writes nothing outside of `into`. Raises CorruptChunk if the plain payload does not match
+    its checksum or the frame is invalid, TierUnavailable if the library is missing.
     """
     if header.codec is Codec.PLAIN:
         return header.payload_bytes
@@ -191,8 +198,10 @@ def unpacked(header: Header, into: np.ndarray) -> int:
 
 
 def decompress(into: np.ndarray, stored_bytes: int) -> int:
-    """Replace the compressed payload in `into[:stored_bytes]` by the plain one, and return its length. Works from the last
-    part to the first, so that no part overwrites one that is still needed. Raises FrameError."""
+    """Replace the compressed payload in `into[:stored_bytes]` by the plain payload, and return its length.
+
+    Works from the last part to the first, so that no part is overwritten before its use. Raises FrameError.
+    """
     frame = Frame.unpack(into[:stored_bytes].data, stored_bytes, into.nbytes)
     scratch = _scratch()
     for number, start in reversed(list(enumerate(frame.starts))):
@@ -207,8 +216,10 @@ def decompress(into: np.ndarray, stored_bytes: int) -> int:
 
 
 def check_compressed(stored: np.ndarray) -> int:
-    """Verify a compressed payload part by part, without memory for all of it. Returns the plain length. Raises
-    FrameError."""
+    """Verify a compressed payload part by part, without memory for all of it.
+
+    Returns the plain length. Raises FrameError.
+    """
     frame = Frame.unpack(stored.data, stored.nbytes, sys.maxsize)
     digest = xxhash.xxh3_64()
     for number, start in enumerate(frame.starts):
@@ -225,8 +236,10 @@ def _check_plain(frame: Frame, checksum: int) -> None:
 
 
 def _decompress_part(stored: np.ndarray, plain: np.ndarray) -> None:
-    """Decompress a part into the whole of `plain`. Checks the lengths in Blosc's header before the decoder runs. Raises
-    FrameError."""
+    """Decompress a part into the whole of `plain`. Raises FrameError.
+
+    Checks the lengths in Blosc's header before the decoder runs.
+    """
     if stored.nbytes < _BLOSC_HEADER.size:
         raise FrameError(f"part: expected at least {_BLOSC_HEADER.size} bytes, found {stored.nbytes}")
     becomes, _, says = _BLOSC_HEADER.unpack(stored[: _BLOSC_HEADER.size].data)
@@ -249,7 +262,7 @@ def _items(part: np.ndarray, item: np.dtype[Any]) -> np.ndarray:
 
 
 def _scratch() -> np.ndarray:
-    """Return this thread's buffer, which has room for the longest part."""
+    """Return this thread's buffer, which fits the longest part."""
     scratch: np.ndarray | None = getattr(_thread, "scratch", None)
     if scratch is None:
         scratch = _thread.scratch = _pages(aligned(PART_BYTES + _MOST_EXTRA_BYTES))
@@ -257,7 +270,7 @@ def _scratch() -> np.ndarray:
 
 
 def _pages(size_bytes: int) -> np.ndarray:
-    """Return memory aligned to 4096 bytes, on huge pages where the system has them."""
+    """Return memory aligned to 4096 bytes, on huge pages if the system has them."""
     memory = mmap.mmap(-1, size_bytes)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

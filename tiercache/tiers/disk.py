@@ -8,11 +8,12 @@ from tiercache.tiers.files.tier import FileTier
 
 
 class DiskTier(FileTier):
-    """The preset for local disks: threads move bytes, and the index has what this instance stored and found.
+    """The preset for local disks: threads move bytes, and the index holds the chunks that this instance stored and
+    found.
 
-    Twice as many threads write as read: a write waits for the device twice, for its bytes and for the file system's commit,
-    and commits that several wait for are one. A quarter of them, two at least, hand bytes to a device at a time, which is
-    enough to keep it busy (see `DeviceTurns`). A single thread stays one.
+    Twice as many threads write as read: a write waits for the device twice, for its bytes and for the file system's
+    commit, and concurrent waits share a commit. A quarter of them, at least two, transfer to a device at a time, which
+    is enough to keep it busy (see `DeviceTurns`). A single thread stays single.
     """
 
     def __init__(self, settings: FileSettings, fingerprint: bytes) -> None:

@@ -13,10 +13,13 @@ from tiercache.tiers.files.tier import FileTier
 
 @dataclass(frozen=True)
 class GdsSettings(FileSettings):
-    """With a device, `chunk_bytes` is needed."""
+    """Settings of the GDS tier. With a device, `chunk_bytes` is required."""
 
     way: str = "auto"
-    """auto: cuFile where it works. cufile: cuFile or ConfigError. posix: our own reads and writes through pinned memory."""
+    """auto, cufile or posix.
+
+    auto uses cuFile if it works, cufile raises ConfigError if it does not, and posix reads and writes through pinned
+    memory."""
 
 
 class GdsTier(FileTier):

@@ -1,8 +1,8 @@
-"""The Weka tier: one directory on a mount that many instances share, as WekaFS and other parallel file systems offer it.
+"""The Weka tier: a directory on a mount that many instances share, on WekaFS or another parallel file system.
 
-The disk tier's files and rules, for a mount where a round trip is dear and others add and remove chunks all the time:
-look-ups are answered from memory, which a background task keeps fresh; the count is charged in large steps; a chunk costs
-one write and one rename, and nothing else is written for it, ever.
+It has the disk tier's files and rules, for a mount where a round trip is expensive and others constantly add and remove
+chunks: lookups are answered from memory, which a background task keeps fresh; bytes are counted in large steps; a chunk
+costs one write and one rename, and no further write.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class WekaSettings(GdsSettings):
     direct: bool | None = True
     many_hosts: bool = True
     beside: bool = False
-    """Directories that changed are listed, and each chunk would change one of them twice."""
+    """Temporary files beside chunks would change a directory twice per chunk, and changed directories are listed."""
     refresh_s: float = 1.0
-    """The interval at which the index learns what other instances did, if the mount is fast enough."""
+    """Seconds between updates of the index from other instances' changes, if the mount is fast enough."""
 
 
 class WekaTier(FileTier):

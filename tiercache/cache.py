@@ -276,8 +276,7 @@ class TierCache:
         parts = self._running
         if parts is None:
             raise CacheClosed(_CLOSED)
-        # Checking the thread is faster than checking the loop, and is enough for a hot chunk; otherwise `Get` checks
-        # the loop.
+        # Checking the thread is faster than checking the loop, and is enough for a hot chunk; `Get` checks the loop.
         if get_ident() != self._thread:
             check_loop(parts.loop)
             self._thread = get_ident()

@@ -15,8 +15,7 @@ from tiercache.bench.workload import Plan
 from tiercache.errors import TierCacheError
 
 DISK_SETTINGS = ("disk_default", "disk_odirect", "fs_odirect", "native_odirect")
-"""LMCache's local disk with defaults, and with `use_odirect`; its file system connector, and its C++ client, with
-O_DIRECT."""
+"""LMCache's local disk with defaults, and with `use_odirect`; its file system connector and C++ client with O_DIRECT."""
 
 _START_S = 300.0
 _ANSWER_S = 120.0

@@ -45,7 +45,7 @@ QUICK = Sizes(128 * MIB, 64 * MIB, 5, 4096, 100, 2_000, 200)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run measures, and its directory."""
+    """Parameters of a run."""
 
     pairs: int
     sizes: Sizes

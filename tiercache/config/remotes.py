@@ -103,7 +103,7 @@ def read_remotes(
         elif type_name == "hf3fs":
             place, key = paths, "hf3fs_base_path"
         elif not options.get("url") and url and ALIASES.get(scheme) == type_name:
-            # As in LMCache, an instance without a URL uses remote_url.
+            # An instance without a URL uses remote_url, as in LMCache.
             place, key, lent = url, "remote_url", True
         else:
             place, key = options.get("url") or "", f"{PLUGIN_PREFIX}{name}.url"

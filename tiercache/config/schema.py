@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tiercache.config.sources import Origin
 
 GB = 1024**3
-"""As in LMCache, "GB" in a size means 1024**3 bytes."""
+""""GB" in a size means 1024**3 bytes, as in LMCache."""
 _SERDES = Choice(("naive",), "others lose bits of the KV; compression of a remote tier loses none")
 
 

@@ -16,7 +16,7 @@ _SECRET_NAME = re.compile(
 _CREDENTIALS = re.compile(r"(?<=://).*@", re.DOTALL)
 """The match includes spaces, ? and #, which a password may contain."""
 _CREDENTIALS_OF_URL_KEY = re.compile(r"^([\w+-]+:/*)?.*@", re.DOTALL)
-"""Also matches mistyped URLs, which must not reveal more than valid ones."""
+"""The pattern also matches mistyped URLs, which must not reveal more than valid URLs."""
 _SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:pass|token|secret|sig|key|auth|cred)[^=&]*=)[^&]*", re.IGNORECASE)
 _SHOWN_PARAMETERS = ("db", "database", "device")
 """URL parameters that tiers read themselves. Others are hidden, since a signed URL holds its password in a parameter."""

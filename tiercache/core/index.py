@@ -12,7 +12,7 @@ from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, TenantStatistics
 
 PARTS = 256
-"""One part for each first byte of a key. Keys are hashes, so parts have about the same size."""
+"""Number of parts, by the first byte of a key. Keys are hashes, so parts have about the same size."""
 
 TIME = 1 << 44
 """A step of the clock, larger than any size in bytes."""

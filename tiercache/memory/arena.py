@@ -1,4 +1,4 @@
-"""One mapping for all payloads: anonymous with transparent huge pages, hugetlb, or POSIX shared memory.
+"""A single mapping for all payloads: anonymous with transparent huge pages, hugetlb, or POSIX shared memory.
 
 It is allocated once and every page is touched at start, so that no put or read causes a page fault.
 """
@@ -134,7 +134,7 @@ class Arena:
 
     def _map_anonymous(self) -> None:
         self.kind = "thp"
-        # One more huge page, since the kernel uses huge pages only at addresses aligned to them.
+        # Map another huge page, since the kernel uses huge pages only at addresses aligned to them.
         self._mapping = mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._mapping.madvise(mmap.MADV_HUGEPAGE)
 

@@ -182,8 +182,8 @@ class Workers:
                 error = caught
             self._running.discard(future)
             self._done.append((future, result, error))
-            # One wake-up settles every call that has ended by then. The flag is set after the append and cleared before
-            # the loop drains, so a result always has a later wake-up.
+            # A single wake-up settles every call that has ended by then. The flag is set after the append and cleared
+            # before the loop drains, so a result always has a later wake-up.
             if not self._wake_pending:
                 self._wake_pending = True
                 try:

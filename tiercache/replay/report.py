@@ -15,7 +15,7 @@ from tiercache.replay.setting import Setting
 
 @dataclass
 class Row:
-    """One simulation. Rates cover the measured requests; writes cover the whole run."""
+    """The results of a simulation. Rates cover the measured requests; writes cover the whole run."""
 
     name: str
     ram: str = ""

@@ -623,7 +623,7 @@ class Reader:
             position += 1
         return position
 
-    # One chunk
+    # Single chunks
 
     async def fetch(
         self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None

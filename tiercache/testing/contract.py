@@ -1,5 +1,4 @@
-"""The tests that every tier passes. Subclass `TierContract`, implement `make_tier`, and run pytest with pytest-asyncio, in any
-mode.
+"""The tests that every tier passes: subclass `TierContract`, implement `make_tier`, and run pytest with pytest-asyncio.
 
 ```python
 class TestMyTier(TierContract):

@@ -346,7 +346,7 @@ class SharedMemoryTier(FileTier):
         self.mappings.open(self.settings.cap_bytes)
         directory = self.directories.all[0]
         directory.index.on_change = self._changed
-        # Also without a listener: the memory of a chunk that another process evicts has to be freed.
+        # Run without a listener, too: the memory of a chunk that another process evicts has to be freed.
         self.directories.lookup.follow_deletions(directory, self._appeared)
         self.directories.begin(self._map_ahead(), "map-ahead")
 

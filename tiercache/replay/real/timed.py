@@ -29,7 +29,7 @@ _BEGIN_S = 0.1
 
 @dataclass
 class Timed:
-    """One side of the timed part. Times are of the compressed trace, in seconds."""
+    """The results of the timed part, measured or simulated. Times are of the compressed trace, in seconds."""
 
     requests: int = 0
     blocks: int = 0

@@ -165,7 +165,7 @@ class RingEngine:
             await asyncio.wait([self._examination], timeout=_CLOSE_S)
         rings = self._drop_rings(f"3FS at {self.mount} is closed")
         self._end_abandoned()
-        # With a single thread, this runs after any call that an examination began.
+        # The engine has a single thread, so this runs after any call that an examination began.
         await asyncio.wait([self._workers.submit(self._release, rings)], timeout=_CLOSE_S)
         self._workers.close()
 
@@ -248,12 +248,12 @@ class RingEngine:
                 self._died = True
             raise
         try:
-            # Only once rings could be made: until then the mount point may be the directory below it.
+            # Reopen files only once rings could be made: until then the mount point may be the directory below it.
             if self._died and self._revive is not None:
                 await self._revive()
             await self._workers.submit(self._use)
         except BaseException:
-            # Not awaited, since the call may hang with the mount. The single thread runs it before any later call.
+            # Do not await the call, which may hang with the mount. The single thread runs it before any later call.
             self._workers.submit(self._discard).add_done_callback(retrieve_exception)
             raise
         self._rings, self._fresh = self._fresh, None
@@ -317,7 +317,7 @@ class RingEngine:
         self._examine_at_s = self._loop.time() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if not examination.cancelled() and (error := examination.exception()) is not None:
-            # As text, since the frames of the exception would keep rings alive.
+            # Log text only, since the frames of the exception would keep rings alive.
             logger.warning("3FS at %s cannot be used yet: %s", self.mount, str(error))
 
     async def _examine(self) -> None:

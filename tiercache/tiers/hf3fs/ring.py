@@ -58,7 +58,7 @@ class RingSettings:
 
 @dataclass(eq=False)
 class Transfer:
-    """One or more parts of a file that are moved together."""
+    """A set of parts of a file that are moved together."""
 
     descriptor: int
     parts: list[Part]
@@ -103,7 +103,7 @@ class Ring:
         self._settled = settled
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._closed = False
-        # Only the thread uses the following.
+        # The following attributes are used by the thread alone.
         self._waiting: deque[Operation] = deque()
         self._in_flight: dict[int, Operation] = {}
         self._pause_s = _FIRST_PAUSE_S
@@ -141,7 +141,7 @@ class Ring:
                 if self._in_flight:
                     self._reap()
         except Exception:
-            # As text, since the frames of the exception would keep the ring alive.
+            # Log text only, since the frames of the exception would keep the ring alive.
             logger.error("%s ended: %s", self._thread.name, traceback.format_exc())
         # This removes its registration, by a call that may hang with the mount.
         self._ring = None

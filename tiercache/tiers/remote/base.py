@@ -113,12 +113,12 @@ class RemoteTier(Tier):
         self._writing: set[ChunkKey] = set()
         self._removing_bad: set[ChunkKey] = set()
         self._changes: list[set[ChunkKey]] = []
-        """For each lookup and read in flight, the keys that were written or removed meanwhile."""
+        """Keys that were written or removed during each lookup and read in flight."""
         self._operations: set[asyncio.Future[Any]] = set()
         self.counters = TierStatistics()
         self._open = False
 
-    # For subclasses
+    # Methods for subclasses
 
     @abstractmethod
     async def _connect(self) -> None:

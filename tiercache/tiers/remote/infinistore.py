@@ -281,7 +281,7 @@ class InfiniStoreTier(RemoteTier):
         if error is None or isinstance(error, self._api.InfiniStoreKeyNotFound):
             work.result()
             return
-        # Only the text holds the code: `Failed to write to infinistore, ret = 507`.
+        # The code is found only in the text: `Failed to write to infinistore, ret = 507`.
         found = re.search(r"ret = (-?\d+)", str(error))
         code = int(found[1]) if found else None
         if code == _OUT_OF_MEMORY:

@@ -169,7 +169,7 @@ class MooncakeTier(RemoteTier):
             raise TierUnavailable(f"{self.name} is closed")
         return self._client.use()
 
-    # In threads: Mooncake's calls block, with the GIL released.
+    # Blocking calls for threads: Mooncake's calls block, with the GIL released.
 
     def _get_blocking(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Read a value without changing bytes after the payload. Raises CorruptChunk, TierUnavailable."""

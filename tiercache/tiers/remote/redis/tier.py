@@ -142,7 +142,7 @@ class RedisTier(RemoteTier):
                 raise TierFull(f"{self.name}: the server has reached its maxmemory and evicts nothing") from error
             raise TierUnavailable(f"{self.name}: {error}") from error
         finally:
-            # Before the base class records the outcome, since the known contents of a lost server may be wrong.
+            # Clear before the base class records the outcome, since the known contents of a lost server may be wrong.
             if self._losses_seen != self._servers.pool.losses:
                 self._losses_seen = self._servers.pool.losses
                 self.known.clear()

@@ -505,7 +505,7 @@ class TierCache:
         return deadline_s
 
     def _until_s(self, deadline_s: float | None, default_s: float | None = None) -> float:
-        """Return the deadline of a call, or by default one in `default_s`, as a loop time."""
+        """Return the deadline of a call as a loop time; `default_s` applies if it is None."""
         return self.parts.loop.time() + self._wait_s(default_s if deadline_s is None else deadline_s)
 
     def _served(self, keys: Sequence[ChunkKey], delivered: int) -> None:

@@ -69,7 +69,7 @@ def _show(findings: list[Finding]) -> None:
 
 
 def examine(path: Path | None = None) -> list[Finding]:
-    """Return all findings, ending with one for each tier in the configuration of this environment.
+    """Return all findings, ending with a finding for each tier in the configuration of this environment.
 
     Writes a small file at `path` (this directory by default) and removes it; changes nothing else.
     """

@@ -40,7 +40,7 @@ logger = logging.getLogger("tiercache.config")
 
 @dataclass(frozen=True, repr=False)
 class Config(ConfigFields):
-    """A checked configuration. `Config.load` reads one; built directly, values are checked as well.
+    """A checked configuration. Use `Config.load`; values passed to the constructor are checked as well.
 
     Raises ConfigError that names every problem it found.
     """
@@ -54,7 +54,7 @@ class Config(ConfigFields):
         overrides: Mapping[str, Any] | None = None,
         quiet: bool = False,
     ) -> Config:
-        """Read the YAML file, then the environment, then `overrides`; later ones win.
+        """Read the YAML file, then the environment, then `overrides`; later sources win.
 
         Without `path`, reads the file that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
         environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with

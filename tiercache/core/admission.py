@@ -56,7 +56,7 @@ class Admission:
     """Decides whether a chunk is worth writing. Every call takes O(1); a remembered key costs about 130 bytes.
 
     `all` admits every chunk (write-through), `second_touch` chunks that two requests needed, and `live_session` chunks of
-    sessions that have come back at least once, those of their newest turns included.
+    sessions with at least two turns, including their newest turns.
     """
 
     def __init__(self, policy: str, limit: int = REMEMBERED_KEYS) -> None:

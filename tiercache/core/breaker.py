@@ -18,7 +18,7 @@ class BreakerState(Enum):
 @dataclass(frozen=True)
 class BreakerSettings:
     failures_to_open: int = 3
-    """Consecutive failures. An operation slower than `slow_s` counts as one."""
+    """Consecutive failures. An operation slower than `slow_s` counts as a failure."""
     slow_s: float = 10.0
     first_pause_s: float = 1.0
     longest_pause_s: float = 60.0
@@ -65,7 +65,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED or now_s >= self._probe_at_s
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until an operation may start, unless a running one reports before."""
+        """Return the seconds until an operation may start, unless a running operation reports before."""
         return 0.0 if self.state is BreakerState.CLOSED else max(0.0, self._probe_at_s - now_s)
 
     def probing(self, now_s: float) -> bool:

@@ -12,7 +12,10 @@ SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 
 @dataclass
 class Distribution:
-    """A histogram. Bucket `i` counts amounts above `bounds[i - 1]` and up to `bounds[i]`; the last one all larger ones."""
+    """A histogram.
+
+    Bucket `i` counts amounts above `bounds[i - 1]` and up to `bounds[i]`; the last bucket has no upper bound.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -91,7 +94,7 @@ class TransferEstimate:
         return self.read_s * -(-chunks // self.concurrency)
 
     def lasting_s(self, chunks: int, queued: int = 0) -> float | None:
-        """Return the seconds that loading `chunks` should take behind `queued` others, by the newest sample of any age."""
+        """Return the seconds that loading `chunks` should take after `queued` others, by the newest sample of any age."""
         return None if self.read_s is None else self.read_s * -(-(chunks + queued) // self.concurrency)
 
     def worthwhile(self, chunks: int, recompute_s: float | None, now_s: float, oldest_s: float = 0.0) -> bool:
@@ -124,7 +127,7 @@ def worth_waiting_s(expected_s: float | None, compute_s: float) -> float:
 
 
 _STEPS = 8
-"""Steps of one sample. Several, since an engine that schedules ahead reports the end of a step one or two steps late."""
+"""Number of steps in a sample: an engine that schedules ahead reports the end of a step one or two steps late."""
 _KEPT = 0.95
 """Weight of older samples relative to the next: the last twenty count for two thirds."""
 _LEAST_TOKENS = 64

@@ -108,11 +108,10 @@ class LeafLru:
     """The residents of the hot cache and their order of eviction.
 
     Time is a counter. An access to n chunks of a prefix advances it by n; the first chunk gets the new time and each later
-    one a time lower by one, so the tail of a prefix is colder than its head.
+    chunk a time lower by 1, so the tail of a prefix is colder than its head.
 
-    Every operation takes O(1), or O(log n) where a leaf enters or leaves the queue. Stale items are removed a bucket at a
-    time: one that holds more than twice as many items as leaves is rebuilt. So the queue has at most twice as many items as
-    there are residents.
+    Every operation takes O(1), or O(log n) if a leaf enters or leaves the queue. Stale items are removed bucket by bucket: a
+    bucket with more than twice as many items as leaves is rebuilt. So the queue has at most twice as many items as residents.
     """
 
     def __init__(self, policy: str = "LRU", *, by_tenant: bool = False) -> None:
@@ -189,7 +188,7 @@ class LeafLru:
         """Record that `keys` follow one another in a prefix, for each pair of resident neighbours.
 
         `time` is the time of the first key in the access that brought them, by default a new time. A resident with a
-        parent keeps it, since a chained key has only one. Keys that are not chained can be named in any order; a link
+        parent keeps it, since a chained key has only one parent. Keys that are not chained can be named in any order; a link
         that would close a circle is left out. An orphan gets the rank of an access again.
         """
         if time is None:

@@ -218,7 +218,7 @@ class SessionPredictor:
         return len(self._sessions)
 
     def began(self, session: str, now_s: float) -> bool:
-        """Record that a turn begins. Return True if the session has come back at least once."""
+        """Record that a turn begins. Return True if the session has at least two turns."""
         state = self._active(session, now_s)
         if state.idle:
             gap_s = max(0.0, now_s - state.active_s)

@@ -16,7 +16,7 @@ from tiercache.errors import LayoutError
 from tiercache.payloads import is_tensor
 
 _WARM_UP_BLOCKS = 32
-"""More than 16 blocks, since torch has other kernels from there on."""
+"""The number is above 16, since torch uses other kernels from there on."""
 
 
 class DevicePayload(Protocol):
@@ -234,7 +234,7 @@ class _Run:
                 self.inner.append((count, stride))
         if not self.inner or self.inner[-1][1] != 1:
             self.inner.append((1, 1))
-        # Each dimension, the blocks included, must step over the extent of the narrower ones.
+        # Each dimension, the blocks included, must step over the extent of narrower dimensions.
         reach = 0
         for stride, count in sorted([(stride, count) for count, stride in self.inner] + [(self.distance, blocks)]):
             if count > 1 and stride <= reach:

@@ -234,7 +234,7 @@ async def wait_shielded(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -
 async def wait_uncancelled(works: Sequence[asyncio.Future[Any]], timeout_s: float) -> None:
     """Wait until all of `works` have ended, for `timeout_s` at most.
 
-    Cancellation does not end the wait, and is dropped: a caller that handles a cancellation already has one to raise.
+    Cancellation does not end the wait, and is dropped: a caller that handles a cancellation already raises it.
     Exceptions of `works` count as retrieved.
     """
     loop = asyncio.get_running_loop()

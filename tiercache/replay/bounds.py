@@ -49,7 +49,7 @@ def optimal_hits(trace: Iterable[Request], capacities: Iterable[int], measure_fr
     """Return the hit rate of an optimal cache, as a part of all blocks, by capacity in blocks.
 
     Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), with bypass: the block whose next
-    use is the latest, or never, is evicted or not admitted. All blocks count, also behind a gap, so that this is an
+    use is the latest, or never, is evicted or not admitted. All blocks count, also after a gap, so that this is an
     upper bound. Holds 12 bytes per block of the trace, and 100 bytes per unique block.
     """
     numbers: dict[ChunkKey, int] = {}

@@ -175,7 +175,7 @@ class Prefetcher:
             self.pump()
 
     def served(self, keys: Sequence[ChunkKey]) -> None:
-        """Record that a request for `keys` was served: the requests in the queue that end with one of them are over."""
+        """Record that a request for `keys` was served: the queued requests that end with any of them are over."""
         if self.plan.keys_of[QUEUE]:
             for key in keys:
                 self.plan.withdraw(QUEUE, key)

@@ -300,7 +300,7 @@ class MappingIO(PosixIO):
         unmapped = await self._unmap_lost(self.mappings.keys())
         if unmapped:
             self.mappings.hand_over()
-            await self._directories.metadata.submit(int)  # the single thread has unmapped them by then
+            await self._directories.metadata.submit(int)  # the single thread has unmapped them before this
         return unmapped
 
     async def _unmap_lost(self, keys: Sequence[ChunkKey]) -> int:

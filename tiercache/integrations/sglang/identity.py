@@ -103,7 +103,7 @@ def _told(server: Mapping[str, Any] | None, version: str) -> list[tuple[str, str
 
 
 def shard_of(config: HiCacheStorageConfig) -> tuple[int, int]:
-    """Return the index and the number of the parts of the model's KV for this process. Ranks with equal KV share one."""
+    """Return the index and the number of the parts of the model's KV for this process. Ranks with equal KV share a part."""
     rank, shards = 0, 1
     for _, number, count in _parts(config):
         rank, shards = rank * count + number, shards * count

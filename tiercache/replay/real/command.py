@@ -1,4 +1,4 @@
-"""Run `tiercache replay --real`: measured figures beside simulated ones."""
+"""Run `tiercache replay --real`: measured beside simulated figures."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ class ConnectionPool:
 
 
 def _all_reject_password(sentinels: Sequence[Any]) -> bool:
-    """Return True if some Sentinels want another password and none accepts this one.
+    """Return True if some Sentinels want another password and none accepts it.
 
     redis-py treats them as unreachable.
     """

@@ -111,7 +111,7 @@ class LeafLru:
     chunk a time lower by 1, so the tail of a prefix is colder than its head.
 
     Every operation takes O(1), or O(log n) if a leaf enters or leaves the queue. Stale items are removed bucket by bucket: a
-    bucket with more than twice as many items as leaves is rebuilt. So the queue has at most twice as many items as residents.
+    bucket with more than twice as many items as leaves is rebuilt. So the queue never exceeds twice the number of residents.
     """
 
     def __init__(self, policy: str = "LRU", *, by_tenant: bool = False) -> None:

@@ -30,7 +30,7 @@ class Kind(ABC):
     @property
     @abstractmethod
     def expected(self) -> str:
-        """Return a noun phrase for the accepted values."""
+        """A noun phrase for the accepted values."""
 
     @abstractmethod
     def parse(self, raw: Any) -> Any:

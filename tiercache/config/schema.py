@@ -357,22 +357,22 @@ class ConfigFields:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Return the cap of the shared memory tier; 0 if there is none."""
+        """Cap of the shared memory tier in bytes; 0 if there is none."""
         return int(self.max_shared_memory_size * GB) if self.shared_memory_path else 0
 
     @property
     def disk_bytes(self) -> int:
-        """Return the cap of the disk tier; 0 if there is none."""
+        """Cap of the disk tier in bytes; 0 if there is none."""
         return int(self.max_local_disk_size * GB) if self.local_disk else 0
 
     @property
     def hf3fs_bytes(self) -> int:
-        """Return the cap of each 3FS tier; 0 if the file system decides."""
+        """Cap of each 3FS tier in bytes; 0 if the file system decides."""
         return int(self.max_hf3fs_size * GB)
 
     @property
     def gds_bytes(self) -> int:
-        """Return the cap of each GDS and Weka tier; 0 if the file system decides."""
+        """Cap of each GDS and Weka tier in bytes; 0 if the file system decides."""
         return int(self.max_gds_size * GB)
 
 

@@ -107,7 +107,7 @@ class Frame:
 
     @property
     def starts(self) -> list[int]:
-        """Return the offset of each part in the compressed payload."""
+        """Offset of each part in the compressed payload."""
         return list(accumulate(self.stored[:-1], initial=self.packed_bytes))
 
     @property

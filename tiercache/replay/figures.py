@@ -66,7 +66,7 @@ class Figures:
 
     @property
     def hit(self) -> float:
-        """Return the part of the contiguous prefixes' blocks that came from RAM or flash."""
+        """Part of the contiguous prefixes' blocks that was loaded from RAM or flash."""
         return (self.ram_blocks + self.flash_blocks) / self.blocks if self.blocks else 0.0
 
     @property
@@ -75,5 +75,5 @@ class Figures:
 
     @property
     def ready(self) -> float:
-        """Return the part of the cached blocks of a request that was in RAM at its arrival."""
+        """Part of the cached blocks of a request that was in RAM at its arrival."""
         return self.ram_blocks / self.wanted_blocks if self.wanted_blocks else 0.0

@@ -58,7 +58,7 @@ class Request:
 
     @property
     def subject(self) -> str:
-        """Return the subject of a hint about the request."""
+        """The subject of a hint about the request."""
         return self.session if self.session is not None else f"@{id(self)}"
 
 

@@ -37,7 +37,7 @@ class Programs:
 
     @property
     def next_s(self) -> float:
-        """Return the time of the next event."""
+        """Time of the next event."""
         return self._timers[0][0] if self._timers else float("inf")
 
     def fire(self) -> None:

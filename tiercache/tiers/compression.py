@@ -60,7 +60,7 @@ class Packed:
 
     @property
     def payload(self) -> np.ndarray:
-        """uint8[header.payload_bytes]."""
+        """The stored payload without padding, uint8[header.payload_bytes]."""
         return self.padded[: self.header.payload_bytes]
 
     def __enter__(self) -> Packed:

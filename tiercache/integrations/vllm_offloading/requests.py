@@ -36,7 +36,7 @@ class TieredRequest:
 
     @property
     def names(self) -> list[Name]:
-        """Return the chunks of a request with hints, from the first to the last."""
+        """The chunks of a request with hints, from the first to the last."""
         return sorted(self.ends, key=lambda name: self.ends[name])
 
 

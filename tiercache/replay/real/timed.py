@@ -187,7 +187,7 @@ class Player:
 
     @property
     def _now_s(self) -> float:
-        """Return the seconds since the trace began."""
+        """Seconds since the trace began."""
         return self._loop.time() - self._begin_s
 
     async def _until(self, at_s: float) -> None:

@@ -4,7 +4,7 @@ It is composed as the Weka tier is, without a device: for mounts where a round t
 start and stop. Compared with the disk tier, it differs on NFS in three ways:
 
 - Lookups are answered from memory, kept fresh by listing the directories that changed; the disk tier asks the server once
-  per key. Chunks of another host are seen after this host's attribute cache expires: mount with `actimeo=1` for speed.
+  per key. Chunks of another host are seen after this host's attribute cache expires: `actimeo=1` shortens this.
 - Bytes are counted in steps, since all instances would wait for a lock on the server for each chunk.
 - A chunk is written under a temporary name, closed, and then renamed, by `link` if the server has no rename that keeps an
   existing file: with close-to-open consistency, a process that opens the final name sees all of it.

@@ -36,12 +36,12 @@ class MooncakeAddress:
 
     @property
     def shown_master(self) -> str:
-        """Return `master` without credentials."""
+        """The value of `master` without credentials."""
         return hidden_url(self.master)
 
     @property
     def master_endpoint(self) -> tuple[str, int] | None:
-        """Return host and port of the only master; None if there may be several."""
+        """Host and port of the only master; None if there may be several."""
         host, _, port = self.master.rpartition(":")
         if "://" in self.master or "," in self.master or not host or not port.isdigit():
             return None

@@ -45,7 +45,7 @@ _HOME = {
     "keys_from_hashes": "core.keys",
 }
 
-# Written out: type checkers do not export what is computed.
+# A literal list, since type checkers do not export computed names.
 __all__ = [
     "CacheThread",
     "ChunkKey",
@@ -67,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: a command that prints a version should not pay for numpy."""
+    """Import on first use, so that a command that prints a version does not import numpy."""
     if name not in _HOME:
         raise AttributeError(f"module 'tiercache' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"tiercache.{_HOME[name]}"), name)

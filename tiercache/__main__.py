@@ -1,4 +1,4 @@
-"""`python -m tiercache`, as `tiercache`."""
+"""Run `python -m tiercache`, which equals `tiercache`."""
 
 from tiercache.cli import main
 

@@ -1,4 +1,4 @@
-"""Make the parts that a configuration describes."""
+"""Make the parts of a configuration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _HF3FS_THREADS = 8
 
 
 def arena_settings(config: Config, layout: Layout) -> ArenaSettings:
-    """Ranks share a configuration, and each has an arena of its own."""
+    """Return the settings of this rank's arena. Ranks share a configuration."""
     shm_name = config.shm_name
     if shm_name and layout.world_size > 1:
         shm_name = f"{shm_name}.{layout.rank}"
@@ -62,10 +62,11 @@ def arena_settings(config: Config, layout: Layout) -> ArenaSettings:
 
 
 def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: int | None = None) -> Device | None:
-    """Return the accelerator and its pool: `driver`, else the GPU `in_use`, else the first one if a tier needs one. Blocks.
+    """Return the accelerator and its pool: `driver`, else the GPU `in_use`, else the first GPU if a tier needs it.
+    Blocks.
 
-    Raises ConfigError for a device that cannot be used, if it was handed in, asked for by `device`, or a tier needs it.
-    Otherwise there is none then, and the tensors of the GPU are copied the slow way.
+    Raises ConfigError for an unusable device that was passed in, configured by `device`, or needed by a tier. Otherwise
+    returns None, and the GPU's tensors are copied through host memory.
     """
     if config.device == "none":
         return None
@@ -93,12 +94,12 @@ def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: i
 
 
 def make_cpu_driver() -> Driver:
-    """Return a driver that has host memory in the place of a device's: as much as the machine can spare."""
+    """Return a driver with host memory in place of a device's, as much as the machine can spare."""
     return Driver(available_memory_bytes() or 1 << 30)
 
 
 def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
-    """Return the hot cache. Raises ConfigError for a quota that holds no chunk."""
+    """Return the hot cache. Raises ConfigError for a quota smaller than a chunk."""
     if config.cache_policy.upper() in MEAN_LRU:
         logger.warning("cache_policy: %s is not built any more and means LRU", config.cache_policy)
     quota_bytes = in_bytes(config.tenant_max_local_cpu_size) if config.local_cpu else 0
@@ -118,7 +119,7 @@ _QUOTA_ADVICE = "raise it, lower chunk_size, or set it to 0: no quota"
 
 
 def _check_holds_a_chunk(key: str, size_bytes: int | None, needed_bytes: int, directories: int, advice: str) -> None:
-    """Raise ConfigError if a limit, shared equally by so many directories, is smaller than a chunk. None is no limit."""
+    """Raise ConfigError if a limit, divided by the number of directories, is smaller than a chunk. None means no limit."""
     if size_bytes is None or size_bytes // directories >= needed_bytes:
         return
     each = f" in any of {directories} directories, which have equal shares" if directories > 1 else ""
@@ -128,9 +129,9 @@ def _check_holds_a_chunk(key: str, size_bytes: int | None, needed_bytes: int, di
 
 
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
-    """Return the tiers of the plan below the hot cache, in its order. Asks file systems what they are, so it may block.
+    """Return the tiers of the plan below the hot cache, in its order. Queries file systems, so it may block.
 
-    Raises ConfigError for a cap or quota that holds no chunk, a missing library, and settings that cannot be used.
+    Raises ConfigError for a cap or quota smaller than a chunk, a missing library, and invalid settings.
     """
     _, *below = plan_of(config)
     needed_bytes, tiers = file_bytes(layout.chunk_bytes), []
@@ -155,7 +156,7 @@ _LIMIT_KEYS = {
     "weka": "max_gds_size",
     "hf3fs": "max_hf3fs_size",
 }
-"""The keys of caps, by kind; an fs instance has its own. A quota has the same key with `tenant_` before it."""
+"""Keys of caps, by kind; an fs instance has its own. The key of a quota has the prefix `tenant_`."""
 
 
 def _limit_key(planned: PlannedTier, prefix: str) -> str:
@@ -170,7 +171,7 @@ def _directories_of(tier: Tier) -> tuple[Path, ...]:
 
 
 def make_tier(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    """Return the tier of one entry of the plan. A class that an instance names (`module_path`) wins over its type."""
+    """Return the tier of one entry of the plan. An instance's own class (`module_path`) overrides its type."""
     remote = planned.remote
     own_class = remote is not None and remote.options.get("module_path")
     build = _from_options if own_class else _BUILDERS.get(planned.kind, _from_options)
@@ -182,8 +183,10 @@ def make_tier(config: Config, layout: Layout, device: Device | None, planned: Pl
 
 
 def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
-    """Raise ConfigError for an fs tier on a directory that another tier has too: each chunk would be read and written
-    twice. Only names are compared, since the mount may hang."""
+    """Raise ConfigError for an fs tier on another tier's directory, since each chunk would be read and written twice.
+
+    Compares only names, since the mount may hang.
+    """
     owners: dict[str, Tier] = {}
     for tier in tiers:
         for directory in dict.fromkeys(map(os.path.normpath, _directories_of(tier))):
@@ -195,7 +198,7 @@ def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
 
 
 def _file_options(config: Config, planned: PlannedTier) -> dict[str, Any]:
-    """Return the settings that all tiers of chunk files have."""
+    """Return the settings of all file tiers."""
     return {
         "directories": tuple(map(Path, planned.directories)),
         "cap_bytes": planned.cap_bytes or 0,
@@ -206,7 +209,7 @@ def _file_options(config: Config, planned: PlannedTier) -> dict[str, Any]:
 
 
 def _flash_options(config: Config) -> dict[str, Any]:
-    """Return what is set for all flash of this machine."""
+    """Return the settings of all flash of this machine."""
     return {
         "durable": config.disk_durability == "fdatasync",
         "admission": config.flash_admission,
@@ -219,7 +222,7 @@ def _shared_memory(config: Config, layout: Layout, device: Device | None, planne
 
 
 def _disk(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    """With `by_gpu` each rank has one of the directories, with `by_chunk` every rank uses them all."""
+    """Return the disk tier. With `by_gpu` each rank has one of the directories, with `by_chunk` every rank uses them all."""
     if config.local_disk_path_sharding == "by_gpu":
         planned = _of_rank(layout, planned)
     settings = FileSettings(
@@ -233,7 +236,7 @@ def _disk(config: Config, layout: Layout, device: Device | None, planned: Planne
 
 
 def _gds(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    """Each rank has one of the directories (`gds_path_sharding: by_gpu`)."""
+    """Return the GDS tier. Each rank has one of the directories (`gds_path_sharding: by_gpu`)."""
     planned = _of_rank(layout, planned)
     directory = Path(planned.directories[0])
     if file_system_of(directory) == WEKAFS:
@@ -254,7 +257,7 @@ def _gds(config: Config, layout: Layout, device: Device | None, planned: Planned
 
 
 def _weka(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    """GPUDirect Storage is demanded unless the configuration says otherwise."""
+    """Return the Weka tier. GPUDirect Storage is required unless the configuration says otherwise."""
     options = _file_options(config, planned)
     for directory in options["directories"]:
         if (kind := file_system_of(directory)) != WEKAFS:
@@ -273,7 +276,7 @@ def _weka(config: Config, layout: Layout, device: Device | None, planned: Planne
 
 
 def _of_rank(layout: Layout, planned: PlannedTier) -> PlannedTier:
-    """Return `planned` with the one directory of this rank. Ranks that hold the same bytes have the same."""
+    """Return `planned` with only the directory of this rank. Ranks that hold the same bytes share a directory."""
     return replace(planned, directories=(planned.directories[layout.shard % len(planned.directories)],))
 
 
@@ -282,7 +285,7 @@ def _hf3fs(config: Config, layout: Layout, device: Device | None, planned: Plann
 
 
 def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3fsSettings:
-    """Chunks are spread over all base paths of the instance."""
+    """Return the settings of the 3FS tier. Chunks are spread over all base paths of the instance."""
     options = _file_options(config, planned) | {"threads": max(_HF3FS_THREADS, config.disk_io_threads)}
     return Hf3fsSettings(
         **options,
@@ -301,8 +304,7 @@ def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3f
 
 
 def _from_options(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    """Return a tier that is made of RemoteSettings alone: a server's, an installed package's, or the class of
-    `module_path`."""
+    """Return a tier made from RemoteSettings: a server's, an installed package's, or the class of `module_path`."""
     remote = planned.remote
     assert remote is not None
     options = {"file_access": config.file_access, **remote.options}
@@ -323,7 +325,7 @@ def _from_options(config: Config, layout: Layout, device: Device | None, planned
 
 
 def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]:
-    """Yield the built-in remote tiers that cannot be made as `config` says, or lack a library, and why. Asks no server."""
+    """Yield the built-in remote tiers that `config` does not allow or that lack a library, and why. Contacts no server."""
     some_layout = Layout("", chunk_tokens=1, bytes_per_token=MIB)
     for planned in plan_of(config):
         remote = planned.remote
@@ -338,14 +340,16 @@ def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]
 _BUILDERS: dict[str, Callable[[Config, Layout, Device | None, PlannedTier], Tier]] = {
     "shared_memory": _shared_memory, "disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs
 }  # fmt: skip
-"""The builders of kinds for which the configuration says more than the options of an instance."""
+"""Builders of kinds that need more of the configuration than an instance's options."""
 
 
 def make_fan_out(
     config: Config, layout: Layout, tiers: Sequence[Tier], arena_bytes: int, slot_bytes: int, budget: SlotBudget
 ) -> FanOut:
-    """Return the writers: a queue for each tier that is written to. One of the ranks that hold the same bytes writes a
-    chunk."""
+    """Return the writers, with a queue for each tier that is written to.
+
+    Only one of the ranks that hold the same bytes writes a chunk.
+    """
     queue_bytes = config.write_queue_bytes or arena_bytes // 2
     settings = WriterSettings(
         queue_bytes=max(queue_bytes, slot_bytes),

@@ -1,4 +1,4 @@
-"""The cache for a synchronous engine: a thread with an event loop, and the TierCache that lives on it."""
+"""The cache for a synchronous engine: a thread with an event loop, and its TierCache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ logger = logging.getLogger("tiercache")
 T = TypeVar("T")
 
 _LET_GO_S = 0.5
-"""The time that the thread has to end once the cache is closed."""
+"""Seconds for the thread to end once the cache is closed."""
 _CLOSED = "the cache is closed"
 
 
 class CacheThread:
-    """Starts the thread, opens the cache, and raises what opening raised. `device` and `naming` as for `TierCache`.
+    """A thread with an open cache. Raises the errors of opening. `device` and `naming` are as for `TierCache`.
 
-    `cache` may be used only inside coroutines given to `submit` and in functions given to `loop.call_soon_threadsafe`. A
-    coroutine that raises SystemExit or KeyboardInterrupt ends the thread, as it would a program: the cache is closed then.
+    `cache` may be used only inside coroutines given to `submit` and in functions given to `loop.call_soon_threadsafe`.
+    A coroutine that raises SystemExit or KeyboardInterrupt ends the thread, as it would a program: the cache is closed
+    then.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class CacheThread:
                 f"no thread can be started for the cache: {error}; raise the limit of processes and threads (ulimit -u, "
                 "pids.max of the container) or free memory"
             ) from error
-        self.cache = self._opened.result()  # which ends: each part is opened by a deadline, and the thread by a result
+        self.cache = self._opened.result()  # has an end: each part has a deadline, and the thread always sets a result
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine on the cache's loop. Cancelling the future cancels the coroutine. Raises CacheClosed."""
-        if self._thread.is_alive():  # asked first: a process that was forked may have this lock taken for good
+        if self._thread.is_alive():  # checked first: in a forked process this lock may be held for ever
             with self._submitting:
                 if not self._takes_no_more:
                     return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -72,10 +73,10 @@ class CacheThread:
         raise CacheClosed(_CLOSED)
 
     def close(self, timeout_s: float = 10.0) -> FlushReport:
-        """Write what is queued for up to `timeout_s`, close the cache and end the thread. Idempotent.
+        """Write the queued chunks for up to `timeout_s`, close the cache and end the thread. Idempotent.
 
-        A thread that a hung device keeps is abandoned. Raises CacheClosed in a process that was forked from the cache's,
-        which has no such thread and leaves the cache alone.
+        A thread that a hung device blocks is abandoned. Raises CacheClosed in a process that was forked from the
+        cache's process, since it has no such thread, and leaves the cache unchanged.
         """
         is_here = self._thread.is_alive()
         if not self._finished.done():
@@ -101,8 +102,11 @@ class CacheThread:
             raise
 
     def _run_until_stopped(self, serving: asyncio.Task[None]) -> None:
-        """Run the loop. A submitted coroutine may stop it (SystemExit, `loop.stop`); the loop runs on until the cache is
-        closed, since chunks that were put are written all the same."""
+        """Run the loop until the cache is closed.
+
+        If a submitted coroutine stops it (SystemExit, `loop.stop`), the loop continues, since queued chunks are still
+        written.
+        """
         try:
             self.loop.run_until_complete(serving)
         except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
@@ -130,13 +134,13 @@ class CacheThread:
             self._finished.set_result(report)
 
     def _take_no_more(self) -> None:
-        """Refuse coroutines from now on. Those submitted before are begun before the loop ends."""
+        """Refuse coroutines from now on. Coroutines submitted before begin before the loop ends."""
         with self._submitting:
             self._takes_no_more = True
 
 
 def _make_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop, uvloop's when it is installed. Raises ConfigError."""
+    """Return an event loop, from uvloop if it is installed. Raises ConfigError."""
     make = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         import uvloop

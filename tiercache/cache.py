@@ -1,4 +1,4 @@
-"""TierCache: the one class that an embedder meets."""
+"""TierCache, the main class for embedders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEY_OF = itemgetter(0)
 
 
 class Get:
-    """The context manager that `TierCache.get` returns. A generator would take longer on a path of microseconds."""
+    """The context manager that `TierCache.get` returns. A generator would be slower on a path of microseconds."""
 
     __slots__ = ("_cache", "_deadline_s", "_key", "_lease")
 
@@ -63,19 +63,19 @@ class Get:
 
 
 class TierCache:
-    """An embedded cache. Everything belongs to the event loop that entered `open`: calls from other loops, and from threads
-    without a loop, raise RuntimeError and change nothing. `keys`, `statistics` and `describe` only look and may be called
-    from anywhere, and a `get` of a hot chunk from the thread of that loop.
+    """An embedded cache, bound to the event loop that entered `open`.
 
-    Keys come from `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
+    Calls from other loops, and from threads without a loop, raise RuntimeError and change nothing. `keys`, `statistics`
+    and `describe` may be called from anywhere, and a `get` of a hot chunk from the thread of that loop. Keys come from
+    `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
     """
 
     def __init__(
         self, config: Config, layout: Layout, *, device: Driver | None = None, naming: Naming | None = None
     ) -> None:
-        """Prefer `open`. Where a context manager cannot be used, call `await start()` and `await close()`.
+        """Prefer `open`. Without a context manager, call `await start()` and `await close()`.
 
-        `naming` maps token ids to chunks for the control socket, where chunks have other names than `keys` gives them.
+        `naming` maps token ids to chunks for the control socket, if chunks have other names than those from `keys`.
         """
         self.config = config
         self.layout = layout
@@ -84,21 +84,21 @@ class TierCache:
         self._chunk_bytes = layout.chunk_bytes
         self.namespace, _ = self._named = layout.named_by(config.tenant_salt)
         self._thread = 0
-        """The thread that the loop was last seen in."""
+        """Identifier of the thread in which the loop was last seen."""
         self._started = False
         self._parts: Parts | None = None
         """Set when the cache has started, and kept when it is closed."""
         self._running: Parts | None = None
-        """The same, until a close has written what was queued."""
+        """The same parts, until a close has written the queued chunks."""
 
     @classmethod
     @asynccontextmanager
     async def open(cls, config: Config, layout: Layout, *, device: Driver | None = None) -> AsyncIterator[TierCache]:
-        """Take the arena and open the tiers; at the end write what is queued, for up to `close_timeout_s`, and close all of
-        it. Raises ConfigError as `start` does.
+        """Allocate the arena and open the tiers; at the end write queued chunks, for up to `close_timeout_s`, and close
+        all.
 
-        `device` is the accelerator whose memory the cache is handed; by default the GPU that torch uses in this process, if
-        it already uses one.
+        `device` is the accelerator whose memory the caller passes to the cache; by default the GPU that torch uses in
+        this process, if any. Raises ConfigError as `start` does.
         """
         cache = cls(config, layout, device=device)
         await cache.start()
@@ -108,10 +108,11 @@ class TierCache:
             await cache.close()
 
     async def start(self) -> None:
-        """Take the arena (pre-faulted off the loop) and open the tiers, each by a deadline of its own.
+        """Allocate the arena (pre-faulted off the loop) and open the tiers, each by its own deadline.
 
-        Raises ConfigError with one clear sentence when something cannot be had, or hangs. Failed or cancelled, nothing is
-        kept, but for what hangs, which is given back when it goes on. So a cache may be started again at once.
+        Raises ConfigError with one clear sentence if a resource is unavailable or hangs. After a failure or
+        cancellation nothing is kept, except resources that hang, which are released when they continue. So a cache may
+        be started again at once.
         """
         if self._started:
             raise TierCacheError("the cache was started already: a cache is started once; make another one")
@@ -125,7 +126,7 @@ class TierCache:
                 await server.start()
                 closing.push([("control socket", server.close)])
         except GeneratorExit:
-            raise  # no loop runs this any more, so it cannot wait
+            raise  # the loop has ended, so this cannot wait
         except BaseException:
             self._parts = self._running = None
             closing.bring_forward(asyncio.get_running_loop().time())
@@ -134,12 +135,12 @@ class TierCache:
             raise
 
     async def close(self, timeout_s: float | None = None) -> FlushReport:
-        """Write what is queued for up to `timeout_s`, then give everything back. Idempotent. Of several calls at a time the
-        nearest deadline counts, and all get the same report.
+        """Write queued chunks for up to `timeout_s`, then release everything. Idempotent.
 
-        Returns what was not written. An operation that hangs is abandoned half a second after the deadline and logged, and
-        its memory stays mapped until it ends. Cancelled, this writes no more, gives everything back, and raises
-        CancelledError then.
+        Concurrent calls use the nearest deadline, and all get the same report. Returns the outcome by tier, including
+        the chunks that were not written. An operation that hangs is abandoned half a second after the deadline and
+        logged, and its memory stays mapped until it ends. Cancellation stops the writes, releases everything, and
+        raises CancelledError afterwards.
         """
         parts = self._parts
         if parts is None:
@@ -175,26 +176,29 @@ class TierCache:
 
     @property
     def ahead(self) -> Prefetcher:
-        """The prefetcher, which keeps sessions and pins."""
+        """The prefetcher, which manages sessions and pins."""
         return self.parts.ahead
 
     def keys(self, tokens: Sequence[int] | np.ndarray, *, salt: str = "") -> list[ChunkKey]:
-        """Return the keys of the full chunks of `tokens`, and of the partial tail when `save_unfull_chunk` is set. `salt` is
-        a tenant's, beside the cache's own `tenant_salt`: tenants share no chunk, and each has its quota."""
+        """Return the keys of the full chunks of `tokens`, and of the partial tail if `save_unfull_chunk` is set.
+
+        `salt` is a tenant's, in addition to the cache's own `tenant_salt`: tenants share no chunk, and each has its
+        quota.
+        """
         namespace, tenant = self.layout.named_by(self.config.tenant_salt, salt) if salt else self._named
         return chunk_keys(namespace, tokens, self.layout.chunk_tokens, partial=self.config.save_unfull_chunk, tenant=tenant)
 
-    # Writing
+    # Writes
 
     async def put(self, key: ChunkKey, payload: Any, *, deadline_s: float | None = None) -> bool:
         """Store a chunk, and return True once it is hot. Other tiers are written in the background.
 
         `payload` is bytes-like, a numpy array or a torch tensor of at most `layout.chunk_bytes`, and is read until this
-        returns. Returns False if no slot, or no thread to copy with, came free by the deadline (in seconds;
-        `blocking_timeout_secs` by default), or the chunk was forgotten meanwhile. Raises TierUnavailable if the copy has not
-        ended 30 s after the deadline, and still reads `payload`. Cancelled before the copy, it stores nothing; cancelled
-        while it waits for room in a tier's queue, the chunk is hot. It no longer reads `payload` when CancelledError comes
-        out.
+        returns. Returns False if no slot or copying thread was free by the deadline (in seconds;
+        `blocking_timeout_secs` by default), or the chunk was forgotten meanwhile. Raises TierUnavailable if the copy
+        has not ended 30 s after the deadline, and still reads `payload`. Cancellation before the copy stores nothing;
+        cancellation during the wait for a tier's queue leaves the chunk hot. `payload` is no longer read when
+        CancelledError is raised.
         """
         if self._running is not None and self._running.on_device is not None:
             return bool(await self.put_many([key], [payload], deadline_s=deadline_s))
@@ -204,13 +208,13 @@ class TierCache:
         self, keys: Sequence[ChunkKey], payloads: Sequence[Any], *, after: Event | None = None,
         deadline_s: float | None = None, prefix: bool = False,
     ) -> int:  # fmt: skip
-        """Store many chunks as `put` does, and return how many are in the cache now. A key that comes again counts once.
+        """Store many chunks as `put` does, and return how many are in the cache now. Repeated keys count once.
 
-        Tensors and `PagedChunk`s in device memory are copied on streams of the cache's own, which begin after the driver's
-        event `after` (by default: after what the calling thread's current stream has been given), and are read until this
-        returns. With `local_cpu: false` and only device tiers they never come to the host; what their full queues skip
-        (`on_queue_full`) counts as stored all the same. `prefix` says that the chunks follow one another, which eviction
-        uses. Raises LayoutError for device memory that is not laid out as it must be.
+        Tensors and `PagedChunk`s in device memory are copied on the cache's own streams, which begin after the driver's
+        event `after` (by default: after the work given to the calling thread's current stream), and are read until this
+        returns. With `local_cpu: false` and only device tiers they never reach the host; chunks that full queues skip
+        (`on_queue_full`) count as stored all the same. `prefix` says that the chunks follow one another, which eviction
+        uses. Raises LayoutError for device memory of the wrong layout.
         """
         parts = self._in_use()
         check_one_each(keys, payloads, "payload")
@@ -238,12 +242,12 @@ class TierCache:
         """Store chunks that callables fill in: (key, payload length in bytes, source).
 
         Each source gets a uint8 vector of that length on a worker thread. Returns how many of the chunks are hot now.
-        `prefix`, the deadline and keys that come again are as for `put_many`.
+        `prefix`, the deadline and repeated keys are as for `put_many`.
 
-        Chunks become hot in batches, in order: at most an eighth of the arena and 32 MiB each, and less where a slot has to
-        be waited for, since a put does not hold filled slots while it waits. Two batches are copied at a time. A source that
-        raises ends the put with its exception, and a cancellation ends it too: batches that are hot by then stay, and of the
-        others nothing is stored. So what is stored is a prefix of `items`.
+        Chunks become hot in batches, in order: at most an eighth of the arena and 32 MiB each, and less if a slot has
+        to be waited for, since a put does not hold filled slots during the wait. Two batches are copied at a time. A
+        source that raises ends the put with its exception, and a cancellation ends it too: batches that are hot by then
+        stay, and the others are not stored. So the stored chunks are a prefix of `items`.
         """
         parts = self._in_use()
         check_keys(map(_KEY_OF, items))
@@ -261,19 +265,18 @@ class TierCache:
             raise ValueError(f"payloads: expected {len(keys)} (one a chunk), found {len(payloads)}")
         return await self.put_many(keys, payloads, prefix=True)
 
-    # Reading
+    # Reads
 
     def get(self, key: ChunkKey, *, deadline_s: float | None = None) -> Get:
         """Lease a chunk: `async with cache.get(key) as lease` gives a zero-copy view (`lease.view`), or None on a miss.
 
-        A hot chunk is answered without leaving the loop. A chunk that arrives after `deadline_s` seconds is a miss for this
-        caller, and is kept for the next.
+        A hot chunk is returned without leaving the loop. A chunk that arrives after `deadline_s` seconds is a miss for
+        this caller, and is kept for later callers.
         """
         parts = self._running
         if parts is None:
             raise CacheClosed(_CLOSED)
-        # To check the thread takes less than to check the loop, and is enough for a hot chunk; `Get` checks the loop for
-        # all others.
+        # Checking the thread is faster than checking the loop, and is enough for a hot chunk; `Get` checks the loop.
         if get_ident() != self._thread:
             check_loop(parts.loop)
             self._thread = get_ident()
@@ -291,12 +294,12 @@ class TierCache:
     ) -> int:
         """Copy verified chunks into writable buffers, arrays, tensors or `PagedChunk`s of exactly their length.
 
-        Returns how many chunks of the contiguous prefix were delivered by the deadline. Buffers behind a gap may have been
-        written. When this has returned or raised, nothing touches the buffers any more (but for a copy that has not ended
-        30 s after the deadline, which TierUnavailable says, and DeviceError of a device). Buffers are either all in host
-        memory or all in device memory; the latter are written after the driver's event `after`, by default after what the
-        calling thread's stream has been given. `held` are leases that the caller has; their chunks are delivered even if
-        they were forgotten meanwhile.
+        Returns how many chunks of the contiguous prefix were delivered by the deadline. Buffers after a gap may have
+        been written. After a return, error or cancellation the buffers are no longer in use, except by a copy that has
+        not ended 30 s after the deadline, which raises TierUnavailable, or DeviceError for a device. Buffers are either
+        all in host memory or all in device memory; device buffers are written after the driver's event `after`, by
+        default after the work given to the calling thread's stream. `held` are leases of the caller; their chunks are
+        delivered even if they were forgotten meanwhile.
         """
         parts = self._in_use()
         check_one_each(keys, buffers, "buffer")
@@ -315,8 +318,7 @@ class TierCache:
         self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], *, deadline_s: float | None = None,
         held: Mapping[ChunkKey, Lease] | None = None,
     ) -> int:  # fmt: skip
-        """Deliver chunks as `get_into` does, to a callable for each that gets a read-only uint8 vector on a worker
-        thread."""
+        """Deliver chunks as `get_into` does, each to a callable that gets a read-only uint8 vector on a worker thread."""
         parts = self._in_use()
         check_one_each(keys, sinks, "buffer")
         delivered = await parts.reader.deliver(keys, sinks, self._until_s(deadline_s), held)
@@ -324,13 +326,16 @@ class TierCache:
         return delivered
 
     async def load(self, tokens: Sequence[int] | np.ndarray, buffers: Sequence[Any]) -> int:
-        """Copy the first chunks of `tokens`, as many as there are buffers, as `get_into` does. Returns tokens delivered."""
+        """Copy the first chunks of `tokens`, as many as there are buffers, as `get_into` does.
+
+        Return the delivered tokens.
+        """
         keys = self.keys(tokens)[: len(buffers)]
         chunks = await self.get_into(keys, list(buffers)[: len(keys)])
         return min(chunks * self.layout.chunk_tokens, len(tokens))
 
     async def warm(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> int:
-        """Promote chunks into the hot cache, and return how many of the contiguous prefix got there."""
+        """Promote chunks into the hot cache, and return how many of the contiguous prefix are hot."""
         parts = self._in_use()
         check_keys(keys)
         return await parts.reader.warm(keys, self._until_s(deadline_s))
@@ -357,42 +362,43 @@ class TierCache:
     ) -> PrefetchHandle:
         """Promote the chunks of a prefix (token ids, or chunk keys) into the hot cache before a request reads them.
 
-        They will be needed in `deadline` seconds: among prefetches of one `priority` (smaller goes first) the sooner one
-        goes first. They are kept until they are read, at most until `ttl` seconds after the deadline. Returns at once; await
-        the handle for the outcome, look at its `progress`, or `cancel()` it. Demand reads go first, and all prefetches
-        together stay within `prefetch_share` and `prefetch_bytes_per_s`. A deadline below 0 counts as 0. Raises ValueError
-        or TypeError for times and priorities that are no numbers, and ConfigError with `local_cpu: false`: there is no hot
-        cache to promote into.
+        They will be needed in `deadline` seconds: among prefetches of equal `priority` (smaller goes first) the sooner
+        goes first. They are kept until they are read, at most until `ttl` seconds after the deadline. Returns at once;
+        await the handle for the outcome, read its `progress`, or `cancel()` it. Demand reads go first, and all
+        prefetches together stay within `prefetch_share` and `prefetch_bytes_per_s`. A deadline below 0 counts as 0.
+        Raises ValueError or TypeError for times and priorities that are not numbers, and ConfigError with `local_cpu:
+        false`, which has no hot cache to promote into.
         """
         parts = self._in_use()
         given = list(what)
         keys: list[Any] = given if given and isinstance(given[0], bytes) else self.keys(given)
         return parts.ahead.prefetch(keys, deadline, ttl, priority, parts.reader.settings.probe_deadline_s)
 
-    # Asking
+    # Lookups
 
     async def lookup(self, tokens: Sequence[int] | np.ndarray) -> Hit:
-        """Return how far the contiguous prefix of `tokens` reaches, and in which tiers, within `lookup_timeout_ms`."""
+        """Return the length of the contiguous prefix of `tokens`, and its tiers, within `lookup_timeout_ms`."""
         hit = await self.lookup_keys(self.keys(tokens))
         return Hit(hit.chunks, min(hit.chunks * self.layout.chunk_tokens, len(tokens)), hit.by_tier)
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> Hit:
-        """Look up keys as `lookup` does within `deadline_s` seconds (`lookup_timeout_ms` by default); `tokens` counts full
-        chunks."""
+        """Look up keys as `lookup` does within `deadline_s` seconds (`lookup_timeout_ms` by default).
+
+        `tokens` counts full chunks.
+        """
         parts = self._in_use()
         check_keys(keys)
         chunks, by_tier = await parts.reader.lookup(keys, self._until_s(deadline_s, parts.reader.settings.probe_deadline_s))
         return Hit(chunks, chunks * self.layout.chunk_tokens, by_tier)
 
     async def lookup_each(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> list[bool]:
-        """Return for each of `keys` by itself whether a tier has it, with one question to each tier, as soon as
-        `lookup_keys`."""
+        """Return for each of `keys` if a tier has it, with one question to each tier, within the time of `lookup_keys`."""
         parts = self._in_use()
         check_keys(keys)
         return await parts.reader.lookup_each(keys, self._until_s(deadline_s, parts.reader.settings.probe_deadline_s))
 
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many of `keys`, from the first on without a gap, are hot or mapped. Non-blocking; not an access."""
+        """Return the length of the prefix of `keys` that is hot or mapped. Non-blocking; not an access."""
         check_loop(self.parts.loop)
         check_keys(keys)
         return self.parts.reader.prefix_at_hand(keys)
@@ -405,7 +411,7 @@ class TierCache:
         return " -> ".join([f"cpu ({arena})", *device, *(tier.describe() for tier in parts.tiers)])
 
     def statistics(self) -> Statistics:
-        """Return a snapshot. Raises CacheClosed when the cache is closed."""
+        """Return a snapshot. Raises CacheClosed if the cache is closed."""
         if (parts := self._running) is None:
             raise CacheClosed(_CLOSED)
         device, skipped = None, parts.ingest.skipped
@@ -427,17 +433,20 @@ class TierCache:
             stuck=parts.stuck,
         )
 
-    # Upkeep
+    # Maintenance
 
     def computing_takes(self, chunk_s: float) -> None:
-        """Set in how many seconds the engine computes a chunk; `prefill_tokens_per_s` sets it at first. A chunk that would
-        load more slowly is a miss from now on, and a load that takes longer than expected ends with what has arrived."""
+        """Set the seconds that the engine takes to compute a chunk; `prefill_tokens_per_s` sets the initial value.
+
+        A chunk that would load more slowly is a miss from now on, and a load that takes longer than expected ends with
+        the chunks that have arrived.
+        """
         check_loop(self.parts.loop)
         check_seconds("chunk_s", chunk_s)
         self.parts.reader.settings.recompute_s = chunk_s
 
     async def flush(self, timeout_s: float = 60.0) -> FlushReport:
-        """Wait for up to `timeout_s` until all chunks that were put are written to their tiers."""
+        """Wait for up to `timeout_s` until all stored chunks are written to their tiers."""
         parts = self._in_use()
         check_number("timeout_s", timeout_s)
         return await parts.fan_out.flush(timeout_s)
@@ -445,13 +454,13 @@ class TierCache:
     async def forget(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> None:
         """Remove chunks from every tier, waiting for up to `deadline_s` (`blocking_timeout_secs` by default).
 
-        A put, read, prefetch or write that began before this, even an abandoned one, brings none of them back; one that
-        begins after it is stored, and read back from every tier. Leases stay valid. A tier that fails does not keep chunks
-        from being removed from others; its error is raised at the end, and TierUnavailable where a chunk could not be
-        removed in time. A chunk that could not be removed, also because this call was cancelled, is not read from that tier
-        any more. Its removal is tried again until it succeeds or the cache is closed, for up to 65,536 keys a tier; for keys
-        beyond those the tier is neither read nor written. A durable tier that kept a chunk has it again after a restart.
-        Tiers that are only read are not asked for the chunk any more.
+        A put, read, prefetch or write that began before this, even an abandoned operation, restores none of them; a
+        later put is stored, and read back from every tier. Leases stay valid. A tier that fails does not prevent
+        removal from others; its error is raised at the end, and TierUnavailable if a chunk could not be removed in
+        time. A chunk that could not be removed, also because this call was cancelled, is no longer read from that tier.
+        Its removal is retried until it succeeds or the cache is closed, for up to 65,536 keys per tier; for further
+        keys the tier is neither read nor written. A durable tier that kept a chunk has it again after a restart.
+        Read-only tiers no longer serve the chunk.
         """
         parts = self._in_use()
         check_keys(keys)
@@ -477,7 +486,7 @@ class TierCache:
     # Helpers
 
     def _on_device(self, memory: Sequence[Any]) -> list[DevicePayload | None]:
-        """Return for each payload or buffer what it is in device memory; None where it lies in host memory."""
+        """Return the device payload for each payload or buffer; None for host memory."""
         on_device = None if self._running is None else self._running.on_device
         if on_device is None:
             return [None] * len(memory)
@@ -496,11 +505,11 @@ class TierCache:
         return deadline_s
 
     def _until_s(self, deadline_s: float | None, default_s: float | None = None) -> float:
-        """Return the deadline of a call, or by default one in `default_s`, as a loop time."""
+        """Return the deadline of a call as a loop time; `default_s` applies if it is None."""
         return self.parts.loop.time() + self._wait_s(default_s if deadline_s is None else deadline_s)
 
     def _served(self, keys: Sequence[ChunkKey], delivered: int) -> None:
-        """Tell the tiers and the prefetcher that a request came for `keys`, and got so many of them."""
+        """Tell the tiers and the prefetcher that a request asked for `keys`, and got the first `delivered`."""
         parts = self.parts
         parts.fan_out.used(keys[:delivered], parts.cpu)
         parts.ahead.served(keys)

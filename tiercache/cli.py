@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs when it runs, so that `--help` is quick."""
+"""Define the command line. Each command imports its modules when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doctor(
     path: Annotated[Path | None, typer.Option(help="A directory for chunks: its mount, O_DIRECT, GDS, locks.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what this machine offers, and what to do about the rest."""
+    """Show what this machine offers, with advice for problems."""
     from tiercache.commands.doctor import doctor_command
 
     raise typer.Exit(doctor_command(path, as_json))
@@ -56,7 +56,7 @@ def config_explain(
     as_json: AsJson = False,
     defaults: Annotated[bool, typer.Option("--all", help="Show the defaults, too.")] = False,
 ) -> None:
-    """Show which tiers a configuration makes, what was set, and where."""
+    """Show the tiers of a configuration, the values that are set, and their sources."""
     from tiercache.commands.explain import explain_command
 
     raise typer.Exit(explain_command(file, as_json, defaults))
@@ -66,7 +66,7 @@ def config_explain(
 def stat(
     directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False
 ) -> None:
-    """Show what the directory of a file tier holds."""
+    """Show the contents of a file tier's directory."""
     from tiercache.commands.stat import stat_command
 
     raise typer.Exit(stat_command(directory, as_json))
@@ -76,7 +76,7 @@ def stat(
 def verify(
     directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False
 ) -> None:
-    """Check every chunk; the bad are moved to quarantine, and the exit status is 1."""
+    """Check every chunk. Bad chunks are moved to quarantine, and the exit status is 1."""
     from tiercache.commands.verify import verify_command
 
     raise typer.Exit(verify_command(directory, as_json))
@@ -90,7 +90,7 @@ def bench(
     only: Annotated[str, typer.Option(help="Comma list of: core, cpu, disk, prefetch, loop, restart.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")] = False,
 ) -> None:
-    """Ceilings of this machine and ours, interleaved in one run."""
+    """Measure this machine's ceilings and tiercache, interleaved in one run."""
     from tiercache.bench.command import Options, bench_command
 
     raise typer.Exit(bench_command(Options(json_file, directory, pairs, only, quick))[0])
@@ -128,7 +128,7 @@ def replay(
     real_chunk_kib: Annotated[int, typer.Option(min=4, help="Bytes of a block then, in KiB.")] = 64,
     speed_up: Annotated[float, typer.Option(min=0.01, help="Of its timed part: trace time over real time.")] = 60.0,
 ) -> None:
-    """Simulate tiers and policies over traces: how much RAM and flash, and what it buys. Lists: all combinations."""
+    """Simulate tiers and policies over traces, to size RAM and flash. Lists are run in all combinations."""
     from tiercache.replay.command import Options, hardware_of, replay_command
     from tiercache.replay.real.command import RealOptions
     from tiercache.replay.setting import Setting
@@ -175,7 +175,7 @@ def serve_control(
     ] = None,
     no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none. On loopback only.")] = False,
 ) -> None:
-    """HTTP for gateways, in front of caches' control sockets; and /metrics for Prometheus."""
+    """Serve HTTP for gateways and /metrics for Prometheus, in front of caches' control sockets."""
     from tiercache.control.command import serve_control_command
 
     raise typer.Exit(serve_control_command(socket, host, port, token_file, no_token))

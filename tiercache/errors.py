@@ -1,4 +1,4 @@
-"""Errors. A miss is never one; these are for callers and operators, who must act."""
+"""Errors for callers and operators. A miss is not an error."""
 
 
 class TierCacheError(Exception):
@@ -6,11 +6,11 @@ class TierCacheError(Exception):
 
 
 class ConfigError(TierCacheError):
-    """The configuration cannot be used; the message names key, value and what would be accepted."""
+    """The configuration cannot be used. The message names key, value and the accepted values."""
 
 
 class LayoutError(TierCacheError):
-    """Bytes or an engine do not have the layout that was expected."""
+    """Bytes or an engine do not have the expected layout."""
 
 
 class CorruptChunk(TierCacheError):
@@ -30,7 +30,10 @@ class CacheClosed(TierCacheError, RuntimeError):
 
 
 class DeviceError(TierCacheError):
-    """An accelerator or its driver failed. `lost` says that nothing will work on it any more: its context is corrupt."""
+    """An accelerator or its driver failed.
+
+    `lost` says that the device's context is corrupt, so that all further work fails.
+    """
 
     def __init__(self, message: str, *, lost: bool = False) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
 """The parts of a cache, and how they are opened and closed: each resource pushes its close to one `AsyncExitStack`.
 
-A device, a mount or a lock may hang. Calls that may block run in daemon threads, since those of an executor are joined when
-the interpreter exits, and every step has a deadline. A step that outlives it is abandoned: it goes on by itself, and the
-views that it has of the arena keep the memory mapped until it ends.
+A device, a mount or a lock may hang. Calls that may block run in daemon threads, since those of an executor are joined
+when the interpreter exits, and every step has a deadline. A step that exceeds it is abandoned: it continues by itself,
+and its views of the arena keep the memory mapped until it ends.
 """
 
 from __future__ import annotations
@@ -39,25 +39,27 @@ logger = logging.getLogger("tiercache")
 T = TypeVar("T")
 
 FILE_SYSTEMS_S = 30.0
-"""The time that the file systems of the configured directories have to say what they are."""
+"""Seconds for the file systems of the configured directories to report their type."""
 DEVICE_S = 120.0
-"""The time that an accelerator has to come up."""
+"""Seconds for an accelerator to start."""
 _CALL_OFF_S = 2.0
-"""The time that a tier or a device whose opening was called off has to give back what it holds, before it is abandoned."""
+"""Seconds for a tier or device whose opening was cancelled to release its resources, before it is abandoned."""
 GRACE_S = 0.5
-"""The time that all steps of a close together have at least, also where the deadline has passed."""
+"""Least number of seconds for all steps of a close together, even if the deadline has passed."""
 _LEAST_S = 0.1
-"""The time that each step of a close has at least, also where others have used up the grace."""
+"""Least number of seconds for each step of a close, even if others have used up the grace."""
 _COPYING_THREADS = 2
-"""Copying threads of one direction. Puts have their own, so that slow sources do not delay a get of hot chunks."""
+"""Copying threads per direction. Puts have their own, so that slow sources do not delay a get of hot chunks."""
 
 Part = tuple[str, Callable[[], Coroutine[Any, Any, object]]]
 """The name of a resource in the log, and its close."""
 
 
 class Closing:
-    """The exit stack of a cache, the deadline by which it is unwound, and the calls in flight that it waits for: each enters
-    it as a context."""
+    """The exit stack of a cache, its deadline, and the calls in flight that it waits for.
+
+    Each call enters it as a context.
+    """
 
     def __init__(self) -> None:
         self.stack = AsyncExitStack()
@@ -66,7 +68,7 @@ class Closing:
         self._idle.set()
         self.schedulers: list[TierWriter | Reader] = []
         self._deadline_s = float("inf")
-        """A loop time. It may be brought forward while a step is waited for."""
+        """A loop time. It may be brought forward during a step."""
         self._least_s = float("-inf")
         self._step: asyncio.Timeout | None = None
         self._task: asyncio.Task[FlushReport] | None = None
@@ -90,28 +92,30 @@ class Closing:
 
     @property
     def abandoned(self) -> list[asyncio.Task[Any]]:
-        """Reads and writes that outlived their deadline and still hold a slot."""
+        """Reads and writes that exceeded their deadline and still hold a slot."""
         return [task for scheduler in self.schedulers for task in scheduler.abandoned]
 
     @property
     def until_s(self) -> float:
-        """The loop time until which the current step may take."""
+        """The loop time by which the current step has to end."""
         return max(self._deadline_s, self._least_s)
 
     def bring_forward(self, deadline_s: float) -> None:
-        """Let the deadline be `deadline_s`, a loop time, unless it is before that already."""
+        """Set the deadline to `deadline_s`, a loop time, unless it is earlier already."""
         self._deadline_s = min(self._deadline_s, deadline_s)
         if self._step is not None and not self._step.expired():
             self._step.reschedule(self.until_s)
 
     def push(self, parts: Collection[Part]) -> None:
-        """Close those that `parts` contains by then, side by side, and before all that was pushed earlier."""
+        """Push the close of `parts`, as they are at that time: concurrently, and before all parts pushed earlier."""
         self.stack.push_async_callback(self._close, parts)
 
     async def run(self, deadline_s: float, close: Callable[[], Coroutine[Any, Any, FlushReport]]) -> FlushReport:
-        """Return what `close` returns. The first of several callers begins it, and the nearest of their deadlines counts.
+        """Return the result of `close`. The first of several callers starts it, and the nearest of their deadlines
+        counts.
 
-        Cancelled, the deadline is now, unless others wait too, and CancelledError comes out when everything is given back.
+        Cancellation sets the deadline to now, unless others wait too, and CancelledError is raised when everything is
+        released.
         """
         loop = asyncio.get_running_loop()
         task = self._task = self._task or loop.create_task(close(), name="tiercache-close")
@@ -128,8 +132,11 @@ class Closing:
             self._callers -= 1
 
     async def wait(self, works: Collection[asyncio.Future[Any]]) -> None:
-        """Wait until all of `works` have ended, or until the deadline. A cancellation makes the deadline now and ends
-        nothing else: a loop that shuts down cancels every task."""
+        """Wait until all of `works` have ended, or until the deadline.
+
+        A cancellation sets the deadline to now and has no other effect, since a loop that shuts down cancels every
+        task.
+        """
         loop = asyncio.get_running_loop()
         while left := [work for work in works if not work.done()]:
             try:
@@ -152,14 +159,14 @@ class Closing:
         await self.stack.aclose()
 
     async def settle(self) -> None:
-        """Wait half a second for what has just heard that the cache is closed, and log what is abandoned."""
+        """Wait half a second for operations that have just been notified of the close, and log the abandoned operations."""
         now_s = asyncio.get_running_loop().time()
         self._least_s = max(self._least_s, now_s + _LEAST_S)
         self.bring_forward(now_s + GRACE_S)
         calls = asyncio.ensure_future(self.idle())
         await self.wait([calls, *self.abandoned])
         calls.cancel()
-        await asyncio.sleep(0)  # what has ended is no longer abandoned with the next step
+        await asyncio.sleep(0)  # operations that have ended are no longer abandoned in the next step
         if count := len(self.abandoned) + self.in_flight:
             logger.warning("%d operations are abandoned; the memory that they touch stays mapped until they end", count)
 
@@ -175,13 +182,13 @@ class Closing:
                     logger.warning("%s: does not close in time, and is abandoned", name)
                 elif not task.cancelled() and (error := task.exception()) is not None:
                     logger.error("%s: closing failed", name, exc_info=error)
-            # Once more what was cancelled with all tasks of the loop: it has not ended.
+            # Repeat the parts that were cancelled with all tasks of the loop: they have not ended.
             parts = [part for task, part in tasks.items() if task.done() and task.cancelled()]
 
 
 @dataclass
 class OnDevice:
-    """The further parts of a cache that has an accelerator."""
+    """Additional parts of a cache with an accelerator."""
 
     device: Device
     staging: StagingTier
@@ -192,7 +199,7 @@ class OnDevice:
 
 @dataclass
 class Parts:
-    """The parts of a cache that has started. They stay when it is closed."""
+    """The parts of a cache that has started. They remain after its close."""
 
     loop: asyncio.AbstractEventLoop
     closing: Closing
@@ -208,12 +215,12 @@ class Parts:
 
     @property
     def stuck(self) -> int:
-        """Abandoned operations that have not ended."""
+        """Number of abandoned operations that have not ended."""
         copies = self.on_device.device.unfinished if self.on_device is not None else 0
         return len(self.closing.abandoned) + copies
 
     async def written(self) -> FlushReport:
-        """Write what is queued until the deadline, or until a cancellation, and return what happened to it."""
+        """Write queued chunks until the deadline, or until a cancellation, and return the outcome."""
         before = self.fan_out.counts()
         writing = asyncio.ensure_future(self._written())
         await self.closing.wait([writing])
@@ -225,9 +232,9 @@ class Parts:
         return report
 
     async def _written(self) -> None:
-        """Wait until no call is in flight, everything is written or given up, and what was forgotten is removed.
+        """Wait until no call is in flight, all chunks are written or given up, and forgotten chunks are removed.
 
-        A put has queued nothing before its end, and copies of a device go on without their waiters.
+        A put queues chunks only at its end, and device copies continue without their waiters.
         """
         await self.closing.idle()
         await self.fan_out.drained()
@@ -244,8 +251,8 @@ async def by_deadline(
 ) -> T:
     """Return the result of `work`, which makes or opens a part. Raises ConfigError (`late`) after `timeout_s`.
 
-    If that comes first, or a cancellation, `call_off` is called, and a result that comes all the same is given to `undo`.
-    This waits for both for two seconds, cancelled for `give_up_s` if that is given, and abandons them then.
+    After that, or a cancellation, calls `call_off`, and passes a late result to `undo`. Waits for both for two seconds,
+    or for `give_up_s` if cancelled and given, and abandons them then.
     """
     try:
         await asyncio.wait([work], timeout=timeout_s)
@@ -277,7 +284,7 @@ async def _call_off(
 
 
 def in_thread(option: str, make: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """Call `make(*arguments)` in a daemon thread of its own. Raises ConfigError where none can be started."""
+    """Call `make(*arguments)` in a separate daemon thread. Raises ConfigError if none can be started."""
     workers = Workers("start", 1)
     try:
         return workers.submit(make, *arguments)
@@ -288,9 +295,9 @@ def in_thread(option: str, make: Callable[..., T], *arguments: Any) -> asyncio.F
 
 
 async def make_arena(settings: ArenaSettings) -> Arena:
-    """Return an arena whose pages were touched, however long that takes; a cancellation stops it.
+    """Return an arena whose pages were touched, without a time limit; a cancellation stops it.
 
-    No device can hang in that, and a start that follows at once needs its name, so a cancellation waits for longer.
+    No device can hang in that, and an immediate new start needs its name, so a cancellation waits longer.
     """
     option, unwanted = "max_local_cpu_size", threading.Event()
     making = in_thread(option, Arena, settings, unwanted.is_set)
@@ -303,9 +310,9 @@ def _close_device(device: Device | None) -> None:
 
 
 async def open_tier(tier: Tier) -> None:
-    """Call `tier.open` by the tier's own deadline. Raises ConfigError where it fails or is too late.
+    """Call `tier.open` by the tier's own deadline. Raises ConfigError if it fails or is too late.
 
-    A tier that is too late, or whose opening is cancelled, is cancelled, and closed where it came up all the same.
+    A tier that is too late, or whose opening is cancelled, is cancelled, and closed if it has opened all the same.
     """
     option = getattr(tier, "option", tier.name)
     opening = asyncio.ensure_future(tier.open())
@@ -322,8 +329,10 @@ async def open_tier(tier: Tier) -> None:
 
 
 async def build(config: Config, layout: Layout, driver: Driver | None, closing: Closing) -> Parts:
-    """Make and open what the configuration describes, each part by a deadline. Whatever of it there is, also when this
-    raises, has pushed its close to `closing`."""
+    """Make and open the parts of the configuration, each by a deadline.
+
+    Every part that exists, also after an error, has pushed its close to `closing`.
+    """
     stack = closing.stack
     settings = arena_settings(config, layout)
     coming_up = in_thread("device", make_device, config, layout, driver, gpu_in_use())
@@ -365,7 +374,7 @@ async def _connected(
     tiers: list[Tier],
     fillers: Workers,
 ) -> Parts:
-    """Add readers, writers and the prefetcher to tiers that are open. `fillers` run the sources of puts."""
+    """Add readers, writers and the prefetcher to open tiers. `fillers` run the sources of puts."""
     loop = asyncio.get_running_loop()
     reading, readable = reader_settings(config, layout), [tier for tier in tiers if tier.reads]
     fan_out = make_fan_out(config, layout, tiers, arena.size_bytes, cpu.pool.slot_bytes, cpu.budget)
@@ -375,7 +384,7 @@ async def _connected(
     if device is None:
         reader = Reader(cpu, readable, reading, maps=True)
     else:
-        # Copies of a device come from pinned memory, which mappings are not.
+        # Device copies need pinned memory, which mappings are not.
         staging = StagingTier(device, cpu.copiers)
         await staging.open()
         reader = Reader(cpu, [staging, *readable], reading)

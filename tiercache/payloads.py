@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 Source = Callable[[np.ndarray], None]
-"""Fills the uint8 vector that it is given. Runs on a worker thread and should release the GIL for the bulk of it."""
+"""Fills a uint8 vector. Runs on a worker thread and should release the GIL for most of its time."""
 Sink = Callable[[np.ndarray], None]
 """Gets the chunk as a read-only uint8 vector, on a worker thread."""
 
 
 class PlainCopy:
-    """A source that copies memory of this process' own, which cannot block. If it is short, it may run on the event loop."""
+    """A source that copies memory of this process, which cannot block. Short copies may run on the event loop."""
 
     __slots__ = ("_array",)
 
@@ -47,11 +47,11 @@ def source_of(payload: Any) -> tuple[int, Source]:
 def sink_of(buffer: Any) -> Sink:
     """Return the call that copies a verified chunk into a writable buffer, array or tensor.
 
-    The call raises ValueError when lengths differ, which ends the prefix that the caller gets.
+    The call raises ValueError if lengths differ, which ends the prefix of the get.
     """
     if is_tensor(buffer):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
-            # torch takes writable memory only, and the chunk is not: these rarer kinds pay for a second copy.
+            # torch accepts writable memory only, and the chunk is not: these rarer kinds cost a second copy.
             tensor, length = _bit_for_bit(buffer), buffer.numel() * buffer.element_size()
             return lambda chunk: tensor.copy_(_tensor_view(_exactly(chunk, length).copy(), tensor))
         buffer = _bytes_view(buffer)
@@ -73,7 +73,7 @@ def _without_fields(array: np.ndarray) -> np.ndarray:
 
 
 def _is_own_memory(array: np.ndarray) -> bool:
-    """Return True if Python or numpy allocated the array's memory. Other memory may be a file's, or another process's."""
+    """Return True if Python or numpy allocated the array's memory. Other memory may belong to a file or another process."""
     owner: Any = array
     while type(owner) is np.ndarray and owner.base is not None:
         owner = owner.base
@@ -86,7 +86,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def _bit_for_bit(tensor: Any) -> Any:
-    """Return the tensor with a dtype whose bytes are copied as they are: torch makes 0 or 1 of a bool."""
+    """Return the tensor with a dtype whose bytes are copied unchanged: torch converts a bool to 0 or 1."""
     import torch
 
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
@@ -107,7 +107,7 @@ def _bytes_view(tensor: Any) -> np.ndarray:
 
 
 def check_loop(loop: asyncio.AbstractEventLoop | None) -> None:
-    """Raise RuntimeError unless `loop` is the running one: the cache's state has no locks."""
+    """Raise RuntimeError unless `loop` is the running loop: the cache's state has no locks."""
     if _get_running_loop() is not loop:
         raise RuntimeError(
             "the cache belongs to the event loop that started it, and this call comes from elsewhere; use "

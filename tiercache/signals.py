@@ -1,4 +1,4 @@
-"""Commands and examples end by SIGTERM and SIGHUP as by Ctrl-C: no directory, shared memory or process outlives them."""
+"""End commands and examples on SIGTERM and SIGHUP as on Ctrl-C, so that no directory, shared memory or process is left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Use it in the main thread of a program. Within, both do what SIGINT does at that moment: a KeyboardInterrupt, or what
-    asyncio and uvicorn have put in its place. What is ignored (`nohup`) stays so."""
+    """Make both signals act as SIGINT does at that moment. Use it in the main thread of a program.
+
+    That is a KeyboardInterrupt, or the action of asyncio and uvicorn. Ignored signals (`nohup`) stay ignored.
+    """
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         handler = signal.getsignal(signal.SIGINT)

@@ -13,7 +13,7 @@ from tiercache.tiers.base import TierStatistics
 
 @dataclass(frozen=True)
 class DeviceStatistics:
-    """The pool in device memory: its slots, those free now, and the reads into it from device tiers."""
+    """The pool in device memory: its slots, the free slots, and the reads into it from device tiers."""
 
     slots: int
     slots_free: int
@@ -31,7 +31,7 @@ class Statistics:
     writers: dict[str, WriterStatistics]
     reader: ReaderStatistics
     reads: dict[str, TierReadStatistics]
-    """By the name of each tier below the hot cache."""
+    """Reads by the name of each tier below the hot cache."""
     breakers: dict[str, str]
     """States of the breakers of reads; a writer has its own."""
     slots: int
@@ -40,7 +40,7 @@ class Statistics:
     """Prefetched bytes by source: used, late, wasted, cancelled."""
     puts_skipped: int
     stuck: int
-    """Operations that outlived their deadline and still hold a slot."""
+    """Operations that exceeded their deadline and still hold a slot."""
     device: DeviceStatistics | None = None
 
     def to_dict(self) -> dict[str, Any]:

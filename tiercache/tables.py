@@ -1,4 +1,4 @@
-"""Tables for people: whole where they fit, as lines where they do not. Nothing is cut, and no word is broken."""
+"""Tables for terminals: as tables if they fit, otherwise as lines. No cell is cut, and no word is broken."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.text import Text
 INDENT = 6
 
 Line = tuple[int, str | Text]
-"""The columns by which a line is indented, and its text."""
+"""The indentation of a line in columns, and its text."""
 
 
 def show(table: Table, console: Console, lines: Iterable[Line]) -> None:
-    """A table of sentences: as it is in a terminal that is wide enough, as `lines` in a narrower one, a file or a pipe."""
+    """Print a table of sentences: as a table in a terminal that is wide enough, otherwise as `lines`."""
     if console.is_terminal and _columns(table, console) <= console.width:
         console.print(table)
     else:
@@ -24,7 +24,7 @@ def show(table: Table, console: Console, lines: Iterable[Line]) -> None:
 
 
 def show_figures(table: Table, console: Console) -> None:
-    """A table of figures: as it is in a file or a pipe, too; in parts below one another where a terminal is too narrow."""
+    """Print a table of figures, in parts below one another if a terminal is too narrow."""
     if console.is_terminal:
         console.print(*fitting(table, console), sep="\n")
     else:
@@ -32,12 +32,12 @@ def show_figures(table: Table, console: Console) -> None:
 
 
 def fitting(table: Table, console: Console) -> list[Table | Text]:
-    """Return the table, or parts that fit the console, with some of its columns each; all parts begin with the first one."""
+    """Return the table, or parts of its columns that fit the console; all parts begin with the first column."""
     if _columns(table, console) <= console.width:
         return [table]
     widths = [_columns(_part(table, [column]), console) - 1 for column in table.columns]
     groups = _grouped(widths, console.width)
-    for width in range(console.width - 1, max(widths), -1):  # parts of one width look better than a short last one
+    for width in range(console.width - 1, max(widths), -1):  # parts of equal width look better than a short last part
         if len(narrower := _grouped(widths, width)) == len(groups):
             groups = narrower
     parts = [_part(table, [table.columns[number] for number in (0, *group)]) for group in groups]
@@ -46,7 +46,7 @@ def fitting(table: Table, console: Console) -> list[Table | Text]:
 
 
 def _grouped(widths: list[int], width: int) -> list[list[int]]:
-    """Return the numbers of the columns behind the first one, in groups that fit `width` beside that."""
+    """Return the numbers of the columns after the first, in groups that fit `width` beside it."""
     groups: list[list[int]] = []
     for number in range(1, len(widths)):
         if groups and 1 + widths[0] + sum(widths[other] for other in groups[-1]) + widths[number] <= width:
@@ -66,7 +66,7 @@ def _part(table: Table, columns: list[Column]) -> Table:
 
 
 def say(console: Console, lines: Iterable[Line]) -> None:
-    """Lines that break between words in a terminal, and not at all in a file or a pipe."""
+    """Print lines that break between words in a terminal, and do not break in a file or a pipe."""
     for indent, line in lines:
         text = Text(line) if isinstance(line, str) else line
         if console.is_terminal:

@@ -1,1 +1,1 @@
-"""`tiercache bench`: ceilings of the machine and ours, interleaved in one run, because a shared machine drifts by 2x."""
+"""`tiercache bench`: ceilings of the machine and tiercache, interleaved in one run, since a shared machine drifts by 2x."""

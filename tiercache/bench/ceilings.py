@@ -1,4 +1,4 @@
-"""What the machine can do without us: memcpy, and plain O_DIRECT files."""
+"""Measure the ceilings of the machine: memcpy, and plain O_DIRECT files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tiercache.tiers.files.format import supports_direct_io
 
 
 class FileCeiling:
-    """Files of one size, written and read with as few calls as the system allows and nothing around them.
+    """Files of one size, written and read with as few calls as the system allows.
 
-    Each thread takes one file after the other: open, fallocate, one pwritev, fdatasync where asked, close. No header,
-    no checksum, no rename, no copy; always from and to the same page-aligned, pre-faulted, huge-page memory. Past the
-    page cache (O_DIRECT) where the file system can, else through it, with the cached pages dropped before a read.
+    Each thread handles one file after another: open, fallocate, one pwritev, fdatasync if asked for, close. No header,
+    no checksum, no rename, no copy; always from and to the same page-aligned, pre-faulted, huge-page memory. Bypasses
+    the page cache (O_DIRECT) if the file system supports it, else uses it, with the cached pages dropped before a read.
     """
 
     def __init__(self, directory: Path, size_bytes: int, count: int, threads: int) -> None:
@@ -31,8 +31,10 @@ class FileCeiling:
         self._flag = os.O_DIRECT if supports_direct_io(directory) else 0
 
     def write(self, *, durable: bool, written: Callable[[], object] | None = None) -> float:
-        """GB/s of new files; with `durable` each is on the device when its thread takes the next one. Its thread calls
-        `written` after each."""
+        """Return GB/s of new files. With `durable` a file is on the device before its thread takes the next file.
+
+        Its thread calls `written` after each file.
+        """
         self.remove()
 
         def write(number: int) -> None:
@@ -50,7 +52,7 @@ class FileCeiling:
         return self._run(write)
 
     def read(self) -> float:
-        """GB/s of the files written last, none of which is in the page cache."""
+        """Return GB/s of the latest files, none of which is in the page cache."""
         drop_cached(self._paths)
 
         def read(number: int) -> None:
@@ -63,7 +65,7 @@ class FileCeiling:
         return self._run(read)
 
     def remove(self) -> None:
-        """And have it done with: what a mount with `discard` does with freed blocks is not to fall into a measurement."""
+        """Remove the files and sync, so that a mount with `discard` does not free their blocks during a measurement."""
         for path in self._paths:
             path.unlink(missing_ok=True)
         os.sync()
@@ -85,7 +87,7 @@ class FileCeiling:
 
 
 def drop_cached(paths: Sequence[Path | str]) -> None:
-    """Write back and forget the cached pages of files, so that reading them meets the device."""
+    """Write back and drop the cached pages of files, so that reading them reaches the device."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -96,8 +98,10 @@ def drop_cached(paths: Sequence[Path | str]) -> None:
 
 
 def memcpy(targets: np.ndarray, sources: np.ndarray, threads: int) -> float:
-    """Seconds that numpy.copyto of all rows takes. Each thread takes the next row when it is done with one, so no two of
-    them read, or write, the same memory."""
+    """Return the seconds for numpy.copyto of all rows.
+
+    Each thread takes the next row after finishing a row, so that no two threads read, or write, the same memory.
+    """
     rows = iter(range(len(sources)))
 
     def copy(_: int) -> None:

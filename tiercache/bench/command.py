@@ -1,4 +1,4 @@
-"""Runs the measurements one after the other and shows what came out."""
+"""Run the measurements one after another and show the results."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from tiercache.errors import TierCacheError
 from tiercache.tables import show_figures
 
 Measure = Callable[[Figures, Plan], None]
-"""Measures one part and enters what it found."""
+"""Measure one part and record its figures."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the commands of all benchmarks have in common."""
+    """Common options of all benchmark commands."""
 
     json_file: Path | None
     directory: Path
-    """The directory in which the disk is measured."""
+    """Directory for the disk measurements."""
     pairs: int
     only: str
-    """A comma list of parts; empty for the default ones."""
+    """Comma-separated parts; empty for the default parts."""
     quick: bool
     peer_python: Path | None = None
-    """A Python that has a peer, which is measured in turn with ours by running `peer_script`."""
+    """A Python with a peer, which is measured in turn with tiercache by running `peer_script`."""
     peer_script: Path | None = None
     chunks: Path | None = None
     """A directory of chunks to compress."""
@@ -76,14 +76,14 @@ PARTS: dict[str, Measure] = {
     "loop": _loop,
     "restart": lambda figures, plan: asyncio.run(measure_restart(figures, plan)),
 }
-"""The parts that need nothing but this machine."""
+"""Parts that need only this machine."""
 
 
 def bench_command(options: Options, others: Mapping[str, Measure] | None = None) -> tuple[int, Figures]:
-    """Measure the parts that `options` names, by default `PARTS`; `others` are measured only if they are named.
+    """Measure the parts that `options` names, by default `PARTS`; `others` are measured only if named.
 
-    Returns the exit status (2 for a wrong argument, 1 when a measurement could not be made, both said in one sentence) and
-    the figures.
+    Returns the exit status and the figures. The status is 2 for a wrong argument and 1 if a measurement failed; both
+    print a sentence.
     """
     figures, known = Figures(), {**PARTS, **(others or {})}
     parts = [part.strip() for part in options.only.split(",") if part.strip()] or list(PARTS)
@@ -114,7 +114,7 @@ def bench_command(options: Options, others: Mapping[str, Measure] | None = None)
 
 
 def _measure(parts: Sequence[Measure], figures: Figures, options: Options, place: Path) -> str | None:
-    """Measure `parts` in `place`. Return why one of them could not be measured, or None."""
+    """Measure `parts` in `place`. Return the reason if a part could not be measured, else None."""
     console = Console(stderr=True)
     with console.status("starting") as status:
 

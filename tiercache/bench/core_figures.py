@@ -1,4 +1,4 @@
-"""Keys, look-ups and the index: what the event loop itself pays for."""
+"""Measure keys, lookups and the index: the costs of the event loop itself."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _ADMISSIONS = 20_000
 
 
 async def measure_core(figures: Figures, plan: Plan) -> None:
-    """`hash.*`: keys of one prompt, given as a list and as a numpy vector. `lookup.keys_per_s`: `cache.lookup_keys` of one
-    batch of hot keys. `index.*`: see `_index`."""
+    """Measure `hash.*`, `lookup.keys_per_s` and `index.*`.
+
+    `hash.*`: keys of one prompt, given as a list and as a numpy vector. `lookup.keys_per_s`: `cache.lookup_keys` of one
+    batch of hot keys. `index.*`: see `_index`.
+    """
     sizes = plan.sizes
     tokens = [random.randrange(150_000) for _ in range(sizes.tokens)]
     array = np.array(tokens, dtype=np.uint32)
@@ -48,9 +51,10 @@ async def measure_core(figures: Figures, plan: Plan) -> None:
 
 
 def _index(figures: Figures, plan: Plan) -> None:
-    """`index.bytes_per_entry`: all that Python allocates for an entry, its key included (tracemalloc).
+    """Measure `index.bytes_per_entry`, `index.admit_us` and `index.admit_p99_us`.
 
-    `index.admit_us`, `index.admit_p99_us`: to make room for one chunk and to enter it, in an index that is full.
+    `index.bytes_per_entry`: all that Python allocates for an entry, its key included (tracemalloc). `index.admit_us`,
+    `index.admit_p99_us`: making room for a chunk and adding it, in a full index.
     """
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

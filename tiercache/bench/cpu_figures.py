@@ -1,4 +1,4 @@
-"""The CPU tier beside memcpy, and what single operations and batches cost beside the copy."""
+"""Measure the CPU tier beside memcpy, and the overhead of single operations and batches beside the copy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from tiercache.memory.arena import Arena, ArenaSettings
 _CHUNK_BYTES = 2 * MIB
 _SMALL_BYTES = 4096
 _BATCHES = (32, 256)
-"""Chunks: prompts of 8 k and of 64 k tokens."""
+"""Chunks per batch: prompts of 8 k and of 64 k tokens."""
 
 
 async def measure_cpu(figures: Figures, plan: Plan) -> None:
-    """GB/s of batches that are larger than the last-level cache: `source_bytes` at a time, as a prompt of 32 k tokens has
-    where a chunk of 256 has 2 MiB. Ours and the ceiling's in turn, batch by batch; a sample is what all of a pair took.
+    """Measure GB/s of batches larger than the last-level cache, tiercache and the ceiling in turn.
 
-    `cpu.put_gbps`: `put_from` into a full hot cache, which evicts as it goes. `ceiling.memcpy_gbps`: numpy.copyto of the
-    same payloads into as much pre-faulted memory, in as many threads; `ceiling.memcpy_1_thread_gbps`: in one.
-    `cpu.get_gbps`: `get_into` of hot chunks. `ceiling.memcpy_out_gbps`: numpy.copyto that way.
+    A batch is `source_bytes`, as a prompt of 32 k tokens with chunks of 256 tokens and 2 MiB. A sample is the time of a
+    whole pair. `cpu.put_gbps`: `put_from` into a full hot cache, which evicts meanwhile. `ceiling.memcpy_gbps`:
+    numpy.copyto of the same payloads into as much pre-faulted memory, in as many threads;
+    `ceiling.memcpy_1_thread_gbps`: in a single thread. `cpu.get_gbps`: `get_into` of hot chunks.
+    `ceiling.memcpy_out_gbps`: numpy.copyto in that direction.
     """
     sources = payloads(plan.sizes.source_bytes, _CHUNK_BYTES)
     targets = np.ones_like(sources)
@@ -86,8 +87,10 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
 async def _batch_by_batch(
     figures: Figures, pair: int, batches: int, batch_bytes: int, ways: Mapping[str, Callable[[int], Awaitable[float]]]
 ) -> None:
-    """Each way takes a batch by its number and returns its seconds; all take one before any takes the next, and the last
-    one begins with every other. Enters one sample of each."""
+    """Measure `ways` in turn, and record a sample of each. A way takes the number of a batch and returns its seconds.
+
+    All ways run a batch before any runs the next, and the last way begins every other batch.
+    """
     took_s = dict.fromkeys(ways, 0.0)
     for batch in range(batches):
         for name in list(ways) if (pair + batch) % 2 == 0 else list(ways)[::-1]:
@@ -97,7 +100,7 @@ async def _batch_by_batch(
 
 
 async def _measure_overheads(figures: Figures, plan: Plan) -> None:
-    """Of chunks so small that the copy is nothing."""
+    """Measure chunks so small that the copy takes no time."""
     async with TierCache.open(config_of(4 * max(_BATCHES) * 2 * _SMALL_BYTES), layout_of(_SMALL_BYTES)) as cache:
         for pair in range(plan.pairs):
             plan.progress(f"single operations, {pair + 1} of {plan.pairs}")
@@ -108,13 +111,13 @@ async def _measure_overheads(figures: Figures, plan: Plan) -> None:
 
 
 async def _singles(cache: TierCache, figures: Figures, count: int) -> None:
-    """Medians of `count`, in us, the kinds in turn.
+    """Measure medians of `count` single operations in us, alternating the kinds.
 
-    `cpu.put_latency_us`: all of a single `put` of 4 KiB, which the loop copies itself. `cpu.put_overhead_us`: what we
-    add on the loop to one that a thread copies - a put whose source does nothing, less `cpu.hand_over_us`, which is a call
-    that does nothing in the same thread and back. That is awaited as any future is, which takes a round of the loop (3 to 5
-    us) that a put does not need.
-    `cpu.get_overhead_us`: entering and leaving `async with cache.get(key)` of a hot chunk and looking at its bytes.
+    `cpu.put_latency_us`: a whole `put` of 4 KiB, which the loop copies itself. `cpu.put_overhead_us`: the overhead on
+    the loop of a put that a thread copies: a put whose source does nothing, less `cpu.hand_over_us`, which is an empty
+    call in the same thread and back. The latter is awaited as a future, which takes a round of the loop (3 to 5 us)
+    that a put does not need. `cpu.get_overhead_us`: entering and leaving `async with cache.get(key)` of a hot chunk and
+    reading its bytes.
     """
     now = time.perf_counter
     small = np.zeros(_SMALL_BYTES, np.uint8)
@@ -141,8 +144,10 @@ async def _singles(cache: TierCache, figures: Figures, count: int) -> None:
 
 
 async def _on_the_loop(cache: TierCache, figures: Figures, count: int) -> None:
-    """`cpu.put_loop_us`: what a single put that a thread copies takes of the loop's processor time, less what a call takes
-    that does nothing in the same thread. The least of some rounds of each, in turn. Waits are not in it."""
+    """Measure `cpu.put_loop_us`: the loop's processor time for a put that a thread copies, less that of an empty call.
+
+    The minimum of some rounds of each, in turn. Waits are excluded.
+    """
     now = time.thread_time
     small = np.zeros(_SMALL_BYTES, np.uint8)
     puts, hand_overs = [], []
@@ -160,7 +165,7 @@ async def _on_the_loop(cache: TierCache, figures: Figures, count: int) -> None:
 
 
 async def _batches(cache: TierCache, figures: Figures, size: int, count: int) -> None:
-    """Medians of us a chunk in `put_from` and `get_to` with sources and sinks that do nothing: all of the batch's time."""
+    """Measure medians of us per chunk in `put_from` and `get_to` with empty sources and sinks, over the whole batch."""
     puts, gets = [], []
     for _ in range(count):
         keys = new_keys(size)

@@ -1,4 +1,4 @@
-"""The disk tier beside plain files of the same size."""
+"""Measure the disk tier beside plain files of the same size."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tiercache.cache import TierCache
 
 
 async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
-    """GB/s with the threads that `disk_io_threads` gives by default, on both sides (the tier writes with twice as many;
-    plain files are not written any faster by as many). What is deleted between measurements is synced before the next.
+    """Measure GB/s with the default threads of `disk_io_threads` on both sides.
 
-    `disk.put_durable_gbps`: from the caller's memory until `flush` says that all is written: copy, checksum, file with
-    fdatasync, name. `disk.put_not_durable_gbps`: the same with `disk_durability: none`. `disk.get_cold_gbps`: `warm` of
-    chunks that are in no memory: read, verified, hot. `disk.get_into_cold_gbps`: `get_into` of such chunks, so with a
-    copy to the caller. Ceilings: see `FileCeiling`.
+    The tier writes with twice as many; plain files gain nothing from that. Deletions between measurements are synced
+    before the next. `disk.put_durable_gbps`: from the caller's memory until `flush` reports that all is written: copy,
+    checksum, file with fdatasync, name. `disk.put_not_durable_gbps`: the same with `disk_durability: none`.
+    `disk.get_cold_gbps`: `warm` of chunks that are in no memory: read, verified, hot. `disk.get_into_cold_gbps`:
+    `get_into` of such chunks, with a copy to the caller. Ceilings: see `FileCeiling`.
     """
     size = size_name(chunk_bytes)
     count = plan.count(chunk_bytes)
@@ -108,7 +108,7 @@ async def _warm(cache: TierCache, keys: list[bytes], chunk_bytes: int) -> float:
 
 
 async def _get_into(cache: TierCache, keys: list[bytes], sources: np.ndarray) -> float:
-    """Chunks go where their payloads came from: equal bytes, and proof of it afterwards."""
+    """Read chunks into the memory of their payloads, and check it afterwards."""
     _make_cold(cache, keys)
     first = sources[0].copy()
     places = [sources[number % len(sources)] for number in range(len(keys))]
@@ -120,6 +120,6 @@ async def _get_into(cache: TierCache, keys: list[bytes], sources: np.ndarray) ->
 
 
 def _make_cold(cache: TierCache, keys: list[bytes]) -> None:
-    """Files that were written past the page cache are not in it; others are dropped from it."""
+    """Drop files from the page cache; files written with O_DIRECT are not in it."""
     (disk,) = cache.tiers
     drop_cached([disk.path(key) for key in keys])  # type: ignore[attr-defined]

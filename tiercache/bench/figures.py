@@ -1,4 +1,4 @@
-"""Samples under stable names, and what is printed and saved of them."""
+"""Store samples under stable names, and print and save them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 
 @dataclass
 class Figures:
-    """Higher is better, but for names that end in `_us`, `_ms`, `_s` or `bytes_per_entry`."""
+    """Samples by name. Higher is better, except for names that end in `_us`, `_ms`, `_s` or `bytes_per_entry`."""
 
     samples: dict[str, list[float]] = field(default_factory=dict)
     compared: dict[str, list[str]] = field(default_factory=dict)
-    """ours -> ceilings and peers that were measured beside it, sample by sample"""
+    """Ceilings and peers measured beside each figure, sample by sample."""
 
     def add(self, name: str, value: float) -> None:
         self.samples.setdefault(name, []).append(value)
@@ -26,12 +26,12 @@ class Figures:
             others.append(other)
 
     def ratio(self, ours: str, other: str) -> float | None:
-        """Median of ours / other, pair by pair: the machine drifts, the two of a pair drift together."""
+        """Return the median of ours / other, pair by pair: both values of a pair drift with the machine."""
         pairs = list(zip(self.samples.get(ours, ()), self.samples.get(other, ()), strict=False))
         return statistics.median(mine / theirs for mine, theirs in pairs) if pairs else None
 
     def to_dict(self) -> dict[str, Any]:
-        """name -> median, min, max, count, and `ratios` to what was measured beside it."""
+        """Return median, min, max, count, and `ratios` to other figures, by name."""
         found: dict[str, Any] = {}
         for name, values in self.samples.items():
             found[name] = {
@@ -43,7 +43,7 @@ class Figures:
         return found
 
     def table(self) -> Table:
-        """A row a figure. Beside ours: the part of the ceiling that it reaches. Beside a peer: how much faster ours is."""
+        """Return a table with a row per figure, its part of the ceiling, and its speed relative to a peer."""
         table = Table()
         table.add_column("figure", no_wrap=True)
         for column in ("median", "min", "max", "count"):

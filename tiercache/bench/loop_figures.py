@@ -1,4 +1,4 @@
-"""How late the event loop is while the disk is busy."""
+"""Measure the lag of the event loop while the disk is busy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ _BEAT_S = 0.001
 
 
 async def measure_loop(figures: Figures, plan: Plan, prefix: str = "loop") -> None:
-    """Lag of a timer that is due every millisecond: the time it fires less the time it was due, p99 and max of each run.
+    """Measure the lag of a timer that is due every millisecond: p99 and max of each run.
 
     `lag_*`: while puts saturate the disk: half an arena of chunks in the write queue, single puts waiting for room.
-    `ceiling_lag_*`: while as many threads write plain files, with no cache, and wake the loop after each; what the machine
-    itself does to a loop then. (A loop that is woken before a timer is due waits anew, in whole milliseconds, rounded up.
-    One that sleeps undisturbed does not, and is no measure of one that has something to do.)
-    `idle_lag_p99_ms`: while nothing happens.
+    `ceiling_lag_*`: while as many threads write plain files, without a cache, and wake the loop after each: the lag due
+    to the machine itself. (A loop that is woken before a timer is due waits again, in whole milliseconds, rounded up.
+    An undisturbed loop does not, so it is not a fair reference.) `idle_lag_p99_ms`: while nothing happens.
     """
     count = plan.count(_CHUNK_BYTES)
     sources = payloads(plan.sizes.source_bytes, _CHUNK_BYTES)
@@ -57,9 +56,10 @@ async def measure_loop(figures: Figures, plan: Plan, prefix: str = "loop") -> No
 
 
 async def lags(work: Coroutine[Any, Any, Any], clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Sorted lags in seconds of the heartbeat while `work` runs. A beat is due one period after the one before it ran.
+    """Return the sorted lags in seconds of a heartbeat while `work` runs. A beat is due one period after the previous
+    beat ran.
 
-    The loop's own clock will not do: uvloop's has a resolution of a millisecond.
+    The default clock is not the loop's, since uvloop's has a resolution of a millisecond.
     """
     loop = asyncio.get_running_loop()
     found: list[float] = []

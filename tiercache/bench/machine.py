@@ -1,4 +1,4 @@
-"""What the figures depend on."""
+"""Describe the machine that the figures depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiercache.tiers.files.format import supports_direct_io
 
 
 def machine(directory: Path) -> dict[str, Any]:
-    """Facts of this machine and of the file system at `directory`."""
+    """Return facts about this machine and the file system at `directory`."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     place = os.statvfs(directory)
     return {

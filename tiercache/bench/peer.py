@@ -1,4 +1,4 @@
-"""LMCache in a process of its own, so that its turns can lie between ours."""
+"""Run LMCache in a separate process, in turn with tiercache."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tiercache.bench.workload import Plan
 from tiercache.errors import TierCacheError
 
 DISK_SETTINGS = ("disk_default", "disk_odirect", "fs_odirect", "native_odirect")
-"""LMCache's local disk as it comes, and with `use_odirect`; its file system connector, and its C++ client, with O_DIRECT."""
+"""LMCache's local disk with defaults, and with `use_odirect`; its file system connector and C++ client with O_DIRECT."""
 
 _START_S = 300.0
 _ANSWER_S = 120.0
 
 
 class PeerError(TierCacheError):
-    """The peer cannot be measured; the message says what it said last."""
+    """The peer cannot be measured. The message contains its last output."""
 
 
 class Peer:
-    """A child that does one thing at a time when told to, and says what it measured; or nothing, where none is wanted."""
+    """A child process that executes one command at a time and reports its measurement; does nothing without a peer."""
 
     def __init__(self, command: list[str] | None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,7 +45,7 @@ class Peer:
 
     @classmethod
     def start(cls, plan: Plan, part: str, chunk_bytes: int, count: int) -> Peer:
-        """The peer for one part of the benchmark, ready to be told; one that measures nothing when the plan has no peer."""
+        """Start the peer for a part of the benchmark. It measures nothing if the plan has no peer."""
         if plan.peer_python is None:
             return cls(None)
         plan.progress(f"starting LMCache ({part})")
@@ -53,8 +53,10 @@ class Peer:
         return cls([*program, part, str(chunk_bytes), str(count), str(plan.directory / "peer")])
 
     def add(self, figures: Figures, what: str, **names: tuple[str, str]) -> None:
-        """Let the peer do `what`. For each part of its answer that `names` has: enter it as `peer.lmcache.<first name>`,
-        and compare it with ours, the second name."""
+        """Run `what` in the peer, and record the parts of its answer that `names` has.
+
+        Each part is recorded as `peer.lmcache.<first name>`, and compared with tiercache's figure, the second name.
+        """
         if self._process is None:
             return
         assert self._process.stdin is not None

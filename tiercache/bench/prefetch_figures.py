@@ -1,4 +1,4 @@
-"""Prefetching from disk beside plain files of the same size, and what a demand read loses to it."""
+"""Measure prefetches from disk beside plain files of the same size, and their cost for a demand read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _DEMANDS = 8
 
 
 async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
-    """`prefetch.disk_gbps.*.r8`: eight prefetches at once, of chunks that are in no memory, until all are hot.
+    """Measure `prefetch.disk_gbps.*.r8`, `prefetch.demand_*_ms` and `prefetch.read_ms`.
 
-    `prefetch.demand_alone_ms`: a get of one such chunk while nothing else happens. `prefetch.demand_during_ms`: the same
-    while a prefetch keeps every place of the tier busy. `prefetch.read_ms`: what one of its reads takes, from begin to end.
+    `prefetch.disk_gbps.*.r8`: eight concurrent prefetches, of chunks that are in no memory, until all are hot.
+    `prefetch.demand_alone_ms`: a get of such a chunk while nothing else happens. `prefetch.demand_during_ms`: the same
+    while a prefetch uses every place of the tier. `prefetch.read_ms`: the whole time of one of its reads.
     """
     size, count = size_name(chunk_bytes), plan.count(chunk_bytes)
     sources = payloads(plan.sizes.source_bytes, chunk_bytes)

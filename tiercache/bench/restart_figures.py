@@ -1,4 +1,4 @@
-"""A restart over many chunk files."""
+"""Measure a restart over many chunk files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SERVED = 8
 
 
 async def measure_restart(figures: Figures, plan: Plan) -> None:
-    """`restart.index_100k_s`: from opening the cache until all files are in the index, oldest first.
+    """Measure `restart.index_100k_s`: from opening the cache until all files are in the index, oldest first.
 
-    All but a few files are empty inside (sparse): indexing looks at names and sizes, never at payloads. Directory entries
-    are in the kernel's caches, as after a restart of the process. Meanwhile chunks are read from the disk one after the
-    other: `restart.slowest_get_ms`, `restart.lag_*_ms`. `lookup.disk_keys_per_s`: `cache.lookup_keys` of chunks that are
-    on the disk alone.
+    All but a few files are sparse: indexing reads names and sizes, never payloads. Directory entries are in the
+    kernel's caches, as after a restart of the process. Meanwhile chunks are read from the disk one after another:
+    `restart.slowest_get_ms`, `restart.lag_*_ms`. `lookup.disk_keys_per_s`: `cache.lookup_keys` of chunks that are only
+    on disk.
     """
     place = plan.directory / "restart"
     files = plan.sizes.files

@@ -1,4 +1,4 @@
-"""How much is measured, and the caches, keys and payloads that all measurements share."""
+"""Sizes of the measurements, and their common caches, keys and payloads."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """`FULL` measures; `QUICK` only shows that everything works, its figures mean nothing."""
+    """`FULL` measures; `QUICK` only tests that everything works, and its figures mean nothing."""
 
     total_bytes: int
-    """Moved in each measurement."""
+    """Bytes moved in each measurement."""
     source_bytes: int
-    """Caller's memory that payloads come from: larger than last-level caches."""
+    """Bytes of the caller's memory for payloads: larger than last-level caches."""
     singles: int
     """Single puts and gets in each pair."""
     tokens: int
     lookups: int
     entries: int
-    """In the index that is measured."""
+    """Entries of the measured index."""
     files: int
-    """Chunk files that are indexed again."""
+    """Chunk files that are indexed after the restart."""
 
 
 FULL = Sizes(1024 * MIB, 256 * MIB, 500, 131072, 10_000, 1_000_000, 100_000)
@@ -45,7 +45,7 @@ QUICK = Sizes(128 * MIB, 64 * MIB, 5, 4096, 100, 2_000, 200)
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run measures, and where."""
+    """Parameters of a run."""
 
     pairs: int
     sizes: Sizes
@@ -54,11 +54,11 @@ class Plan:
     peer_python: Path | None = None
     """A Python that has LMCache; None measures no peer."""
     peer_script: Path | None = None
-    """The program that it runs."""
+    """The program for `peer_python`."""
     chunks: Path | None = None
-    """A directory of chunks, whose payloads are compressed; None: generated ones are."""
+    """A directory of chunks, whose payloads are compressed; None uses generated payloads."""
     quick: bool = False
-    """Whether `sizes` are those that only show that everything works."""
+    """True if `sizes` only test that everything works."""
 
     def count(self, chunk_bytes: int) -> int:
         return max(4, self.sizes.total_bytes // chunk_bytes)
@@ -84,13 +84,13 @@ def new_keys(count: int) -> list[ChunkKey]:
 
 
 def payloads(source_bytes: int, chunk_bytes: int) -> np.ndarray:
-    """Random bytes, uint8[chunks, chunk_bytes]."""
+    """Return random bytes, uint8[chunks, chunk_bytes]."""
     rows = max(2, source_bytes // chunk_bytes)
     return np.random.default_rng(2).integers(0, 256, (rows, chunk_bytes), dtype=np.uint8)
 
 
 def items_of(keys: Sequence[ChunkKey], sources: np.ndarray) -> list[tuple[ChunkKey, int, Source]]:
-    """What `put_from` takes: a key each, and the payloads in turn."""
+    """Return items for `put_from`: a key each, and the payloads in turn."""
     return [(key, sources.shape[1], _copy_of(sources[n % len(sources)])) for n, key in enumerate(keys)]
 
 
@@ -99,10 +99,10 @@ def _copy_of(source: np.ndarray) -> Source:
 
 
 async def in_turn(pair: int, *measurements: Callable[[], Awaitable[None]]) -> None:
-    """Run the measurements of a pair; in every other pair the last one first, so that none always meets a rested device."""
+    """Run the measurements of a pair; in every other pair the last first, so that none always finds an idle device."""
     for measure in measurements if pair % 2 == 0 else reversed(measurements):
         await measure()
 
 
 def nothing(payload: np.ndarray) -> None:
-    """A source or sink that touches no byte."""
+    """Do nothing, as a source or sink that uses no byte."""

@@ -1,4 +1,4 @@
-"""Walking a directory of chunk files without a cache."""
+"""Walk a directory of chunk files without a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiercache.tiers.files.directory import CHUNK_NAME, MANIFEST, TOP_LEVELS, fo
 
 
 async def problem_with(directory: Path) -> str | None:
-    """Return a sentence if `directory` is not one of ours."""
+    """Return a sentence if `directory` is not a tiercache directory, else None."""
     if not await ospath.isdir(directory):
         return f"{directory} is not a directory"
     manifest = await asyncio.to_thread(found_place, directory) / MANIFEST

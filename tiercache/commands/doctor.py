@@ -1,4 +1,4 @@
-"""`tiercache doctor`: what this machine offers to each part of the cache, and what to do about the rest."""
+"""Run `tiercache doctor`: report what this machine offers to each part of the cache, with advice for problems."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 
 
 def doctor_command(path: Path | None, as_json: bool) -> int:
-    """Prints the findings; the exit status is 1 when there is a problem."""
+    """Print the findings. Return 1 if there is a problem, else 0."""
     findings = examine(path)
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -69,9 +69,9 @@ def _show(findings: list[Finding]) -> None:
 
 
 def examine(path: Path | None = None) -> list[Finding]:
-    """Return all findings, at the end one for each tier that the configuration of this environment names.
+    """Return all findings, ending with a finding for each tier in the configuration of this environment.
 
-    Writes one small file at `path` (this directory by default) and removes it; changes nothing else.
+    Writes a small file at `path` (this directory by default) and removes it; changes nothing else.
     """
     machine = [*_processor(), *_memory(), *_disk(path or Path(".")), *_devices(), *_mounts(), *_packages()]
     return [*machine, *_verdicts()]
@@ -116,7 +116,7 @@ def _memory() -> list[Finding]:
 
 
 def _meminfo() -> dict[str, int]:
-    """Return sizes in kB, and numbers of pages."""
+    """Return sizes in kB, and counts of pages."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _memory_limit() -> list[Finding]:
-    """Return the control group's limit, if there is one: the kernel kills a process that takes more."""
+    """Return the limit of the control group, if there is one: the kernel kills a process that exceeds it."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -175,7 +175,7 @@ def _gpu_nodes() -> list[str]:
 
 
 def _devices() -> list[Finding]:
-    """Asked of files and of nvidia-smi: a driver that is opened in this process may hang it."""
+    """Read files and nvidia-smi, since opening a driver in this process may hang it."""
     nodes = _gpu_nodes()
     return [_gpu(nodes) if nodes else Finding("GPU", NOTE, "none", "the CPU and disk tiers do not need one")]
 
@@ -207,7 +207,7 @@ def _mounts() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """Read the package metadata: importing some of these takes seconds, or initialises CUDA."""
+    """Read the package metadata, since importing some packages takes seconds or initialises CUDA."""
     findings = []
     for name, (distributions, advice) in _BACK_ENDS.items():
         versions = [f"{each} {version}" for each in distributions if (version := _version(each)) is not None]
@@ -235,7 +235,7 @@ def _verdicts() -> list[Finding]:
 
 
 def _verdict(tier: PlannedTier, refused: str | None) -> Finding:
-    """Say in one line whether a tier will serve here. Servers are not asked."""
+    """Return a finding that says if a tier works here. Does not contact servers."""
     topic = f"tier {tier.name}"
     if refused is not None:
         return Finding(topic, PROBLEM, refused, "correct it: the cache does not start")
@@ -273,9 +273,9 @@ def _verdict(tier: PlannedTier, refused: str | None) -> Finding:
 
 
 def _room_bytes(directory: Path) -> int:
-    """Return what is free for chunks in a directory, or in the one that it will be made in, and what chunks have there.
+    """Return the bytes for chunks in a directory or its nearest parent: free space plus the present chunks.
 
-    Raises OSError where this user cannot write.
+    Raises OSError if this user cannot write there.
     """
     counted_bytes = counted_in(found_place(directory) / ".tiercache" / "ledger") or 0
     while not directory.exists() and directory != directory.parent:

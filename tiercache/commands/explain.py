@@ -1,4 +1,4 @@
-"""`tiercache config explain`: what a configuration means on this machine."""
+"""Run `tiercache config explain`: show the meaning of a configuration on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STATE_STYLES = {"on": "green", "off": "dim", "refused": "red"}
 def explain_command(path: Path | None, as_json: bool, defaults: bool = False) -> int:
     """Print the effective configuration of `path` (or of the file that the environment names) and this environment.
 
-    Returns the exit status: 0, or 1 with the problems on stderr when the configuration cannot be used here.
+    Returns the exit status: 0, or 1 with the problems on stderr if the configuration cannot be used here.
     """
     try:
         config = Config.load(path, quiet=True)
@@ -51,7 +51,7 @@ def explain_command(path: Path | None, as_json: bool, defaults: bool = False) ->
 
 
 def render(explanation: Explanation, console: Console, *, defaults: bool = False) -> None:
-    """Print the tiers, then what was set, then the `defaults` if they are asked for."""
+    """Print the tiers, then the given values, then the `defaults` if asked for."""
     _tiers(explanation.tiers, console)
     given = [value for value in explanation.values if value.origin is not None]
     if given:
@@ -59,7 +59,7 @@ def render(explanation: Explanation, console: Console, *, defaults: bool = False
     if defaults:
         _values("Defaults", [value for value in explanation.values if value.origin is None], console)
     for warning in explanation.warnings:
-        # Text and not markup: a path may hold square brackets.
+        # Text and not markup, since a path may contain square brackets.
         console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
 
 

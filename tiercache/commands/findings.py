@@ -1,4 +1,4 @@
-"""Output of commands: a line of the doctor's table, and an error."""
+"""Report findings and errors of commands."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class Finding:
 
 
 def complain(problem: str) -> int:
-    """Print an error, and return the exit status of a command that could not do what it was asked."""
+    """Print an error, and return the exit status of a command that failed."""
     print(f"error: {problem}", file=sys.stderr)
     return 2

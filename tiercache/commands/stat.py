@@ -1,4 +1,4 @@
-"""`tiercache stat DIR`: chunks, bytes, layouts and ages, from headers alone."""
+"""Run `tiercache stat DIR`: report chunks, bytes, layouts and ages, from headers alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def _stat(directory: Path, as_json: bool) -> int:
 
 
 class _Found:
-    """Sums over the headers of chunks, added a directory at a time."""
+    """Sums over the headers of chunks, added directory by directory."""
 
     def __init__(self) -> None:
         self.layouts: dict[str, dict[str, int]] = defaultdict(
@@ -46,7 +46,7 @@ class _Found:
         self.counted_bytes = 0
         self.foreign = 0
         self.unfinished_bytes: list[int] = []
-        """Sizes of files that are being written, or were when their writer died."""
+        """Sizes of temporary files, of live and of dead writers."""
         self.unreadable: list[str] = []
         self.ages: list[float] = []
         self._now_s = time.time()
@@ -73,9 +73,9 @@ class _Found:
 
 
 async def survey(directory: Path) -> dict[str, Any]:
-    """Count chunks and bytes below `directory`, as the file system allocates them. Changes nothing.
+    """Count chunks and bytes below `directory`, as allocated by the file system. Changes nothing.
 
-    `counted_bytes` is what the capacity counter should say: chunks, quarantine and the directories they lie in; it differs
+    `counted_bytes` is the expected value of the capacity counter: chunks, quarantine and their directories. It differs
     from `ledger_bytes` while a process writes, and after a crash until a recount.
     """
     found = _Found()
@@ -109,12 +109,12 @@ async def survey(directory: Path) -> dict[str, Any]:
 
 
 def _headers(directory: Path) -> tuple[list[tuple[str, os.stat_result, Header | str | None]], int]:
-    """Return the files of a directory with their headers, or what is wrong with them, and its own bytes."""
+    """Return the files of a directory with their headers or errors, and the bytes of the directory itself."""
     return [(path, status, _header(path, status)) for path, status in _files(directory)], _own_bytes(directory)
 
 
 def _header(path: str, status: os.stat_result) -> Header | str | None:
-    """Return the header of a chunk or what is wrong with it; None for other files, and one that is gone."""
+    """Return the header of a chunk or an error; None for other files, and for a file that has vanished."""
     if not CHUNK_NAME.fullmatch(os.path.basename(path)):
         return None
     try:
@@ -129,7 +129,7 @@ def _header(path: str, status: os.stat_result) -> Header | str | None:
 
 
 def _files(directory: Path) -> list[tuple[str, os.stat_result]]:
-    """Return the files right below `directory` with their status. Those that vanish meanwhile are left out."""
+    """Return the files directly in `directory` with their status. Leaves out files that vanish meanwhile."""
     found = []
     try:
         with os.scandir(directory) as entries:

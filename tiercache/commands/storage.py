@@ -1,4 +1,4 @@
-"""Examine a directory's storage: which tier suits it, and what keeps it from being fast or safe to share."""
+"""Examine the storage of a directory: which tier suits it, and what makes it slow or unsafe to share."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _DIOALIGN_AT = 152
 
 @dataclass(frozen=True)
 class Place:
-    """A directory, as far as its storage matters."""
+    """Properties of a directory's storage."""
 
     mount: Mount
     direct: bool
-    """O_DIRECT works there."""
+    """True if O_DIRECT works there."""
     alignment_bytes: int | None
-    """Alignment of memory and offsets for O_DIRECT; None if the system does not say."""
+    """Alignment of memory and offsets for O_DIRECT; None if unknown."""
     gpu: bool
     nvidia_fs: bool
 
@@ -51,7 +51,7 @@ def explain(place: Place) -> list[Finding]:
 
 
 def alignment_of(directory: Path) -> int | None:
-    """Return the alignment for O_DIRECT in `directory`, as the kernel (6.1 or newer) says of a temporary file."""
+    """Return the alignment for O_DIRECT in `directory`, as the kernel (6.1 or newer) reports for a temporary file."""
     statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None:
         return None
@@ -69,7 +69,7 @@ def has_nvidia_fs() -> bool:
 
 
 def access_to(directory: Path) -> list[Finding]:
-    """Find which users may read the chunks in a directory; return nothing if no cache has used it."""
+    """Find the users that may read the chunks in a directory; return nothing if no cache has used it."""
     topic, directory = "file access", found_place(directory)
     ours = directory / ".tiercache"
     if not ours.is_dir():
@@ -156,7 +156,7 @@ def _gds(place: Place) -> Finding:
 
 
 def _sharing(mount: Mount) -> Iterator[Finding]:
-    """Instances on several hosts keep one cap through locks that all of them must see."""
+    """Check that locks reach all hosts: instances share the cap of a directory through them."""
     if mount.kind not in SHARED_KINDS:
         return
     option, remedy = local_locks(mount)
@@ -175,14 +175,14 @@ def _sharing(mount: Mount) -> Iterator[Finding]:
 
 
 def _what_to_look_at(kind: str) -> str:
-    """Return advice where the mount table does not say whether flock reaches other hosts."""
+    """Return advice for a mount whose table entry does not show if flock reaches other hosts."""
     if kind == "beegfs":
         return "set tuneUseGlobalFileLocks = true in beegfs-client.conf"
     return "make sure that its flock is seen by other hosts" if kind.startswith("fuse.") else ""
 
 
 def _late_s(mount: Mount) -> float:
-    """Return the seconds for which this host may not see what others do in a directory."""
+    """Return the seconds after which this host sees changes of other hosts in a directory."""
     if mount.kind in NFS:
         if mount.option("noac") is not None:
             return 0.0

@@ -1,4 +1,4 @@
-"""`tiercache verify DIR`: read every chunk and check every promise of its header."""
+"""Run `tiercache verify DIR`: read every chunk and check it against its header."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Verified:
     checked: int = 0
     checked_bytes: int = 0
     bad: list[str] = field(default_factory=list)
-    """A sentence for each file that is in quarantine now: what was expected, what was found."""
+    """A sentence for each file moved to quarantine: what was expected, what was found."""
     unreadable: list[str] = field(default_factory=list)
-    """Files that the system did not let us read; they stay where they are."""
+    """Files that could not be read; they stay in place."""
 
 
 def verify_command(directory: Path, as_json: bool) -> int:
-    """Exit status 1 when something was bad, 2 when `directory` is not one of ours."""
+    """Verify a directory. Return 1 if a chunk was bad, 2 if `directory` is not a tiercache directory, else 0."""
     if (problem := asyncio.run(problem_with(directory))) is not None:
         return complain(problem)
     try:
-        # A bar is for eyes: in a pipe or a log it would be noise.
+        # A progress bar would be noise in a pipe or a log.
         found = verify(directory, Console(stderr=True, quiet=as_json or not sys.stderr.isatty()))
     except OSError as error:
         return complain(f"{directory} cannot be verified: {error}")
@@ -66,7 +66,7 @@ def verify_command(directory: Path, as_json: bool) -> int:
 
 
 def verify(directory: Path, console: Console) -> Verified:
-    """Check all chunks, of whatever layout. May run while caches use the directory: a chunk that vanishes was evicted."""
+    """Check all chunks of all layouts. Caches may use the directory meanwhile: a chunk that vanishes was evicted."""
     found = Verified(str(directory))
     paths = list(chunk_files(directory))
     with ExitStack() as stack, ThreadPoolExecutor(_THREADS) as threads:
@@ -79,7 +79,7 @@ def verify(directory: Path, console: Console) -> Verified:
             if isinstance(outcome, int):
                 found.checked_bytes += outcome
             elif isinstance(outcome, CorruptChunk):
-                # Opened for the first bad chunk only: a check without one leaves no trace.
+                # Opened for the first bad chunk only, so that a check without errors leaves no files.
                 files = files or _open_files(directory, stack)
                 if has_our_header(str(path)):
                     files.quarantine(bytes.fromhex(path.name))
@@ -101,7 +101,7 @@ def _open_files(directory: Path, stack: ExitStack) -> ChunkFiles:
 
 
 def _check(path: Path) -> int | CorruptChunk | OSError:
-    """Return the payload bytes of a good chunk, or what is wrong."""
+    """Return the payload bytes of a good chunk, or the error."""
     try:
         return _read_and_verify(path)
     except (CorruptChunk, OSError) as problem:
@@ -114,12 +114,12 @@ def _read_and_verify(path: Path) -> int:
         header = file.read(HEADER_BYTES)
         got = len(header)
         memory = _memory(4096)
-        # The payload is worth reading only when the header says that this is its length.
+        # Read the payload only if the header gives this length.
         if _promised_bytes(header) == length:
             memory = _memory(aligned(length))
             while got < length and (more := file.readinto(memory[got - HEADER_BYTES :].data)):
                 got += more
-        # These pages are not read again soon: leave the page cache to others.
+        # Drop these pages from the page cache, since they are not read again soon.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     raw_header = memoryview(header)[:PACKED_BYTES]
     found = verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))

@@ -1,6 +1,6 @@
-"""Configuration: tiercache's own keys and LMCache's, from YAML, the environment and overrides.
+"""Read the configuration: tiercache's own keys and LMCache's, from YAML, the environment and overrides.
 
-`Config.load` reads and checks; `explain` says what the result means and where each value came from.
+`Config.load` reads and checks; `explain` tells where each value came from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Config", "Explanation", "explain"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the explanation when it is used: loading alone does without."""
+    """Import the explanation on first use, since loading does not need it."""
     if name not in ("Explanation", "explain"):
         raise AttributeError(f"module 'tiercache.config' has no attribute {name!r}")
     from tiercache.config import explanation

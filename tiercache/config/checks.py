@@ -1,4 +1,4 @@
-"""Check what single values cannot show: keys that need, or exclude, one another."""
+"""Check keys that require or exclude one another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiercache.config.remotes import (
 from tiercache.config.secrets import hidden, hidden_url
 
 _SOCKET_PATH_BYTES = 96
-"""Linux takes 107; ranks are appended."""
+"""Linux allows 107 bytes; the rest is for the rank that is appended."""
 
 
 def combination_problems(
@@ -57,7 +57,7 @@ def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[P
 
 
 def _shared_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Its default is no share of the memory: that would be taken from what else runs on the host."""
+    """Require a size: a default share of the memory would be taken from other programs on the host."""
     if values.get("shared_memory_path") and not values.get("max_shared_memory_size"):
         names = ("shared_memory_path", "max_shared_memory_size")
         yield names, "shared_memory_path needs max_shared_memory_size: GB of memory, for all engines together"
@@ -74,7 +74,7 @@ def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _directories(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Compare names alone, since a mount may hang. Tiers find links out when they open the directories."""
+    """Compare names alone, since a mount may hang. Tiers resolve links when they open the directories."""
     users: dict[str, tuple[str, str]] = {}
     for key in ("shared_memory_path", "local_disk", "gds_path", "weka_path"):
         named = values.get(key) or ()
@@ -107,7 +107,7 @@ def _remote_url(values: Mapping[str, Any]) -> Iterator[Problem]:
     if not separator or scheme not in (*SCHEMES, *ELSEWHERE):
         expected = ", ".join(f"{known}://" for known in SCHEMES)
         yield ("remote_url",), f"remote_url: expected one of {expected}, found {hidden('remote_url', url)!r}"
-    elif not rest and scheme in SCHEMES:  # LMCache's blackhole:// is all of its URL
+    elif not rest and scheme in SCHEMES:  # LMCache's blackhole:// has nothing after the scheme
         yield ("remote_url",), f"remote_url: expected a host or a path after the scheme, found {url!r}"
 
 
@@ -186,7 +186,7 @@ def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Pr
         if place in seen:
             first = seen[place]
             yield (key,), f"{key}: {path!r} is a base path already ({first}); it would be filled twice"
-        if without or not instances or key != "hf3fs_base_path":  # else it is unused
+        if without or not instances or key != "hf3fs_base_path":  # otherwise the key is unused
             seen.setdefault(place, f"{key}: {path!r}")
         if VIRTUAL_DIRECTORY in place.parts:
             yield (key,), f"{key}: expected a directory for files, found {path!r}: 3FS registers memory there"

@@ -1,4 +1,4 @@
-"""Explain a configuration: its values, where each came from, and the tiers it makes. Secrets are not in it."""
+"""Explain a configuration: its values, the source of each, and the resulting tiers. Secrets are hidden."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SECRET_OPTIONS = tuple(
     if option.secret and not option.name.endswith("url")
     for name in (option.name, *option.flat)
 )
-"""Names that the tables call secret: settings of instances, and LMCache's."""
+"""Names of secret options: settings of instances, and LMCache's flat keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedValue:
-    """A key with its value and the source of that."""
+    """A key with its value and the source of the value."""
 
     key: str
     value: Any
-    """The value as it may be shown."""
+    """The value, with secrets hidden."""
     origin: Origin | None
-    """None: the default."""
+    """None means that the value is the default."""
     meaning: str
     tier: str
 
@@ -59,7 +59,7 @@ class Explanation:
     disk_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "values": {value.key: value.to_dict() for value in self.values},
             "tiers": [tier.to_dict() for tier in self.tiers],
@@ -70,7 +70,7 @@ class Explanation:
 
 
 def explain(config: Config) -> Explanation:
-    """Explain `config`. Pure: touches neither disk nor network."""
+    """Explain `config`. Reads neither disk nor network."""
     values = [
         ExplainedValue(name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier)
         for name, key in KEYS.items()

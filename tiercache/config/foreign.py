@@ -1,7 +1,7 @@
-"""LMCache's keys that tiercache does not have: accepted, so that an operator's file works, and named in one warning.
+"""LMCache keys that tiercache does not support: they are accepted and named in one warning.
 
-From the table of lmcache 0.5.6 (lmcache/v1/config.py), its aliases, the keys that its code reads from extra_config, and
-those of its documentation, of which some are older.
+The list comes from the table of lmcache 0.5.6 (lmcache/v1/config.py), its aliases, the keys that its code reads from
+extra_config, and the keys in its documentation, some of which are older.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ FOREIGN_PREFIXES = (
     "sagemaker_hyperpod_",
     "storage_plugin.",
 )
-"""Starts of keys that LMCache's plugins and side cars, and stores that tiercache does not have, name themselves."""
+"""Prefixes of keys of LMCache's plugins and side cars, and of stores that tiercache does not support."""
 
 IGNORED = frozenset({"use_experimental"})
-"""Accepted without a word: LMCache's documentation still asks for it, and it never meant anything here."""
+"""Keys accepted without a warning: LMCache's documentation still asks for them, and they have no effect here."""
 
 _PROCESS_VARIABLES = """
     aerospike_hosts aerospike_namespace aerospike_password aerospike_set aerospike_username device_backend
@@ -87,7 +87,7 @@ _PROCESS_VARIABLES = """
     track_usage usage_track_interval usage_track_url
 """
 PROCESS_VARIABLES = frozenset(_PROCESS_VARIABLES.split())
-"""LMCACHE_* variables that LMCache reads elsewhere than in its configuration."""
+"""LMCACHE_* variables that LMCache reads outside of its configuration."""
 
 PROCESS_PREFIXES = (
     "controller_",
@@ -100,4 +100,4 @@ PROCESS_PREFIXES = (
     "resp_",
     "runtime_plugin_",
 )
-"""Starts of more such variables."""
+"""Prefixes of further such variables."""

@@ -1,7 +1,7 @@
-"""Kinds of values: parsing and range of one value, without knowing which key it belongs to.
+"""Kinds of values: parse one value and check its range, independent of its key.
 
-Each kind turns what YAML, JSON or an environment variable holds into the value of a field, and raises ValueError with
-what it expected. Parsing a parsed value gives the same value.
+Each kind turns a value from YAML, JSON or an environment variable into the value of a field, and raises ValueError that
+says what it expected. Parsing a parsed value gives the same value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BYTES_OF_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS = {"GB": 2**30, "MiB": 2**20, "bytes": 1}
 _PARTS_OF_UNIT = {**_UNITS, "seconds": 10**9, "milliseconds": 10**6}
 _MOST_PARTS = 2**63
-"""A number in bytes, or in nanoseconds, fits into what the system counts those in."""
+"""Upper bound, since the system counts bytes and nanoseconds in signed 64-bit integers."""
 _WITH_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
@@ -30,11 +30,11 @@ class Kind(ABC):
     @property
     @abstractmethod
     def expected(self) -> str:
-        """A noun phrase for what is accepted."""
+        """A noun phrase for the accepted values."""
 
     @abstractmethod
     def parse(self, raw: Any) -> Any:
-        """Return the value that `raw` means. Raises ValueError when it means none."""
+        """Return the value that `raw` means. Raises ValueError if it means none."""
 
     def refusal(self, more: str = "") -> ValueError:
         return ValueError(f"expected {self.expected}{more}")
@@ -42,7 +42,7 @@ class Kind(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Switch(Kind):
-    """true or false, in any of the spellings that YAML and LMCache's environment know."""
+    """true or false, in any spelling that YAML or LMCache's environment accepts."""
 
     @property
     def expected(self) -> str:
@@ -77,7 +77,7 @@ class Whole(Kind):
         number = _number(raw, self.expected, self.unit)
         if not number.is_integer():
             raise self.refusal()
-        # Through float only where the text is not an integer already: 2**53 and more must stay exact.
+        # Convert through float only if the text is not an integer already: 2**53 and more must stay exact.
         value = raw if isinstance(raw, int) else int(raw) if _is_integer_text(raw) else int(number)
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
             raise self.refusal()
@@ -86,7 +86,7 @@ class Whole(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Number(Kind):
-    """A finite number, `low` or more; with `above`, more than `low`. `high` itself is allowed."""
+    """A finite number of at least `low`, or more than `low` with `above`, and at most `high`."""
 
     low: float = 0.0
     above: bool = False
@@ -107,7 +107,7 @@ class Number(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Text(Kind):
-    """Text on one line, spaces around it dropped."""
+    """Text on one line, stripped of spaces around it."""
 
     meaning: str = "text"
     may_be_empty: bool = True
@@ -122,7 +122,7 @@ class Text(Kind):
         text = str(raw).strip()
         if not text and not self.may_be_empty:
             raise self.refusal()
-        # An environment variable may hold bytes that are no UTF-8.
+        # An environment variable may hold bytes that are not UTF-8.
         if "\0" in text or (not text.isascii() and text.encode(errors="ignore").decode() != text):
             raise self.refusal(", in UTF-8 and without NUL characters")
         return text
@@ -130,11 +130,11 @@ class Text(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Choice(Kind):
-    """A word out of a few, in any case."""
+    """A word from a fixed set, in any case."""
 
     words: tuple[str, ...]
     why: str = ""
-    """The reason why others are refused, where that surprises."""
+    """The reason why other words are refused, if it is not obvious."""
 
     @property
     def expected(self) -> str:
@@ -149,7 +149,7 @@ class Choice(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Words(Kind):
-    """A list, in YAML or with commas; `paths` drops `file://` and expands `~`."""
+    """A list, as a YAML list or separated by commas. `paths` drops `file://` and expands `~`."""
 
     paths: bool = False
 
@@ -167,7 +167,7 @@ class Words(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Optional(Kind):
-    """Another kind, or nothing: an empty text."""
+    """Another kind, or None for an empty text."""
 
     kind: Kind
 
@@ -207,7 +207,7 @@ def _number(raw: Any, expected: str, unit: str) -> float:
 
 
 def _without_unit(raw: Any, unit: str) -> str:
-    """Return the hint for `5GB`, where the number alone was wanted."""
+    """Return a hint for `5GB` where only the number is accepted."""
     match = _WITH_UNIT.fullmatch(raw) if isinstance(raw, str) else None
     if match is None or unit not in _UNITS:
         return ""

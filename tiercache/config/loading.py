@@ -1,4 +1,4 @@
-"""A checked configuration, and how it is read: names resolved, precedence applied, every problem collected."""
+"""Load and check a configuration: resolve names, apply precedence, collect every problem."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("tiercache.config")
 
 @dataclass(frozen=True, repr=False)
 class Config(ConfigFields):
-    """A checked configuration. `Config.load` reads one; built directly, values are checked as well.
+    """A checked configuration. Use `Config.load`; values passed to the constructor are checked as well.
 
     Raises ConfigError that names every problem it found.
     """
@@ -54,11 +54,11 @@ class Config(ConfigFields):
         overrides: Mapping[str, Any] | None = None,
         quiet: bool = False,
     ) -> Config:
-        """Read the YAML file, then the environment, then `overrides`; later ones win.
+        """Read the YAML file, then the environment, then `overrides`; later sources win.
 
-        Without `path` the file is the one that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
+        Without `path`, reads the file that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
         environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
-        `tiercache.` or `lmcache.`. Logs each of `warnings`, but for `quiet`. Raises ConfigError that names every problem.
+        `tiercache.` or `lmcache.`. Logs each of `warnings` unless `quiet`. Raises ConfigError that names every problem.
         """
         environ = os.environ if environ is None else environ
         problems: list[str] = []
@@ -78,7 +78,7 @@ class Config(ConfigFields):
         return config
 
     def __post_init__(self) -> None:
-        """Check fields that were given directly, too, and bring each to its own type."""
+        """Check fields that were given directly, and convert each to its type."""
         problems, values = [], {}
         for name, key in KEYS.items():
             given = getattr(self, name)
@@ -104,7 +104,7 @@ def _read(problems: list[str], source: Callable[[], list[Setting]]) -> list[Sett
 
 
 class _Resolution:
-    """Layers of settings, laid over one another; the last one wins."""
+    """Layers of settings; the last layer wins."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -144,7 +144,7 @@ class _Resolution:
             self.origins[key.name] = replace(setting.origin, alias=alias)
 
     def fields(self) -> dict[str, Any]:
-        """The checked fields of a `Config` that are not defaults; raises ConfigError with every problem."""
+        """Return the checked fields of a `Config` that are not defaults. Raises ConfigError that names every problem."""
         for names, problem in combination_problems(self.values, self.plugins, self.flat, self.foreign):
             if not self.bad.intersection(names):
                 self.problems.append(problem)
@@ -170,7 +170,7 @@ class _Resolution:
             setting = replace(setting, value=", ".join(setting.value))
         of_remote = name.startswith(PLUGIN_PREFIX) or any(name in names for names in FLAT.values())
         if setting.value is None and of_remote:
-            return  # `password:` with nothing behind it: not given
+            return  # `password:` without a value means not given
         if name.startswith(PLUGIN_PREFIX) and "." in name.removeprefix(PLUGIN_PREFIX):
             if isinstance(setting.value, (str, int, float)):
                 self.plugins[name.removeprefix(PLUGIN_PREFIX)] = str(setting.value)
@@ -203,7 +203,7 @@ class _Resolution:
         return warnings + self._leave_memory_free()
 
     def _without_effect(self) -> list[str]:
-        """Return a line that names every key that was accepted and does nothing, and why."""
+        """Return a warning that names every accepted key without effect, with the reasons."""
         remotes, _ = read_remotes(self.values, self.plugins, self.flat)
         absent: dict[str, list[str]] = {}
         for remote in remotes:
@@ -225,7 +225,7 @@ class _Resolution:
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
 
     def _of_no_tier(self, remotes: list[Remote]) -> list[str]:
-        """Return quotas, compression and admission of tiers that there will not be."""
+        """Return the quotas, compression and admission settings whose tier is not configured."""
         values = self.values
         disk = values.get("local_disk") and values.get("max_local_disk_size")
         has_tier = {
@@ -241,7 +241,7 @@ class _Resolution:
         return [name for name, there in has_tier.items() if not there and values.get(name) not in (None, KEYS[name].default)]
 
     def _leave_memory_free(self) -> list[str]:
-        """Lower the arena, here and once, so that the configuration says what will be taken."""
+        """Lower the size of the arena to the available memory, so that the configuration states the real size."""
         reserve = self.values.get("reserve_local_cpu_size", 0.0)
         available = available_memory_bytes() if reserve else None
         if available is None:
@@ -260,7 +260,7 @@ class _Resolution:
 
 
 def _error_of(problems: list[str]) -> ConfigError:
-    """Return an error that has a line for each problem."""
+    """Return an error with one line per problem."""
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError(
@@ -269,7 +269,7 @@ def _error_of(problems: list[str]) -> ConfigError:
 
 
 def _may_be_empty(key: Key) -> bool:
-    """Return True for a key that an empty variable resets, such as a path; for a number it means nothing."""
+    """Return True if an empty variable resets the key, as for a path; for a number it means nothing."""
     return key.default is None or key.default in ("", ())
 
 

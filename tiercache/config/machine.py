@@ -1,4 +1,4 @@
-"""Memory of the machine, which a configuration may depend on."""
+"""Available memory of the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @cache
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return what the system could give without swapping, read once per process; None if it does not say."""
+    """Return the bytes that can be allocated without swapping, read once per process, or None if unknown."""
     try:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

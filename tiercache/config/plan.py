@@ -1,4 +1,4 @@
-"""The plan: which tiers a configuration makes, and of what. `config explain` prints it, and the cache is built from it."""
+"""Plan the tiers of a configuration. `config explain` prints the plan, and the cache is built from it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ class PlannedTier:
 
     name: str
     kind: str
-    """The builder: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third
-    party's type."""
+    """The builder: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a plug-in's type."""
     place: str
-    """Directories, a URL without credentials, or what kind of memory; as it may be shown."""
+    """Directories, a URL without credentials, or the kind of memory; safe to show."""
     cap_bytes: int | None
-    """None: no cap of its own."""
+    """None means that tiercache sets no cap."""
     tenant_bytes: int = field(default=0, kw_only=True)
-    """Bytes that a tenant may have of it; 0: any part."""
+    """Quota of each tenant in bytes; 0 means none."""
     state: str = ON
-    """on, off, not available in this version, or refused: the cache does not start."""
+    """on, off, not available in this version, or refused, in which case the cache does not start."""
     note: str = ""
     """The reason for the state."""
     directories: tuple[str, ...] = ()
-    """Directories of a tier on files, of all ranks."""
+    """Directories of a file tier, of all ranks."""
     remote: Remote | None = None
-    """Settings of an instance, where it has some of its own."""
+    """Settings of a remote tier; None for other tiers."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -48,7 +47,7 @@ class PlannedTier:
 
 
 def plan_of(config: ConfigFields) -> tuple[PlannedTier, ...]:
-    """Return the tiers that `config` makes, in the order in which a get asks them: the hot cache first."""
+    """Return the tiers that `config` makes, in the order in which a get reads them: the hot cache first."""
     return (_cpu(config), *_shared_memory(config), *_disk(config), *_gds(config), *_remotes(config))
 
 

@@ -1,6 +1,6 @@
-"""The table of settings of remote tiers: `remote_storage_plugin.NAME.<option>`, by type.
+"""The table of settings of remote tiers, `remote_storage_plugin.NAME.<option>`, by type.
 
-A row also names the keys under which LMCache takes the same setting in `extra_config` itself, for all instances of a type.
+A row also lists the `extra_config` keys that give the same setting for all instances of a type in LMCache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Option:
     default: Any
     meaning: str
     flat: tuple[str, ...] = ()
-    """LMCache's names for it outside of an instance."""
+    """LMCache's keys for the setting of all instances."""
     secret: bool = False
 
 
@@ -141,7 +141,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "hf3fs": (Option("base_path", Words(paths=True), (), "directories under the mount"),),
 }  # fmt: skip
-"""Further options by type. Types that are not here come from third parties, and take any text."""
+"""Further options by type. Other types come from third parties and accept any text."""
 
 ALIASES = {
     "redis": "redis",
@@ -159,7 +159,7 @@ ALIASES = {
     "fs": "fs",
     "hf3fs": "hf3fs",
 }
-"""Types of plug-ins and schemes of URLs -> types of tiers."""
+"""Map from types of plug-ins and schemes of URLs to types of tiers."""
 
 FLAT: dict[str, frozenset[str]] = {
     type_name: frozenset(name for option in (*COMMON, *options) for name in option.flat)
@@ -169,5 +169,5 @@ FLAT: dict[str, frozenset[str]] = {
 
 
 def options_of(type_name: str) -> dict[str, Option]:
-    """Return the rows of a type, by option."""
+    """Return the options of a type by name."""
     return {option.name: option for option in (*COMMON, *OPTIONS.get(type_name, ()))}

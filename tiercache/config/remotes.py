@@ -16,10 +16,10 @@ from tiercache.config.secrets import hidden
 NOT_AVAILABLE = "not available in this version"
 PLUGIN_PREFIX = "remote_storage_plugin."
 ENTRY_POINTS = "tiercache.tiers"
-"""The group of entry points by which installed packages bring types of their own."""
+"""Entry point group of tier types in installed packages."""
 
 OWN_NAMES = frozenset({"cpu", "device", "shared_memory", "disk", "gds", "weka"})
-"""Names of the tiers that are no instances. Statistics and flushes tell tiers apart by name alone."""
+"""Names reserved for the other tiers, since statistics and flushes identify a tier by its name alone."""
 
 ELSEWHERE = (
     "aerospike",
@@ -36,12 +36,12 @@ ELSEWHERE = (
     "sagemaker-hyperpod",
     "sagemaker_hyperpod",
 )
-"""LMCache has them, tiercache does not: accepted, and said to be missing."""
+"""Types that LMCache has and tiercache does not: they are accepted and reported as missing."""
 PLUGINS_ELSEWHERE = {
     "gcs": "a bucket of Google Cloud Storage has an S3 interface: an s3 tier with endpoint https://storage.googleapis.com "
     "and an HMAC key",
 }
-"""The same for plug-ins that are no scheme of a URL, with what to use instead."""
+"""The same for plug-ins without a URL scheme, with the alternative to use."""
 SCHEMES = tuple(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake"))
 
 Problem = tuple[tuple[str, ...], str]
@@ -54,13 +54,13 @@ class Remote:
 
     name: str
     type: str
-    """redis, mooncake, infinistore, s3, fs, hf3fs, or what a third party calls its own."""
+    """redis, mooncake, infinistore, s3, fs, hf3fs, or the type of a third party."""
     place: str = field(repr=False)
     """Directories or a URL."""
     key: str
-    """The key that names the place."""
+    """The key that sets the place."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Typed, with defaults, for types that `remote_options` knows; of others all but the common ones are text."""
+    """Typed values with defaults for types in `remote_options`; for other types, all but the common options are text."""
     available: bool = True
 
     @property
@@ -73,7 +73,7 @@ class Remote:
 
 
 def remotes_of(config: ConfigFields) -> list[Remote]:
-    """Return remote tiers in the order in which they are written: plugins first, then the URL."""
+    """Return the remote tiers in the order of the configuration: plugins first, then the URL."""
     return read_remotes(
         {
             "remote_url": config.remote_url,
@@ -88,7 +88,7 @@ def remotes_of(config: ConfigFields) -> list[Remote]:
 def read_remotes(
     values: Mapping[str, Any], settings: Mapping[str, str], flat: Mapping[str, str]
 ) -> tuple[list[Remote], list[Problem]]:
-    """Read the three keys in `values`, with `settings` of instances (NAME.option) and LMCache's `flat` ones."""
+    """Read the three keys in `values`, with `settings` of instances (NAME.option) and LMCache's `flat` keys."""
     problems: list[Problem] = []
     remotes: list[Remote] = []
     url = values.get("remote_url") or ""
@@ -103,7 +103,7 @@ def read_remotes(
         elif type_name == "hf3fs":
             place, key = paths, "hf3fs_base_path"
         elif not options.get("url") and url and ALIASES.get(scheme) == type_name:
-            # As LMCache has it: an instance without a URL uses the old key's.
+            # An instance without a URL uses remote_url, as in LMCache.
             place, key, lent = url, "remote_url", True
         else:
             place, key = options.get("url") or "", f"{PLUGIN_PREFIX}{name}.url"
@@ -114,7 +114,7 @@ def read_remotes(
     if url and not lent:
         name = scheme if all(remote.name != scheme for remote in remotes) else "remote_url"
         type_name = ALIASES.get(scheme, scheme)
-        # `remote_storage_plugin.<scheme>.*` is about this tier, unless a plug-in has that name.
+        # `remote_storage_plugin.<scheme>.*` applies to this tier, unless a plug-in has that name.
         options = _options(scheme, settings if name == scheme else {}, flat, problems)
         place = ", ".join(split_paths(url.partition("://")[2])) if type_name == "hf3fs" else url
         remotes.append(Remote(name, type_name, place, "remote_url", options, type_name in types_at_hand()))
@@ -122,12 +122,12 @@ def read_remotes(
 
 
 def flat_settings_in_use(remotes: list[Remote]) -> frozenset[str]:
-    """Return LMCache's settings outside of instances that one of `remotes` takes."""
+    """Return LMCache's flat settings that a tier of `remotes` uses."""
     return frozenset(name for remote in remotes for name in FLAT.get(remote.type, ()))
 
 
 def plugin_type(plugin: str) -> str:
-    """`fs` of `fs.a`."""
+    """Return the type of a plug-in: `fs` for `fs.a`."""
     return plugin.partition(".")[0]
 
 
@@ -136,23 +136,23 @@ def split_paths(text: str) -> list[str]:
 
 
 def plugin_types() -> list[str]:
-    """Return the first parts of names of plug-ins that tiers can be made of."""
+    """Return the accepted first parts of plug-in names."""
     return sorted({*ALIASES, *third_party_types()})
 
 
 def types_at_hand() -> frozenset[str]:
-    """Return the types of tiers that can be made."""
+    """Return the types of tiers that can be built here."""
     return frozenset(ALIASES.values()) | third_party_types()
 
 
 @cache
 def third_party_types() -> frozenset[str]:
-    """Return the types that installed packages bring."""
+    """Return the types of tiers in installed packages."""
     return frozenset(entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def shown_place(remote: Remote) -> str:
-    """Return its place without credentials."""
+    """Return the place of a remote tier without credentials."""
     return str(hidden("remote_url", remote.place))
 
 
@@ -164,7 +164,7 @@ def _type(name: str) -> str:
 def _options(
     name: str, settings: Mapping[str, str], flat: Mapping[str, str], problems: list[Problem]
 ) -> dict[str, Any]:
-    """Defaults, then LMCache's settings for all instances of the type, then the instance's own."""
+    """Return the defaults, updated by LMCache's settings for the type, then by the instance's own."""
     type_name = _type(name)
     known = options_of(type_name)
     own_class = bool(settings.get(f"{name}.module_path"))

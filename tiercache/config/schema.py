@@ -1,7 +1,7 @@
-"""The table of keys that tiercache understands.
+"""The table of configuration keys.
 
-A field of `ConfigFields` is a row: its type, default and range, the names it also goes by, the tier it belongs to.
-Validation, `explain` and docs/configuration.md are all made from these rows.
+A field of `ConfigFields` is a row: its type, default, range, aliases and tier. Validation, `explain` and
+docs/configuration.md all use these rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tiercache.config.sources import Origin
 
 GB = 1024**3
-"""LMCache's sizes in "GB" are multiples of this, so ours are."""
+""""GB" in a size means 1024**3 bytes, as in LMCache."""
 _SERDES = Choice(("naive",), "others lose bits of the KV; compression of a remote tier loses none")
 
 
@@ -36,26 +36,26 @@ class Key:
     meaning: str
     aliases: tuple[str, ...] = ()
     tier: str = ""
-    """The kind of tier that the key belongs to, or remote; empty: the cache as a whole."""
+    """Kind of the tier that the key belongs to, or remote; empty for the cache as a whole."""
     secret: bool = False
     extra: bool = False
-    """LMCache wants it inside `extra_config`; we take it there and at the top level."""
+    """LMCache accepts the key only inside `extra_config`; tiercache also accepts it at the top level."""
     ours: bool = False
-    """LMCache has no such key."""
+    """True if LMCache has no such key."""
 
     def parse(self, raw: Any) -> Any:
         return self.default if raw is None else self.kind.parse(raw)
 
     def shown(self, value: Any) -> Any:
-        """Return `value` as it may be shown to people."""
+        """Return `value` with secrets hidden."""
         return hidden(self.name, value, secret=self.secret)
 
     def found(self, value: Any) -> str:
-        """Return `value` for an error message: quoted, shortened, and no secret."""
+        """Return `value` for an error message: quoted, shortened, with secrets hidden."""
         try:
             text = repr(self.shown(value))
         except ValueError:
-            # An integer of thousands of digits, which Python does not print.
+            # Python does not print an integer of thousands of digits.
             text = type(value).__name__
         return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -66,7 +66,7 @@ def _key(kind: Kind, default: Any, meaning: str, **rest: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class ConfigFields:
-    """The fields of a `Config`: see there."""
+    """The fields of a `Config`."""
 
     chunk_size: int = _key(Whole(1, 65536, "tokens"), 256, "tokens per chunk")
     save_unfull_chunk: bool = _key(Switch(), False, "store the partial chunk at the end of a prompt")
@@ -337,13 +337,13 @@ class ConfigFields:
     )
 
     remote_storage_plugin_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """NAME.option of the remote plugins, as written; `tiercache.config.remote_options` has the options."""
+    """NAME.option of the remote plugins, as written; `tiercache.config.remote_options` lists the options."""
     remote_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """LMCache's settings for all remote tiers of a type, as written: redis_url, s3_region and such."""
+    """LMCache's settings for all remote tiers of a type, as written, such as redis_url and s3_region."""
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
     """The sources of values that are not defaults, by key."""
     warnings: tuple[str, ...] = field(default=(), compare=False)
-    """A sentence for each setting that was accepted and will not have its effect."""
+    """A sentence for each setting that was accepted and has no effect."""
 
     def __repr__(self) -> str:
         changed = {
@@ -357,22 +357,22 @@ class ConfigFields:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Cap of the shared memory tier; 0 when there is none."""
+        """Cap of the shared memory tier in bytes; 0 if there is none."""
         return int(self.max_shared_memory_size * GB) if self.shared_memory_path else 0
 
     @property
     def disk_bytes(self) -> int:
-        """Cap of the disk tier; 0 when there is none."""
+        """Cap of the disk tier in bytes; 0 if there is none."""
         return int(self.max_local_disk_size * GB) if self.local_disk else 0
 
     @property
     def hf3fs_bytes(self) -> int:
-        """Cap of each 3FS tier; 0 when the file system decides."""
+        """Cap of each 3FS tier in bytes; 0 if the file system decides."""
         return int(self.max_hf3fs_size * GB)
 
     @property
     def gds_bytes(self) -> int:
-        """Cap of the GDS and of the Weka tier; 0 when the file system decides."""
+        """Cap of each GDS and Weka tier in bytes; 0 if the file system decides."""
         return int(self.max_gds_size * GB)
 
 

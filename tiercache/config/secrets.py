@@ -1,4 +1,4 @@
-"""Hide what must never be shown: passwords, tokens, salts, and the credentials inside a URL."""
+"""Hide secrets: passwords, tokens, salts, and the credentials inside a URL."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _CREDENTIALS = re.compile(r"(?<=://).*@", re.DOTALL)
-"""Spaces, ? and # included: a password may have some."""
+"""The match includes spaces, ? and #, which a password may contain."""
 _CREDENTIALS_OF_URL_KEY = re.compile(r"^([\w+-]+:/*)?.*@", re.DOTALL)
-"""A mistyped URL must not give away more than a right one."""
+"""The pattern also matches mistyped URLs, which must not reveal more than valid URLs."""
 _SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:pass|token|secret|sig|key|auth|cred)[^=&]*=)[^&]*", re.IGNORECASE)
 _SHOWN_PARAMETERS = ("db", "database", "device")
-"""Parameters of a URL that tiers take themselves. The meaning of others is unknown, and signed URLs are passwords."""
+"""URL parameters that tiers read themselves. Others are hidden, since a signed URL holds its password in a parameter."""
 _PLACES = ("url", "uri", "address", "endpoint", "server")
-"""Ends of keys that name servers, which may be written without a scheme."""
+"""Suffixes of keys that name servers, whose values may lack a scheme."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,31}")
 
 
 def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> Any:
-    """Return `value` of the key `name` as it may be shown: secrets, also those inside URLs, are replaced by ***.
+    """Return `value` of the key `name` with secrets, also those inside URLs, replaced by ***.
 
-    Below `depth` levels nothing is shown: a YAML alias can make a list that holds itself.
+    Below `depth` levels everything is hidden, since a YAML alias can make a list that contains itself.
     """
     if value is None or value == "":
         return value
@@ -39,7 +39,7 @@ def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> An
     if depth == 0:
         return "..."
     if isinstance(value, Mapping):
-        # Of a mapping that stands where a text should, a key may be the secret.
+        # If a mapping stands in place of a text, its keys may be secrets.
         return {_hidden_key(key): hidden(str(key), item, depth=depth - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(hidden(name, item, depth=depth - 1) for item in value)
@@ -51,12 +51,12 @@ def _hidden_key(key: Any) -> Any:
 
 
 def hidden_url(url: str) -> str:
-    """Return a URL, right or mistyped, without what stands before an @, values of parameters and the fragment."""
+    """Return a URL, valid or mistyped, without the part before an @, the values of parameters, and the fragment."""
     return _without_parameters(_CREDENTIALS_OF_URL_KEY.sub(rf"\1{HIDDEN}@", _CREDENTIALS.sub(f"{HIDDEN}@", url)))
 
 
 def shown_scheme(url: str) -> str:
-    """Return what stands before `://`, for an error message; empty where that is no scheme, and may be anything."""
+    """Return the part before `://` for an error message, or an empty text if it is not a known scheme."""
     scheme, separator, _ = url.partition("://")
     return scheme if separator and _SCHEME.fullmatch(scheme) else ""
 

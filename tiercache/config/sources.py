@@ -1,6 +1,6 @@
-"""Collect settings from a YAML file, the environment, and what an embedder hands over.
+"""Collect settings from a YAML file, the environment, and overrides.
 
-Each has its origin; their meaning is not looked at here.
+Each setting has its origin; its meaning is not checked here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from tiercache.errors import ConfigError
 
 PREFIXES = ("LMCACHE_", "TIERCACHE_")
-"""Prefixes of environment variables, the later one wins."""
+"""Prefixes of environment variables; the later one wins."""
 
 _FILE_VARIABLES = ("TIERCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 CONTROL_TOKEN_VARIABLE = "TIERCACHE_CONTROL_TOKEN"
 _NO_SETTINGS = (*_FILE_VARIABLES, CONTROL_TOKEN_VARIABLE)
-"""Variables of ours that other parts read: engines and `serve-control` often have one environment."""
+"""TIERCACHE_* variables that other parts read: engines and `serve-control` often share an environment."""
 _MOST_FILE_BYTES = 4 << 20
 _MOST_NODES = 100_000
 _KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
@@ -34,10 +34,10 @@ class Origin:
     source: str
     """file, environment or override."""
     name: str
-    """The file's path, the variable's name, or the override's key."""
+    """The path of the file, the name of the variable, or the key of the override."""
     line: int | None = None
     alias: str = ""
-    """The name that was used, where it is not the key's own."""
+    """The alias that was used, if any."""
 
     def __str__(self) -> str:
         where = {"file": self.name, "environment": f"environment variable {self.name}"}.get(
@@ -57,14 +57,14 @@ class Setting:
 
 
 def config_file(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the file to read: `path`, else the one that the environment names."""
+    """Return the file to read: `path`, else the file that the environment names."""
     if path is not None:
         return Path(path)
     return next((Path(environ[name]) for name in _FILE_VARIABLES if environ.get(name)), None)
 
 
 def file_settings(path: Path) -> list[Setting]:
-    """Return the settings of a YAML file. Raises ConfigError: one sentence with the file, and the line if it is known."""
+    """Return the settings of a YAML file. Raises ConfigError that names the file, and the line if known."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MOST_FILE_BYTES + 1)
@@ -106,7 +106,7 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
             else:
                 yield from _unfolded(_yaml_setting(path, loader, key_node, value_node))
     except yaml.MarkedYAMLError as error:
-        # Not the whole message: it quotes the line, or an alias, which may be a password.
+        # The whole message is not shown: it quotes the line or an alias, which may be a password.
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark else ""
         reason = re.sub(r"'(?!<)[^']{2,}'", "'...'", error.problem or error.context or "")
@@ -119,10 +119,10 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
 
 
 def _size_of(node: Any, known: dict[int, int]) -> int:
-    """Count the values below `node` with every alias written out: a few lines of aliases of aliases can mean billions."""
+    """Count the values below `node` with every alias expanded: a few lines of nested aliases can mean billions."""
     if (size := known.get(id(node))) is not None:
         return size
-    known[id(node)] = 1  # what holds itself is refused later
+    known[id(node)] = 1  # a node that contains itself is refused later
     children = node.value if isinstance(node.value, list) else []
     size = 1
     for child in children:
@@ -133,17 +133,17 @@ def _size_of(node: Any, known: dict[int, int]) -> int:
 
 def _yaml_setting(path: Path, loader: Any, key_node: Any, value_node: Any) -> Setting:
     line = key_node.start_mark.line + 1
-    # The text of the key and not its YAML value, for which `on` and `2020-01-01` are no words.
+    # Use the text of the key, not its YAML value, which is not a string for `on` and `2020-01-01`.
     name = str(key_node.value)
     try:
         return Setting(name, loader.construct_object(value_node, deep=True), Origin("file", str(path), line))
     except ValueError:
-        # YAML has types of its own: something like a date that is none, or an integer of thousands of digits.
+        # YAML has types of its own, and a value may look like a date without being valid, or have thousands of digits.
         raise ConfigError(f"{path}, line {line}: the value of {name} cannot be read") from None
 
 
 def _refuse_duplicates(path: Path, node: Any) -> None:
-    """YAML forbids a key twice; PyYAML silently keeps the last."""
+    """Raise ConfigError if a key is given twice, which YAML forbids and PyYAML accepts."""
     import yaml
 
     seen: dict[str, int] = {}
@@ -171,7 +171,7 @@ def environment_settings(environ: Mapping[str, str], prefix: str) -> list[Settin
 
 
 def override_settings(overrides: Mapping[str, Any]) -> list[Setting]:
-    """Return what an embedder hands over. A prefix `tiercache.` or `lmcache.` is dropped, None means not given."""
+    """Return the overrides as settings. Drops a prefix `tiercache.` or `lmcache.`, and keys whose value is None."""
     settings: list[Setting] = []
     for name, value in overrides.items():
         if value is not None:
@@ -186,7 +186,7 @@ def is_foreign_variable(name: str) -> bool:
 
 
 def _unfolded(setting: Setting) -> list[Setting]:
-    """Return the keys of `extra_config` one by one, and any other setting as it is."""
+    """Return the keys of `extra_config` as single settings, and any other setting unchanged."""
     if setting.name != "extra_config":
         return [setting]
     value = setting.value
@@ -199,7 +199,7 @@ def _unfolded(setting: Setting) -> list[Setting]:
     if value is None or value == "":
         return []
     if not isinstance(value, Mapping):
-        # The value itself is not shown: it may be a password that slipped.
+        # The value itself is not shown: it may be a misplaced password.
         found = type(value).__name__
         raise ConfigError(f"extra_config: expected a mapping of keys to values, found {found} ({setting.origin})")
     return [Setting(str(name), item, setting.origin) for name, item in value.items()]

@@ -1,1 +1,1 @@
-"""Other programs tell a running cache what is coming: a Unix socket that the cache opens, and HTTP in front of it."""
+"""Control a running cache from other programs: a Unix socket opened by the cache, and HTTP in front of it."""

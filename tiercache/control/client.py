@@ -1,4 +1,4 @@
-"""The other end of control sockets: one cache's, or those of all workers, whose answers become one."""
+"""Client of control sockets: of a single cache, or of all workers with their answers merged."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tiercache.control.sockets import connect, is_believed
 
 _MARGIN_S = 5.0
 _LEAST = ("found", "promoted", "pinned", "chunks")
-"""Figures of which the least of all ranks counts: a prefix is where each rank has its part of it."""
+"""Figures merged by the minimum over ranks: a prefix is usable only as far as every rank has its part."""
 
 
 async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -> dict[str, Any]:
-    """Return the answer of the cache behind `path`. Raises ControlError: what the cache says, "unreachable", "late" or
-    "too_large".
+    """Return the answer of the cache behind `path`.
 
-    By default it waits as long as the cache may take. Cancelled, it hangs up; what the command began goes on.
+    Waits by default as long as the cache may take. Cancellation closes the connection; the operation that the command
+    began continues. Raises ControlError: the refusal of the cache, "unreachable", "late" or "too_large".
     """
     message = frame(command)
     if len(message) > LARGEST_MESSAGE_BYTES:
@@ -50,14 +50,15 @@ async def _exchange(path: Path, message: bytes) -> bytes:
         await writer.drain()
         return await receive(reader)
     finally:
-        # Not `close`, which waits for as long as the cache does not read.
+        # `close` would wait until the cache reads.
         writer.transport.abort()
 
 
 def find_sockets(configured: Path) -> list[Path]:
-    """Return the sockets that the workers of a cache with `control_socket: configured` have open: that path, or one a rank.
+    """Return the sockets of the workers of a cache with `control_socket: configured`: that path, or a path for each
+    rank.
 
-    Sockets that other users have put there are left out.
+    Leaves out sockets of other users.
     """
     ranked = re.compile(re.escape(configured.name) + r"(\.\d+){0,2}")
     try:
@@ -67,7 +68,7 @@ def find_sockets(configured: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return True for a socket that may be believed: in a shared directory other users may have put theirs, or a link."""
+    """Return True if the socket can be trusted: in a shared directory, other users may place a socket or a link."""
     try:
         return path.is_socket() and is_believed(path, path.lstat().st_uid)
     except OSError:
@@ -75,8 +76,10 @@ def _is_ours(path: Path) -> bool:
 
 
 class Fleet:
-    """The workers whose sockets are named by `paths` (each one socket, or several with ranks appended). Keeps no state:
-    workers may come and go."""
+    """The workers whose sockets are named by `paths` (each a socket, or several with ranks appended).
+
+    Keeps no state, so workers may start and stop.
+    """
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -85,12 +88,12 @@ class Fleet:
         return [socket for path in self.paths for socket in find_sockets(path)]
 
     async def ask(self, command: Command) -> dict[str, Any]:
-        """Return all answers as one: the least of what the workers have, and under `failed` those that could not do it.
+        """Return the merged answer: the minimum over the workers, and under `failed` the workers with an error.
 
-        Raises ControlError when none could: what the first one says.
+        Raises the first ControlError if every worker failed.
         """
         if isinstance(command, Prefetch) and not command.handle:
-            # Every rank calls it by the same name, so that it can be asked for later.
+            # All ranks use the same handle, so that the caller can query it later.
             command = msgspec.structs.replace(command, handle=secrets.token_hex(12))
         answers = await self.ask_each(command)
         good = [answer for answer in answers.values() if not isinstance(answer, ControlError)]
@@ -100,7 +103,7 @@ class Fleet:
         return _combined(good) | ({"failed": failed} if failed else {})
 
     async def ask_each(self, command: Command) -> dict[Path, dict[str, Any] | ControlError]:
-        """Return the answers by socket. Raises ControlError ("unreachable") when there is no socket."""
+        """Return the answers by socket. Raises ControlError ("unreachable") if there is no socket."""
         sockets = self.sockets()
         if not sockets:
             places = ", ".join(map(str, self.paths))

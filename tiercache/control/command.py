@@ -1,4 +1,4 @@
-"""`tiercache serve-control`: the HTTP server as a command."""
+"""Run `tiercache serve-control`, the HTTP server."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def serve_control_command(
 
 
 def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None:
-    """Return the token of the file, else of the environment; None where `no_token` is asked for, on loopback only.
+    """Return the token from the file or else the environment, or None with `no_token`, which requires loopback.
 
-    Raises ValueError with what to do.
+    Raises ValueError that says what to do.
     """
     if no_token:
         if token_file is not None:
@@ -64,9 +64,9 @@ def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None
 
 
 def _read_private(token_file: Path) -> str:
-    """Return the text of a file. Raises ValueError if users other than this one and root can read or change it."""
+    """Return the text of a file. Raises ValueError if users other than this user and root can read or change it."""
     try:
-        # O_NONBLOCK: a pipe is not waited for. Links are followed, since mounted secrets are links.
+        # O_NONBLOCK avoids waiting for a pipe. Links are followed, since mounted secrets are links.
         with open(token_file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode):

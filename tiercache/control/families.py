@@ -1,4 +1,4 @@
-"""Names and meanings of a cache's figures, for every program that exports or shows them."""
+"""Names and meanings of a cache's figures, shared by all programs that export or show them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tiercache.core.estimate import SECONDS, Distribution
 from tiercache.core.tenants import MOST_SHOWN
 
 Figures = Mapping[str, Any]
-"""The answer of a cache to `Statistics`: plain dictionaries, as `figures_of` makes them."""
+"""The answer of a cache to `Statistics`: plain dictionaries from `figures_of`."""
 Labels = tuple[str, ...]
 Row = tuple[Labels, "float | Distribution"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Figures of one name and meaning. A counter only grows; of a gauge, the values of several caches add up."""
+    """Figures with the same name and meaning. A counter only grows; gauges of several caches can be summed."""
 
     name: str
-    """The name in Prometheus, which adds `_total` to that of a counter."""
+    """The name in Prometheus, which adds `_total` to the name of a counter."""
     kind: Literal["counter", "gauge", "histogram"]
     text: str
     labels: Labels = ()
     rows: Callable[[Figures], Iterable[Row]] = lambda _: ()
-    """Return values of the labels with their figure; nothing where another program than the cache counts."""
+    """Return label values with their figure; empty if another program counts the figure."""
     bounds: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets."""
 
@@ -48,7 +48,7 @@ def figures_of(cache: ServedCache) -> dict[str, Any]:
 
 
 def reads_by_tier(figures: Figures) -> dict[str, dict[str, Any]]:
-    """Return the reads of each tier below the hot cache, into host memory and into device memory together."""
+    """Return the reads of each tier below the hot cache, host and device memory together."""
     statistics = figures["statistics"]
     found = {
         tier: {**read, "seconds": distribution_of(read["seconds"])} for tier, read in statistics["reads"].items()
@@ -63,7 +63,7 @@ def reads_by_tier(figures: Figures) -> dict[str, dict[str, Any]]:
 
 
 def hits_by_tier(figures: Figures) -> dict[str, int]:
-    """Return the chunks served to host and to device memory, by the tier that had them."""
+    """Return the chunks served to host and to device memory, by source tier."""
     statistics = figures["statistics"]
     hits: dict[str, int] = dict(statistics["reader"]["hits"])
     device = statistics["device"]
@@ -73,7 +73,7 @@ def hits_by_tier(figures: Figures) -> dict[str, int]:
 
 
 def distribution_of(plain: Mapping[str, Any]) -> Distribution:
-    """Return the distribution that went through a socket."""
+    """Return the distribution from its plain form."""
     return Distribution(tuple(plain["bounds"]), list(plain["counts"]), list(plain["sums"]))
 
 
@@ -95,14 +95,14 @@ def _of_device(key: str) -> Callable[[Figures], Iterable[Row]]:
 
 
 def _states(breakers: Mapping[str, str]) -> Iterator[Row]:
-    """Yield every state, so that one that has passed does not stay."""
+    """Yield every state, so that a state that has ended is reported as 0."""
     for tier, found in breakers.items():
         for state in BreakerState:
             yield (tier, state.value), float(state.value == found)
 
 
 def _read_breakers(figures: Figures) -> Iterator[Row]:
-    """Yield breakers of reads; those into device memory where the tier is read into that."""
+    """Yield the breakers of reads, including those of reads into device memory."""
     device = figures["statistics"]["device"]
     return _states(figures["statistics"]["breakers"] | (device["breakers"] if device is not None else {}))
 
@@ -114,7 +114,7 @@ def _write_breakers(figures: Figures) -> Iterator[Row]:
 def _prefetched(figures: Figures) -> Iterator[Row]:
     for predictor, account in figures["statistics"]["prefetch"].items():
         for outcome, amount in account.items():
-            if outcome != "promoted_bytes":  # it falls when a read fails, so it is no counter; the others make it up
+            if outcome != "promoted_bytes":  # it falls when a read fails, so it is not a counter; the others add up to it
                 yield (predictor, outcome.removesuffix("_bytes")), amount
 
 
@@ -179,7 +179,7 @@ TENANTS = (
         _tenant("evicted"),
     ),
 )
-"""Labels come and go with tenants: for programs that show a snapshot, not for those that keep each label for ever."""
+"""Labels appear and disappear with tenants, so only programs that show a snapshot should use these."""
 
 FAMILIES = (
     _tier("counter", "reads", "Chunks read from a tier."),

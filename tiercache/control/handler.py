@@ -1,4 +1,4 @@
-"""Carry out control messages."""
+"""Execute control messages."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tiercache.scheduler.prefetcher import PrefetchHandle
 _MOST_HANDLES = 4096
 _KEYS_AT_ONCE = 1024
 _FORGOTTEN_AT_ONCE = 8192
-"""Tiers remove many at a time."""
+"""Keys per removal, since tiers remove many keys at a time."""
 
 
 class Handler:
-    """Belongs to the cache's loop. A cancelled `answer` leaves what it began alone."""
+    """Bound to the cache's loop. Cancelling `answer` does not cancel the operation that it began."""
 
     def __init__(self, cache: ServedCache, naming: Naming) -> None:
         self._cache = cache
@@ -47,13 +47,15 @@ class Handler:
         self._turns = asyncio.Lock()
 
     async def turn(self) -> None:
-        """Wait for a turn of the loop: one at a time, however many connections ask. What follows up to the next `await`
-        should take no longer than a few milliseconds."""
+        """Wait for a round of the loop, shared by all connections one after another.
+
+        The code between this and the next `await` should take no longer than a few milliseconds.
+        """
         async with self._turns:
             await asyncio.sleep(0)
 
     async def answer(self, command: Command) -> dict[str, Any]:
-        """Return the answer as plain data. Raises ControlError for what cannot be done, and what the cache raises."""
+        """Return the answer as plain data. Raises ControlError for a refused command, and the errors of the cache."""
         match command:
             case Prefetch():
                 return await self._prefetch(command)
@@ -115,7 +117,7 @@ class Handler:
             raise failed
 
     async def _parts(self, keys: list[ChunkKey], at_once: int = _KEYS_AT_ONCE) -> AsyncIterator[list[ChunkKey]]:
-        """Yield parts that each take no more than a turn of the loop."""
+        """Yield parts that each fit into one round of the loop."""
         for start in range(0, len(keys), at_once):
             if start:
                 await self.turn()
@@ -136,7 +138,7 @@ class Handler:
         return _progress(name, handle)
 
     def _make_room(self) -> None:
-        """Handles that have ended stay until their place is needed, so that one can still ask what became of them."""
+        """Drop ended handles when their place is needed; until then their outcome can be queried."""
         if len(self._handles) >= _MOST_HANDLES:
             ended = next((name for name, handle in self._handles.items() if handle.done), None)
             if ended is None:

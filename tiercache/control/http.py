@@ -1,7 +1,8 @@
-"""HTTP in front of control sockets: `POST /v1/<command>` with the message as JSON, `GET /v1/statistics`, `GET /metrics`.
+"""HTTP in front of control sockets: `POST /v1/<command>` with the message as JSON, `GET /v1/statistics`, `GET
+/metrics`.
 
-All but `GET /healthz` wants the bearer token, if there is one. Whatever goes wrong is JSON with `error.kind` and
-`error.message`, but for uvicorn's own 400 and 503; the token is in none of it, and in no log line.
+All but `GET /healthz` require the bearer token, if there is one. Errors are JSON with `error.kind` and `error.message`,
+except uvicorn's own 400 and 503. Neither errors nor log lines contain the token.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlE
 from tiercache.control.metrics import exposition
 
 HEADERS_S = 10.0
-"""Time for the header of a connection's first request; and, after an answer, of the next one."""
+"""Deadline in seconds for the header of the first request and, after an answer, of the next request."""
 _BODY_S = 10.0
 _TAKEN_S = 10.0
-"""Time for a client to take what was written to it."""
+"""Deadline in seconds for a client to read its answer."""
 _HEADER_BYTES = 16 << 10
 _MOST_CONNECTIONS = 512
-"""Further requests are answered by 503. Connections that say nothing end after `HEADERS_S`."""
+"""Limit of connections; further requests get 503. Silent connections are closed after `HEADERS_S`."""
 _STATUS = {
     "malformed": 400,
     "unauthorised": 401,
@@ -50,8 +51,10 @@ _LOCAL_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 
 
 def make_app(fleet: Fleet, token: str | None) -> Starlette:
-    """Without a token only requests that name this machine as their host are served. That keeps out a page in a browser
-    that has its own name point here."""
+    """Return the application. Without a token it serves only requests whose host header names this machine.
+
+    This keeps out web pages in a browser whose own domain resolves to this machine.
+    """
     server = _Server(fleet, token)
     return Starlette(
         routes=[
@@ -69,7 +72,7 @@ def make_app(fleet: Fleet, token: str | None) -> Starlette:
 
 
 def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
-    """Return how the application is served: few connections, none silent for long, and no log line for a request."""
+    """Return the server configuration: few connections, short idle time, and no log line for a request."""
     return uvicorn.Config(
         app,
         http=_Connection,
@@ -89,7 +92,7 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's for h11, with deadlines where that waits without one: for a header, and for a client to take its answer."""
+    """uvicorn's h11 protocol with deadlines for receiving a header and for sending an answer."""
 
     _silent: asyncio.TimerHandle | None = None
     _untaken: asyncio.TimerHandle | None = None
@@ -124,12 +127,12 @@ class _Connection(H11Protocol):
 
     def _abort_if_silent(self, before: Any) -> None:
         if self.cycle is before:
-            # Not `close`, which waits for as long as the client does not read.
+            # `close` would wait until the client reads.
             self.transport.abort()
 
 
 class _Ending:
-    """Answer the requests that are cancelled when the server stops; the log has a traceback for each otherwise."""
+    """Answer the requests that are cancelled when the server stops; otherwise the log has a traceback for each."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -162,12 +165,12 @@ class _Server:
         if kind is None:
             raise ControlError("unknown", f"there is no command {name!r}; known are {', '.join(COMMANDS)}")
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # Also what keeps pages in a browser out: they may not send this unasked.
+            # Browsers cannot send this content type to another site without its permission.
             raise ControlError("unsupported", "expected content-type: application/json")
         return _json(await self._fleet.ask(_decoded(kind, await _body(request))))
 
     async def statistics(self, request: Request) -> Response:
-        """Return the figures of each socket by its name: sums over ranks would hide the one that lags."""
+        """Return the figures of each socket by its name, since sums over ranks would hide a slow rank."""
         self._check_token(request)
         answers = await self._fleet.ask_each(Statistics())
         return _json({path.name: _plain(answer) for path, answer in answers.items()})
@@ -178,20 +181,20 @@ class _Server:
         return Response(exposition(answers), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self, request: Request) -> Response:
-        """This server lives; the caches' health is `tiercache_up`."""
+        """Report that this server is alive; `tiercache_up` reports the caches."""
         return _json({})
 
     def _check_token(self, request: Request) -> None:
         if self._token is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Compared in a time that does not tell how much of it was right.
+        # Compare in constant time, so that timing does not reveal the token.
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
             raise ControlError("unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token")
 
 
 def _decoded(kind: type[Message], body: bytes) -> Any:
-    """Return the command. The path says which one it is, so the body need not."""
+    """Return the command. The path gives its kind, so the body need not."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -201,7 +204,7 @@ def _decoded(kind: type[Message], body: bytes) -> Any:
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body. Raises ControlError for one that is too large, as soon as that is known, or too slow."""
+    """Return the body. Raises ControlError as soon as it is known to be too large or too slow."""
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > 18 or int(announced) > LARGEST_MESSAGE_BYTES:
         raise _too_large()

@@ -1,6 +1,6 @@
-"""The messages that a cache takes through its control socket.
+"""The messages that a cache accepts on its control socket.
 
-The same types are decoded from JSON behind HTTP, so both refuse the same things with the same words.
+HTTP decodes the same types from JSON, so both front ends refuse the same input with the same text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tiercache.core.keys import HEX_KEY
 from tiercache.errors import TierCacheError
 
 LARGEST_MESSAGE_BYTES = 1 << 20
-"""Room for about 200,000 token ids or 20,000 keys; a longer prefix is named by its keys, in several messages."""
+"""Fits about 200,000 token ids or 20,000 keys; a longer prefix needs keys in several messages."""
 LONGEST_S = 7 * 86400.0
 LONGEST_NAME = 256
 
@@ -34,7 +34,7 @@ class ControlError(TierCacheError):
 
 
 class Lora(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The adapter of a request, as the engine was given it: both are part of its block hashes."""
+    """The LoRA adapter of a request, as given to the engine: both fields are part of its block hashes."""
 
     name: Name
     path: str
@@ -45,12 +45,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="command", k
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the cache waits on purpose, beyond what answering takes."""
+        """Seconds that the message asks the cache to wait, in addition to the time to answer."""
         return float(getattr(self, "until_s", 0.0))
 
 
 class Prefix(Message, kw_only=True):
-    """Base of commands about a prefix: its token ids (and what else names it in the engine), or chunk keys in hex."""
+    """Base of commands about a prefix, given as token ids with the engine's extra key parts, or as chunk keys in hex."""
 
     tokens: list[Token] | None = None
     keys: list[HexKey] | None = None
@@ -59,7 +59,7 @@ class Prefix(Message, kw_only=True):
 
 
 class Prefetch(Prefix, tag="prefetch", kw_only=True):
-    """This prefix is coming in `deadline_s`. `handle` is a name for it that the caller chooses; by default one is made."""
+    """Announce that this prefix is needed in `deadline_s`. An empty `handle` is replaced by a generated name."""
 
     deadline_s: Seconds = 0.0
     ttl_s: Seconds = 60.0
@@ -68,7 +68,7 @@ class Prefetch(Prefix, tag="prefetch", kw_only=True):
 
 
 class Progress(Message, tag="progress", kw_only=True):
-    """Report how far a prefetch is, after waiting for its end for up to `until_s`."""
+    """Report the progress of a prefetch, after waiting for its end for up to `until_s`."""
 
     handle: Name
     until_s: Wait = 0.0
@@ -79,33 +79,33 @@ class Cancel(Message, tag="cancel", kw_only=True):
 
 
 class Pin(Prefix, tag="pin", kw_only=True):
-    """Keep a prefix hot for `ttl_s`. What is not hot is fetched first, for up to `until_s`."""
+    """Keep a prefix hot for `ttl_s`. Chunks that are not hot are fetched first, for up to `until_s`."""
 
     ttl_s: Seconds = 600.0
     until_s: Wait = 5.0
 
 
 class Unpin(Prefix, tag="unpin"):
-    """Let its chunks be evicted like others."""
+    """Let the prefix's chunks be evicted again."""
 
 
 class Forget(Prefix, tag="forget"):
-    """Remove its chunks from every tier."""
+    """Remove the prefix's chunks from every tier."""
 
 
 class Lookup(Prefix, tag="lookup"):
-    """Report how far the prefix reaches, and in which tiers."""
+    """Report the length of the cached prefix, and the tiers that hold it."""
 
 
 class Began(Prefix, tag="began", kw_only=True):
-    """A turn of this session has begun. `step` is accepted and has no effect."""
+    """Report that a turn of this session has begun. `step` is accepted and has no effect."""
 
     session: Name
     step: Word = ""
 
 
 class Ended(Prefix, tag="ended", kw_only=True):
-    """A turn has ended; the prefix is what the session's next one will begin with. `step` and `kind` have no effect."""
+    """Report that a turn has ended; the session's next turn begins with this prefix. `step` and `kind` have no effect."""
 
     session: Name
     step: Word = ""
@@ -113,7 +113,7 @@ class Ended(Prefix, tag="ended", kw_only=True):
 
 
 class Over(Message, tag="over", kw_only=True):
-    """The session will not come back."""
+    """Report that the session has ended for good."""
 
     session: Name
 
@@ -129,7 +129,7 @@ _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
 def decode(packed: bytes | bytearray) -> Command:
-    """Raises ControlError ("malformed") that says what was expected and where."""
+    """Decode a command. Raises ControlError ("malformed") that says what was expected and where."""
     try:
         return _commands.decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

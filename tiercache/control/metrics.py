@@ -1,4 +1,4 @@
-"""Statistics of caches as Prometheus reads them."""
+"""Export statistics of caches in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiercache.core.estimate import Distribution
 
 
 def exposition(answers: Mapping[Path, dict[str, Any] | Exception]) -> bytes:
-    """The text format, of what each socket answered to `Statistics`; a cache that did not answer is down."""
+    """Return the text format for the answer of each socket to `Statistics`; a cache without an answer is down."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(answers))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""Find the chunks of the prefix that a control message names."""
+"""Find the chunks of the prefix in a control message."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _TOKENS_AT_ONCE = 16 << 10
 
 
 class Naming(Protocol):
-    """The names that the owner of a cache gives to prefixes. Both methods raise ControlError for a prefix without a name."""
+    """The mapping from prefixes to chunk keys. Both methods raise ControlError for a prefix without keys."""
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """Return its chunks in order, as a request that begins with it looks for them."""
+        """Return the prefix's chunk keys in order, as a request that begins with it looks them up."""
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """Return those and every shorter chunk that may lie behind a part of it, in no order."""
+        """Return those keys and the keys of every shorter chunk that may end inside the prefix, in no order."""
 
 
 class TokenNaming:
-    """The names in a cache whose program stores and loads by token ids (`cache.store`, `cache.load`) or by keys.
+    """Map prefixes in a cache that stores and loads by token ids (`cache.store`, `cache.load`) or by keys.
 
-    Lets others run on the loop between short steps, and names one prompt at a time.
+    Yields to the loop between short steps, and maps one prompt at a time.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class TokenNaming:
 
 
 async def _hashed(cache: ServedCache, tokens: Sequence[int], salt: str) -> list[ChunkKey]:
-    """`cache.keys` in steps: a chunk's key is what the next one's is made from."""
+    """Run `cache.keys` in steps: each chunk's key depends on the previous one."""
     chunk_tokens = cache.layout.chunk_tokens
     namespace, tenant = cache.layout.named_by(cache.config.tenant_salt, salt)
     step = max(1, _TOKENS_AT_ONCE // chunk_tokens) * chunk_tokens
@@ -62,7 +62,7 @@ async def _hashed(cache: ServedCache, tokens: Sequence[int], salt: str) -> list[
 
 
 def given_keys(prefix: Prefix) -> list[ChunkKey] | None:
-    """Return the keys that a message has, None where it has tokens. Raises ControlError unless it has one of the two."""
+    """Return the keys of a message, or None if it has tokens. Raises ControlError unless it has exactly one of the two."""
     if (prefix.tokens is None) == (prefix.keys is None):
         found = "neither" if prefix.tokens is None else "both"
         raise ControlError("malformed", f"expected either tokens (ids) or keys (hex), found {found}")

@@ -14,7 +14,7 @@ from tiercache.statistics import Statistics
 
 
 class ServedCache(Protocol):
-    """`TierCache` is one; each of these is as it is there."""
+    """Implemented by `TierCache`, which documents each member."""
 
     config: Config
     layout: Layout

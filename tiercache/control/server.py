@@ -24,29 +24,29 @@ logger = logging.getLogger("tiercache.control")
 
 _MOST_CONNECTIONS = 64
 _BUSY_S = 1.0
-"""Time for a question that will be refused."""
+"""Deadline in seconds for receiving a question that will be refused."""
 _IDLE_S = 60.0
-"""A connection that asks nothing for so long, or takes so long to ask, is closed."""
+"""A connection is closed after this many seconds without a message, or while receiving one."""
 _TAKEN_S = 10.0
-"""Time for an answer to be taken."""
+"""Deadline in seconds for the client to read an answer."""
 _LARGE_BYTES = 64 << 10
 _MOST_LARGE = 16
-"""Larger messages that are answered at a time: numbers take ten times as much memory once they are decoded."""
+"""Limit of large messages processed at once, since decoded numbers take ten times as much memory."""
 ANSWER_S = 20.0
-"""Time for an answer, beyond what the message itself waits for."""
+"""Deadline in seconds for an answer, in addition to the wait that the message asks for."""
 
 
 @dataclass
 class _Connection:
     writer: asyncio.StreamWriter
     idle_since_s: float | None
-    """None while a message of this connection is being answered."""
+    """None while a message of this connection is processed."""
 
 
 class ControlServer:
-    """Lives on the cache's loop. Connections ask one thing after another; each wait has a deadline.
+    """Bound to the cache's loop. Each connection carries one question at a time; each wait has a deadline.
 
-    The loop is the cache's: what messages take of it, they take in short steps, one a round, all connections together.
+    Messages use the cache's loop in short steps, at most one a round over all connections.
     """
 
     def __init__(self, path: Path, cache: ServedCache, naming: Naming) -> None:
@@ -58,7 +58,7 @@ class ControlServer:
         self._large = asyncio.BoundedSemaphore(_MOST_LARGE)
 
     async def start(self) -> None:
-        """Take the path. Raises ConfigError when another process has it, or when no socket can be made there.
+        """Bind the path. Raises ConfigError if another process holds it, or if no socket can be made there.
 
         The holder of the lock file beside it owns the path, so a socket without a holder was left by a dead process.
         """
@@ -68,7 +68,7 @@ class ControlServer:
             if self.path.exists() and not self.path.is_socket():
                 raise FileExistsError(errno.EEXIST, "there is something there that is no socket")
             self.path.unlink(missing_ok=True)
-            # In two steps: if the second is cancelled, there is a server to close.
+            # Start in two steps, so that there is a server to close if the second step is cancelled.
             self._server = await asyncio.start_unix_server(self._serve, sock=bound(self.path), start_serving=False)
             await self._server.start_serving()
         except asyncio.CancelledError:
@@ -83,7 +83,7 @@ class ControlServer:
         logger.info("control socket: %s", self.path)
 
     async def close(self) -> None:
-        """Idempotent. Connections that still wait for an answer are closed."""
+        """Close the server. Idempotent. Closes connections that still wait for an answer."""
         if self._lock is None:
             return
         self._server.close()
@@ -102,7 +102,7 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        # What is written is with the client once `drain` returns, so that a connection can be given up at any time.
+        # Without a write buffer, data is sent once `drain` returns, so a connection can be aborted at any time.
         writer.transport.set_write_buffer_limits(0)
         busy = len(self._connections) >= _MOST_CONNECTIONS and not self._hang_up_on_the_idlest()
         if len(self._connections) >= 2 * _MOST_CONNECTIONS:
@@ -111,22 +111,22 @@ class ControlServer:
         connection = self._connections[task] = _Connection(writer, asyncio.get_running_loop().time())
         try:
             if busy:
-                # After the question: a client whose connection is closed while it writes does not read why.
+                # Refuse after the question: a client whose connection closes while it writes does not read the reply.
                 async with asyncio.timeout(_BUSY_S):
                     await receive(reader)
                 raise ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already")
             while True:
                 await self._next(reader, connection)
         except ControlError as error:
-            # Busy, or too large: what follows on this connection is not a message.
+            # The server is busy or the message is too large; the rest of this connection is not a message.
             with contextlib.suppress(TimeoutError, OSError):
                 await self._reply(writer, _refusal(error))
         except (asyncio.IncompleteReadError, OSError, TimeoutError):
-            pass  # hung up, or fell silent
+            pass  # closed by the client, or idle for too long
         except asyncio.CancelledError:
             pass  # the cache closes
         finally:
-            # Not `close`, which waits for a client that does not read.
+            # `close` would wait for a client that does not read.
             writer.transport.abort()
             del self._connections[task]
 
@@ -139,7 +139,7 @@ class ControlServer:
         await self._reply(connection.writer, await self._answer(packed))
 
     def _hang_up_on_the_idlest(self) -> bool:
-        """Close the connection that has been idle for longest. Return False if all are being answered."""
+        """Close the connection that has been idle for longest. Return False if none is idle."""
         idle = [place for place in self._connections.values() if place.idle_since_s is not None]
         if not idle:
             return False

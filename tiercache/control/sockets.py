@@ -1,4 +1,4 @@
-"""Check the owner of a Unix socket: in a directory that others may write to, any user can put one under any name."""
+"""Check the owner of a Unix socket: in a directory that others may write to, any user can create any name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tiercache.control.messages import ControlError
 from tiercache.errors import TierCacheError
 
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user, group."""
+"""pid, uid and gid, as in `struct ucred`."""
 
 
 def bound(path: Path) -> socket.socket:
-    """A socket whose file has mode 0600 from its first moment on."""
+    """Return a bound socket whose file has mode 0600 from the start."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         os.fchmod(made.fileno(), 0o600)
@@ -30,7 +30,7 @@ def bound(path: Path) -> socket.socket:
 
 
 async def connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a connection. Raises OSError, and ControlError ("refused") unless the listener is trusted with what is coming."""
+    """Open a connection. Raises OSError, and ControlError ("refused") unless the listener's user is trusted."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         _check_peer(path, writer.get_extra_info("socket"))
@@ -52,7 +52,7 @@ def _check_peer(path: Path, connection: socket.socket) -> None:
 
 
 def is_believed(path: Path, user: int) -> bool:
-    """Return True if `user` may have a socket at `path`: root and this user may, others where only these can put one."""
+    """Return True if `user` may own a socket at `path`: root, this user, or the only user who can create it there."""
     ours = (0, os.geteuid())
     if user in ours:
         return True
@@ -61,7 +61,7 @@ def is_believed(path: Path, user: int) -> bool:
 
 
 def check_private(directory: Path) -> None:
-    """Raise TierCacheError if another user made the directory or can look into it, and OSError if it is missing."""
+    """Raise TierCacheError if another user owns or can read the directory, and OSError if it is missing."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise TierCacheError(

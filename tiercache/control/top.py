@@ -1,4 +1,4 @@
-"""`tiercache top`: what caches do now, by tier, over their control sockets. The figures are those of /metrics."""
+"""Run `tiercache top`: show live figures of caches by tier, over their control sockets, as in /metrics."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def top_command(sockets: list[Path], every_s: float, once: bool) -> int:
 
 
 async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> None:
-    """Raises ControlError when there is no socket at first. One that goes later is waited for."""
+    """Raise ControlError if there is no socket at first. Keeps waiting for a socket that disappears later."""
     live = Live(console=console, auto_refresh=False, screen=True) if console.is_terminal and not once else None
     before: Answers = {}
     asked_s = 0.0
@@ -81,9 +81,9 @@ def _fitting(tables: Iterable[Table | Text], console: Console) -> Iterator[Table
 
 
 def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[Table | Text]:
-    """Yield a table for each cache, or a sentence for one that does not answer.
+    """Yield a table for each cache, or a sentence for a cache that does not answer.
 
-    Rates and times cover what came since `before`, `elapsed_s` ago, or since the cache was opened.
+    Rates and times cover the period since `before`, `elapsed_s` ago, or since the cache was opened.
     """
     for path, answer in answers.items():
         if isinstance(answer, ControlError):
@@ -112,7 +112,7 @@ def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float
 
 
 def _tenants(name: str, figures: Figures) -> Table:
-    """Return a table of the largest tenants, where tenants have quotas."""
+    """Return a table of the largest tenants, if tenants have quotas."""
     table = Table(title=f"{name}: tenants")
     for number, header in enumerate(("tier", "tenant", "holds MB", "chunks", "evicted")):
         table.add_column(header, justify="left" if number < 2 else "right")
@@ -125,7 +125,7 @@ def _tenants(name: str, figures: Figures) -> Table:
 
 
 def rows_of(figures: Figures, before: Figures | None, elapsed_s: float) -> Iterable[tuple[str, ...]]:
-    """Yield a row for each tier, in the order of the cascade. Its hit rate counts the chunks that the tiers above lacked."""
+    """Yield a row for each tier, in the order of the cascade. A tier's hit rate counts the misses of the tiers above."""
     statistics = figures["statistics"]
     then = before["statistics"] if before is not None else None
     hits = hits_by_tier(figures)

@@ -22,8 +22,10 @@ class RateLimit:
         self._at_s: float | None = None
 
     def allows(self, amount_bytes: int, now_s: float) -> bool:
-        """Return True if `amount_bytes` may be taken now. More than the burst may be taken from a full bucket, whose content
-        is negative then."""
+        """Return True if `amount_bytes` may be taken now.
+
+        A full bucket allows more than the burst; its content is negative then.
+        """
         if self._at_s is not None and now_s > self._at_s:
             earned_bytes = (now_s - self._at_s) * self._bytes_per_s
             self._left_bytes = min(self._burst_bytes, self._left_bytes + earned_bytes)
@@ -54,15 +56,15 @@ class Admission:
     """Decides whether a chunk is worth writing. Every call takes O(1); a remembered key costs about 130 bytes.
 
     `all` admits every chunk (write-through), `second_touch` chunks that two requests needed, and `live_session` chunks of
-    sessions that have come back at least once, those of their newest turns included.
+    sessions with at least two turns, including their newest turns.
     """
 
     def __init__(self, policy: str, limit: int = REMEMBERED_KEYS) -> None:
-        """`policy` is one of `ADMISSIONS`; the `limit` keys that were used last are remembered."""
+        """`policy` is one of `ADMISSIONS`; the `limit` most recently accessed keys are remembered."""
         self.policy = policy
         self.limit = limit
         self._admitted: OrderedDict[ChunkKey, bool] = OrderedDict()
-        """Remembered keys, the least recently used one first, and whether their chunks are admitted."""
+        """Remembered keys, least recently accessed first, with True if their chunks are admitted."""
 
     def used(self, key: ChunkKey) -> None:
         """Record that a request needed the chunk, wherever it came from (computed, read or hot). Called once a request."""
@@ -88,10 +90,10 @@ class Admission:
 
 
 class Governor:
-    """Limits the bytes that are written a day. A limit of 0 lets everything through.
+    """Limits the bytes written per day. A limit of 0 admits everything.
 
-    Unspent bytes are kept for up to `burst_s`, so that a busy hour may use what a quiet one left. No span of a day sees more
-    than `bytes_per_day`, the burst included, so in the long run 4 % less is written.
+    Unspent bytes are kept for up to `burst_s`, so that a busy hour can use the budget of a quiet hour. No period of a
+    day has more than `bytes_per_day`, the burst included, so the long-term rate is 4 % lower.
     """
 
     def __init__(self, bytes_per_day: float, burst_s: float = 3600.0) -> None:
@@ -100,7 +102,7 @@ class Governor:
         self._rate = RateLimit(bytes_per_s, bytes_per_s * burst_s, bytes_per_s * burst_s)
 
     def allows(self, amount_bytes: int, now_s: float) -> bool:
-        """Take `amount_bytes` at `now_s` (monotonic) if there are so many; return False if there are not."""
+        """Take `amount_bytes` at `now_s` (monotonic). Return False if the budget is too small."""
         if self.bytes_per_day <= 0:
             return True
         if not self._rate.allows(amount_bytes, now_s):

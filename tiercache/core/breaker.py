@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that fails or is slow is left alone for a while, probed, and used again.
+"""A circuit breaker: a tier that fails or is slow is skipped for a while, probed, and used again.
 
 Source: Nygard, "Release It!" (2007). Times are seconds of one monotonic clock and are passed in.
 """
@@ -18,14 +18,14 @@ class BreakerState(Enum):
 @dataclass(frozen=True)
 class BreakerSettings:
     failures_to_open: int = 3
-    """Consecutive failures. An operation slower than `slow_s` counts as one."""
+    """Consecutive failures. An operation slower than `slow_s` counts as a failure."""
     slow_s: float = 10.0
     first_pause_s: float = 1.0
     longest_pause_s: float = 60.0
 
 
 class Breaker:
-    """Counts the outcomes of operations, and of questions: look-ups, whose answers prove nothing about failed operations."""
+    """Counts the outcomes of operations, and of questions: lookups, whose answers prove nothing about operations."""
 
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self.settings = settings or BreakerSettings()
@@ -43,8 +43,11 @@ class Breaker:
         """True if a question was answered since the breaker opened. The next probe is then an operation."""
 
     def allows(self, now_s: float, *, question: bool = False) -> bool:
-        """Return True if an operation may start. When the pause of an open breaker is over, one caller is let through to
-        probe. Further questions are let through once a question was answered; they do not take the probe."""
+        """Return True if an operation may start.
+
+        When the pause of an open breaker is over, one caller may probe. Further questions are allowed once a question
+        was answered; they do not take the probe.
+        """
         if self.state is BreakerState.CLOSED:
             return True
         if now_s < self._probe_at_s:
@@ -62,7 +65,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED or now_s >= self._probe_at_s
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until an operation may start, unless a running one reports before."""
+        """Return the seconds until an operation may start, unless a running operation reports before."""
         return 0.0 if self.state is BreakerState.CLOSED else max(0.0, self._probe_at_s - now_s)
 
     def probing(self, now_s: float) -> bool:
@@ -79,8 +82,11 @@ class Breaker:
         self._operation_failed = self._answered = False
 
     def answered(self, now_s: float) -> None:
-        """Record the answer to a question. It closes a breaker that only questions have opened. If operations had failed, it
-        lets the next one probe, and leaves the length of the pause as it is."""
+        """Record the answer to a question.
+
+        Closes a breaker that only questions have opened. If operations had failed, the next operation may probe, and
+        the length of the pause stays.
+        """
         if not self._operation_failed:
             self.succeeded(now_s)
         elif self.state is not BreakerState.CLOSED:
@@ -91,7 +97,7 @@ class Breaker:
     def failed(self, now_s: float, *, began_s: float | None = None, question: bool = False) -> None:
         """Record a failure. `began_s` is the start of the operation, if the caller knows it."""
         if self.state is BreakerState.OPEN or (began_s is not None and began_s < self._opened_s):
-            return  # operations that hang fail together: those that began before it opened count once
+            return  # operations that hang fail together: those that began before the breaker opened count once
         self._operation_failed = self._operation_failed or not question
         self._failures += 1
         if self.state is BreakerState.CLOSED and self._failures < self.settings.failures_to_open:
@@ -101,19 +107,21 @@ class Breaker:
     def trip(self, now_s: float, *, began_s: float | None = None) -> None:
         """Open at once: the failure is known to last (the device is full, the directory is read-only)."""
         if began_s is not None and began_s <= self._opened_s:
-            return  # as in `failed`; nothing begins at the moment at which it opens
+            return  # as in `failed`; no operation begins at the moment of opening
         self._operation_failed = True
         self._open_again(now_s)
 
     def _open_again(self, now_s: float) -> None:
-        """Double the pause if it was over. A probe that an answered question let through earlier leaves it as it is."""
+        """Double the pause if it was over. It stays as it is if an answered question allowed the probe earlier."""
         if self.state is not BreakerState.CLOSED and now_s >= self._opened_s + self._pause_s:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)
         self._open(now_s)
 
     def abandoned(self, now_s: float, began_s: float) -> None:
-        """Record that the operation that began at `began_s` was cancelled and proved nothing. If it was the probe, the next
-        operation may probe at once."""
+        """Record that the operation that began at `began_s` was cancelled and proved nothing.
+
+        If it was the probe, the next operation may probe at once.
+        """
         if self.state is BreakerState.HALF_OPEN and began_s >= self._probed_s:
             self._probe_at_s = min(self._probe_at_s, now_s)
 

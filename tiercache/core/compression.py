@@ -24,9 +24,9 @@ class Codec(IntEnum):
 
     PLAIN = 0
     LZ4 = 1
-    """Bit shuffle, then LZ4."""
+    """LZ4 after a bit shuffle."""
     ZSTD = 2
-    """Byte shuffle, then Zstandard."""
+    """Zstandard after a byte shuffle."""
 
 
 COMPRESSING = (Codec.LZ4, Codec.ZSTD)
@@ -51,9 +51,8 @@ def item_bytes(kv_dtype: str) -> int:
 class CompressionChoice:
     """Decides if the next chunk is compressed by Zstandard (`compression: auto`).
 
-    It is if reads are shorter, transfer and decompression one after the other, and at least as many chunks a second are
-    written as without. All times are measured, per byte: transfers as they occur, the codec on a part of every 256th chunk
-    under the load of that moment.
+    It is compressed if reads are shorter (transfer, then decompression) and the write rate is not lower. All times are
+    measured per byte: transfers as they occur, the codec on a part of every 256th chunk under the current load.
     """
 
     def __init__(self, concurrency: int = 4) -> None:
@@ -87,7 +86,10 @@ class CompressionChoice:
 
     @property
     def codec(self) -> Codec:
-        """The codec of the next chunk; PLAIN until a write was measured. Reads are taken to be as fast until one was."""
+        """The codec of the next chunk; PLAIN until a write was measured.
+
+        Reads are assumed as fast as writes until measured.
+        """
         sending_s, compress_s, decompress_s = self._sending_s, self._compress_s, self._decompress_s
         if sending_s is None or compress_s is None or decompress_s is None or self._ratio > _WORTH:
             return Codec.PLAIN

@@ -1,4 +1,4 @@
-"""Durations: histograms of them, and estimates that tell whether loading a chunk beats recomputing it."""
+"""Histograms of durations, and estimates that decide whether loading a chunk beats recomputing it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 
 @dataclass
 class Distribution:
-    """A histogram. Bucket `i` counts amounts above `bounds[i - 1]` and up to `bounds[i]`; the last one all larger ones."""
+    """A histogram.
+
+    Bucket `i` counts amounts above `bounds[i - 1]` and up to `bounds[i]`; the last bucket has no upper bound.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -56,17 +59,18 @@ _WEIGHT = 0.2
 """Weight of the newest sample in the exponentially weighted moving average, which covers about the last ten."""
 _VALID_S = 30.0
 _SLOW_SHARE = 0.1
-"""Share of the computing time for which a load that is slower than it should be is waited for."""
+"""Share of the computing time to wait for a load that is slower than expected."""
 _UNUSUAL = 4.0
-"""A load may take this many times the expected time."""
+"""Limit of a load's time in multiples of the expected time."""
 _LEAST_S = 0.005
 """Shorter waits may be caused by the event loop alone."""
 
 
 class TransferEstimate:
-    """Seconds that one tier takes for one chunk while `concurrency` of them are in flight.
+    """Seconds that a tier takes for one chunk while `concurrency` chunks are in flight.
 
-    The estimate is valid for 30 s after the newest sample. Then the tier is tried again, so a tier that was slow recovers.
+    The estimate is valid for 30 s after the newest sample. Then the tier is tried again, so that a tier that was slow
+    recovers.
     """
 
     def __init__(self, concurrency: int) -> None:
@@ -90,7 +94,7 @@ class TransferEstimate:
         return self.read_s * -(-chunks // self.concurrency)
 
     def lasting_s(self, chunks: int, queued: int = 0) -> float | None:
-        """Return the seconds that loading `chunks` should take behind `queued` others, by the newest sample of any age."""
+        """Return the seconds that loading `chunks` should take after `queued` others, by the newest sample of any age."""
         return None if self.read_s is None else self.read_s * -(-(chunks + queued) // self.concurrency)
 
     def worthwhile(self, chunks: int, recompute_s: float | None, now_s: float, oldest_s: float = 0.0) -> bool:
@@ -109,11 +113,11 @@ class TransferEstimate:
 
 
 def worth_waiting_s(expected_s: float | None, compute_s: float) -> float:
-    """Return how long to wait for a load that should take `expected_s` (None: not known) before the rest is computed;
-    computing all of it takes `compute_s`.
+    """Return how long to wait for a load before the rest is computed.
 
-    The wait is at most `compute_s`. A load that takes four times the expected time and a tenth of `compute_s` is given up,
-    since the tier has become slow; the request loses that tenth. A tier known to be slow is tried for as long.
+    The load should take `expected_s` (None: not known); computing all of it takes `compute_s`, the upper limit of the
+    wait. A load that takes four times the expected time and a tenth of `compute_s` is given up, since the tier has
+    become slow; the request loses that tenth. A tier known to be slow is tried for as long.
     """
     if expected_s is None:
         return max(compute_s, _LEAST_S)
@@ -123,21 +127,23 @@ def worth_waiting_s(expected_s: float | None, compute_s: float) -> float:
 
 
 _STEPS = 8
-"""Steps of one sample. Several, since an engine that schedules ahead reports the end of a step one or two steps late."""
+"""Number of steps in a sample: an engine that schedules ahead reports the end of a step one or two steps late."""
 _KEPT = 0.95
 """Weight of older samples relative to the next: the last twenty count for two thirds."""
 _LEAST_TOKENS = 64
-"""Variation in the tokens of a step from which on the cost of tokens is told from the cost of steps."""
+"""Least variation in the tokens of a step that separates the cost of tokens from the cost of steps."""
 _LEAST_PART = 0.25
 """Lower bound of the result, as a share of the average time of a token with the steps included."""
 _NEWS = 0.1
-"""Relative change from which on `news` returns the estimate again."""
+"""Relative change that makes `news` return the estimate again."""
 
 
 class PrefillCost:
-    """Fits `base + tokens * token_s` to the duration of steps, by least squares over samples of several steps; older samples
-    count less. Only times in which the engine was busy throughout count: from a step to the next that goes on with one of
-    its requests."""
+    """Fits `base + tokens * token_s` to the duration of steps.
+
+    Uses least squares over samples of several steps; older samples count less. Only times in which the engine was busy
+    throughout count: from a step to the next step that continues one of its requests.
+    """
 
     def __init__(self) -> None:
         self.token_s: float | None = None
@@ -183,5 +189,5 @@ class PrefillCost:
         if spread < (_STEPS * _LEAST_TOKENS) ** 2:
             return
         slope = (self._tokens_seconds - self._steps_tokens * self._steps_seconds / self._steps_steps) / spread
-        # Noise must not make the engine so quick that nothing is worth loading any more.
+        # Noise must not make the engine appear so fast that no load is worthwhile.
         self.token_s = max(slope, _LEAST_PART * self._tokens_seconds / self._tokens_tokens)

@@ -1,13 +1,14 @@
 """Eviction from the hot cache: least recently used leaf first.
 
-Chunk keys are chained, so the residents form a forest of prefixes. A chunk is of no use without the chunks before it, so
-only leaves are evicted: residents that no other evictable resident continues. Among the leaves the policy's rank decides,
-the lowest first.
+Chunk keys are chained, so the residents form a forest of prefixes. A chunk is useless without the chunks before it, so
+only leaves are evicted: residents that no other evictable resident continues. The policy's rank decides among the
+leaves, the lowest first.
 
-The leaves are in buckets of 1,024 ranks, each a heap of (rank, key) with lazy deletion: an item counts only while it matches
-the rank that its resident was queued with. An access that raises the rank of a queued leaf within its bucket leaves the heap
-as it is; the leaf is queued again when the old item surfaces. A bucket knows how many of its items count, and goes with the
-last of them. So an eviction looks at the items of one bucket at most, however many leaves were accessed since the last one.
+The leaves are in buckets of 1,024 ranks, each a heap of (rank, key) with lazy deletion: an item is valid only while it
+matches the rank with which its resident was queued. An access that raises the rank of a queued leaf within its bucket
+leaves the heap as it is; the leaf is queued again when the old item surfaces. A bucket counts its valid items, and is
+removed with the last of them. So an eviction reads the items of one bucket at most, however many leaves were accessed
+since the last eviction.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from heapq import heapify, heappop, heappush
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 
 _BUCKET = 10
-"""Ranks that differ in their lower bits only share a bucket."""
+"""Number of low bits that ranks in the same bucket may differ in."""
 
 _USE = 1 << 64
-"""One access in an LFU rank, whose lower bits are the time of the last one."""
+"""An access in an LFU rank, whose lower bits are the time of the last access."""
 
 _ORPHAN = -_USE
-"""The rank of a chunk whose parent is known and not resident, and of those that continue it: they are of no use until the
-parent comes, and are evicted before all others."""
+"""Rank of a chunk whose parent is known and not resident, and of its descendants.
+
+They are useless until the parent returns, and are evicted before all others."""
 
 Rank = Callable[[int, int], int]
-"""The new rank of a resident from its old one (0 when it is inserted) and the time of the access."""
+"""Return the new rank of a resident from its old rank (0 at insertion) and the time of the access."""
 
 RANKS: dict[str, Rank] = {
     "LRU": lambda _rank, time: time,
@@ -45,7 +47,7 @@ POLICIES = (*RANKS, *MEAN_LRU)
 
 
 def rank_policy(policy: str) -> str:
-    """Return the rank function's name for a `cache_policy`. Raises KeyError for an unknown one."""
+    """Return the name of the rank function for a `cache_policy`. Raises KeyError for an unknown policy."""
     name = policy.upper()
     if name in MEAN_LRU:
         return "LRU"
@@ -65,27 +67,27 @@ class Resident:
         self.slot = slot
         self.payload_bytes = payload_bytes
         self.hot = True
-        """True while a look-up finds the chunk."""
+        """True while a lookup finds the chunk."""
         self.leases = 0
-        """Any number; 0 means that the chunk may be evicted."""
+        """Number of leases; 0 means that the chunk may be evicted."""
         self.parent: Resident | None = None
         self.children: dict[ChunkKey, Resident] | None = None
-        """The residents that continue this chunk, by key; None stands for none."""
+        """The residents that continue this chunk, by key; None stands for an empty dictionary."""
         self.unleased_children = 0
         self.rank = 0
         self.queued_rank: int | None = None
-        """The rank of this resident's item in the queue; None when it has no item."""
+        """The rank of this resident's item in the queue; None if it has no item."""
 
 
 class _Bucket:
-    """A heap of leaves with about the same rank, stale items among them."""
+    """A heap of leaves with about the same rank, including stale items."""
 
     __slots__ = ("heap", "valid")
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, ChunkKey]] = []
         self.valid = 0
-        """Leaves that are queued here."""
+        """Number of leaves in this bucket."""
 
 
 class _Queue:
@@ -95,9 +97,9 @@ class _Queue:
 
     def __init__(self) -> None:
         self.buckets: dict[int, _Bucket] = {}
-        """Those in which a leaf is queued, by the upper bits of its rank."""
+        """Buckets with a leaf, by the upper bits of its rank."""
         self.order: list[int] = []
-        """A heap of their numbers, and of numbers of buckets that are gone."""
+        """A heap of bucket numbers, including those of removed buckets."""
         self.residents = 0
         """Residents that may have an item here."""
 
@@ -106,15 +108,14 @@ class LeafLru:
     """The residents of the hot cache and their order of eviction.
 
     Time is a counter. An access to n chunks of a prefix advances it by n; the first chunk gets the new time and each later
-    one a time lower by one, so the tail of a prefix is colder than its head.
+    chunk a time lower by 1, so the tail of a prefix is colder than its head.
 
-    Every operation takes O(1), or O(log n) where a leaf enters or leaves the queue. Stale items are removed a bucket at a
-    time: one that holds more than twice as many items as leaves is rebuilt. So the queue has at most twice as many items as
-    there are residents.
+    Every operation takes O(1), or O(log n) if a leaf enters or leaves the queue. Stale items are removed bucket by bucket: a
+    bucket with more than twice as many items as leaves is rebuilt. So the queue never exceeds twice the number of residents.
     """
 
     def __init__(self, policy: str = "LRU", *, by_tenant: bool = False) -> None:
-        """`policy` is a name in `POLICIES`. With `by_tenant` the coldest leaf of a single tenant can be asked for."""
+        """`policy` is a name in `POLICIES`. `by_tenant` allows victims of a single tenant."""
         self.policy = rank_policy(policy)
         self.entries: dict[ChunkKey, Resident] = {}
         self.evictable = 0
@@ -133,9 +134,9 @@ class LeafLru:
     def access(self, keys: Sequence[ChunkKey], *, prefix: bool = True) -> int:
         """Refresh the residents among `keys`, which follow one another in a prefix.
 
-        Return the time of the first of them: the chunk at position i has this time less i, also one that is inserted later.
-        An orphan of the prefix that is not its first chunk is left to `link`. Without `prefix` the keys do not belong
-        together, and the latest comes first.
+        Returns the time of the first key: the chunk at position i has this time less i, also if it is inserted later.
+        An orphan of the prefix that is not its first chunk is left to `link`. Without `prefix` the keys are
+        independent, and the latest comes first.
         """
         self._clock = time = self._clock + len(keys)
         get, rank_of, lru = self.entries.get, self._rank, self.policy == "LRU"
@@ -160,11 +161,11 @@ class LeafLru:
     def insert(
         self, entry: Resident, parent_key: ChunkKey | None = None, time: int | None = None, *, in_order: bool = False
     ) -> None:
-        """Add a resident whose key is not resident, with the leases that it has.
+        """Add a resident with its leases. Its key must not be resident.
 
-        `parent_key` is the chunk before it in its prefix. `in_order` says that the chunks of the prefix come in their order:
-        where the parent is not resident, as in a prefix that is larger than the cache, the new resident is an orphan and the
-        first to go. `time` is the time of its access, by default a new one.
+        `parent_key` is the chunk before it in its prefix. `in_order` says that the chunks of the prefix are inserted in
+        order: if the parent is not resident, as in a prefix that is larger than the cache, the new resident is an
+        orphan and is evicted first. `time` is the time of its access, by default a new time.
         """
         if time is None:
             self._clock = time = self._clock + 1
@@ -184,11 +185,11 @@ class LeafLru:
             self._enqueue(entry)
 
     def link(self, keys: Sequence[ChunkKey], time: int | None = None) -> None:
-        """Record that `keys` follow one another in a prefix, where two neighbours are resident. `time` is that of the first
-        of them in the access that brought them, by default a new one.
+        """Record that `keys` follow one another in a prefix, for each pair of resident neighbours.
 
-        A resident that has a parent keeps it: a chained key has only one. Keys that are not chained can be named in any
-        order; a link that would close a circle is left out. An orphan gets the rank of an access again.
+        `time` is the time of the first key in the access that brought them, by default a new time. A resident with a
+        parent keeps it, since a chained key has only one parent. Keys that are not chained can be named in any order; a link
+        that would close a circle is left out. An orphan gets the rank of an access again.
         """
         if time is None:
             self._clock = time = self._clock + len(keys)
@@ -210,7 +211,7 @@ class LeafLru:
             before = entry
 
     def discard(self, key: ChunkKey) -> Resident | None:
-        """Remove a resident wherever it stands; None when `key` is not resident. Its children become roots."""
+        """Remove and return a resident in any state; return None if `key` is not resident. Its children become roots."""
         entry = self.entries.pop(key, None)
         if entry is None:
             return None
@@ -254,7 +255,7 @@ class LeafLru:
         self._enqueue(entry)
 
     def victim(self, tenant: Tenant | None = None) -> Resident | None:
-        """Return the leaf that `pop_victim` would remove now; None where every resident is leased."""
+        """Return the leaf that `pop_victim` would remove now; None if every resident is leased."""
         queue = self._queue
         if tenant is not None:
             assert self._tenants is not None, "made without by_tenant"
@@ -281,7 +282,7 @@ class LeafLru:
         return None
 
     def pop_victim(self, tenant: Tenant | None = None) -> Resident | None:
-        """Remove and return the coldest leaf, of one tenant where it is given; None where every resident is leased."""
+        """Remove and return the coldest leaf, of `tenant` if given; None if every resident is leased."""
         entry = self.victim(tenant)
         if entry is not None:
             self.discard(entry.key)
@@ -289,7 +290,7 @@ class LeafLru:
 
     @property
     def queued(self) -> int:
-        """Items in the queue of all leaves, stale ones included."""
+        """Number of items in the queue of all leaves, including stale items."""
         return sum(len(bucket.heap) for bucket in self._queue.buckets.values())
 
     def _attach(self, entry: Resident, parent: Resident) -> None:
@@ -301,13 +302,13 @@ class LeafLru:
             self._more_unleased(parent)
 
     def _more_unleased(self, parent: Resident) -> None:
-        """A child keeps `parent` from being a leaf."""
+        """Record that a child prevents `parent` from being a leaf."""
         parent.unleased_children += 1
         if parent.queued_rank is not None:
             self._unqueue(parent)
 
     def _less_unleased(self, parent: Resident) -> None:
-        """A child of `parent` does not keep it from being a leaf any more."""
+        """Record that a child of `parent` no longer prevents it from being a leaf."""
         parent.unleased_children -= 1
         if not parent.unleased_children:
             self._enqueue(parent)
@@ -328,7 +329,7 @@ class LeafLru:
             _push(self._tenants[tenant_of(entry.key)], item)
 
     def _unqueue(self, entry: Resident) -> None:
-        """The item of a resident counts no more."""
+        """Invalidate the item of a resident."""
         rank = entry.queued_rank
         assert rank is not None
         entry.queued_rank = None

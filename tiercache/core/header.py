@@ -42,7 +42,7 @@ _CODECS = {VERSION: [int(Codec.PLAIN)], COMPRESSED_VERSION: [int(codec) for code
 
 
 class HeaderError(ValueError):
-    """The header is not valid. The message names the field, what was expected and what was found."""
+    """A header is not valid. The message names the field, what was expected and what was found."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Header:
     key: bytes
     fingerprint: bytes
     payload_bytes: int
-    """Length and checksum are those of the payload as stored."""
+    """Length of the stored payload, in bytes. The checksum covers the stored payload, too."""
     payload_checksum: int
     codec: Codec = Codec.PLAIN
 
@@ -95,8 +95,10 @@ class Header:
 
     @classmethod
     def check(cls, raw: Any, key: bytes, fingerprint: bytes | None) -> Header:
-        """Read a header as `unpack` does. Raises HeaderError unless it belongs to `key` in the layout with `fingerprint`
-        (None: in any layout)."""
+        """Read a header as `unpack` does, and check that it belongs to `key`.
+
+        Raises HeaderError unless the layout has `fingerprint` (None allows any layout).
+        """
         header = cls.unpack(raw)
         if header.key != key:
             raise HeaderError(f"key: expected {key.hex()}, found {header.key.hex()}")

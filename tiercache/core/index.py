@@ -1,4 +1,4 @@
-"""Which chunks a tier has, least recently used first: the exact index of a directory, and the keys seen in a server."""
+"""The chunks of a tier, least recently used first: the exact index of a directory, and the keys seen in a server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, TenantStatistics
 
 PARTS = 256
-"""One for each first byte of a key. Keys are hashes, so parts have about the same size."""
+"""Number of parts, by the first byte of a key. Keys are hashes, so parts have about the same size."""
 
 TIME = 1 << 44
-"""One step of the clock. A size in bytes is less."""
+"""A step of the clock, larger than any size in bytes."""
 _SIZE = TIME - 1
 
 
@@ -33,20 +33,20 @@ class LruMap:
     __slots__ = ("_bounds", "_clock", "_count", "_divided", "_front", "_heap", "_undivided", "parts")
 
     def __init__(self, undivided: int = 4096) -> None:
-        """`undivided` is the number of entries from which on the map is divided."""
+        """The map is divided from `undivided` entries on."""
         self.parts: list[OrderedDict[ChunkKey, int]] = [OrderedDict()] * PARTS
-        """`key in parts[key[0]]` is the quickest look-up. The list stays the same object; its items change."""
+        """`key in parts[key[0]]` is the fastest lookup. The list stays the same object; its items change."""
         self._count = 0
         self._divided = False
         self._undivided = undivided
         self._clock = 0
-        """The time of the last access, in steps of `TIME`."""
+        """Time of the last access, in steps of `TIME`."""
         self._front = 0
-        """The time of the coldest entry that was put, or moved, in front of all others."""
+        """Time of the coldest entry that was inserted, or moved, in front of all others."""
         self._bounds: list[int | None] = [None]
-        """The valid item of each part in the heap; None where it has none, since the part is empty. One while undivided."""
+        """The valid heap item of each part, None for an empty part. The list has one item while the map is undivided."""
         self._heap: list[tuple[int, int]] = []
-        """(bound, part), items that are not in `_bounds` among them."""
+        """Items (bound, part), including stale items that are not in `_bounds`."""
 
     def __len__(self) -> int:
         return self._count
@@ -55,30 +55,30 @@ class LruMap:
         return key in self.parts[key[0]]
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """All keys, by part. Nothing may be added or removed meanwhile."""
+        """Yield all keys, by part. No key may be added or removed meanwhile."""
         for part in self.parts if self._divided else self.parts[:1]:
             yield from dict.keys(part)
 
     def part(self, first_byte: int) -> list[ChunkKey]:
-        """Return the keys that begin with this byte, in no order of accesses: to list those takes ten times as long."""
+        """Return the keys that begin with this byte, in no order, since an order by access takes ten times as long."""
         keys = list(dict.keys(self.parts[first_byte]))
         return keys if self._divided else [key for key in keys if key[0] == first_byte]
 
     def get(self, key: ChunkKey) -> int | None:
-        """Return the size; None where there is no such key. No access."""
+        """Return the size, or None if the key is absent. Does not count as an access."""
         value = self.parts[key[0]].get(key)
         return None if value is None else value & _SIZE
 
     def time(self, key: ChunkKey) -> int | None:
-        """Return the time of the last access as `put` got it; None where there is no such key."""
+        """Return the time of the last access in the unit passed to `put`, or None if the key is absent."""
         value = self.parts[key[0]].get(key)
         return None if value is None else value // TIME
 
     def put(self, key: ChunkKey, size_bytes: int, *, cold: bool = False, time: int = 0) -> int | None:
-        """Set the size of `key`, as its last access. Return the size that it had, None if it is new.
+        """Set the size of `key` and record an access. Return the previous size, or None for a new key.
 
-        A new key that is `cold` comes before all others, and a known one keeps its place. The clock moves on to `time` at
-        least.
+        A new key that is `cold` comes before all others, and a known key keeps its place. The clock advances to at
+        least `time`.
         """
         part = self.parts[key[0]]
         before = part.get(key)
@@ -107,7 +107,7 @@ class LruMap:
         return None
 
     def touch(self, key: ChunkKey) -> bool:
-        """Make `key` the last that was used; return False where there is no such key."""
+        """Make `key` the most recently used. Return False if it is absent."""
         part = self.parts[key[0]]
         value = part.get(key)
         if value is None:
@@ -118,7 +118,7 @@ class LruMap:
         return True
 
     def age(self, key: ChunkKey) -> bool:
-        """Move `key` before all others; return False where there is no such key."""
+        """Move `key` before all others. Return False if it is absent."""
         part = self.parts[key[0]]
         value = part.get(key)
         if value is None:
@@ -130,7 +130,7 @@ class LruMap:
         return True
 
     def pop(self, key: ChunkKey) -> int | None:
-        """Remove `key`; return its size, None where there is no such key."""
+        """Remove `key` and return its size, or None if it is absent."""
         value = self.parts[key[0]].pop(key, None)
         if value is None:
             return None
@@ -138,7 +138,7 @@ class LruMap:
         return value & _SIZE
 
     def coldest(self) -> ChunkKey | None:
-        """Return the key whose last access is the longest ago; None where the map is empty."""
+        """Return the least recently used key, or None if the map is empty."""
         heap, bounds = self._heap, self._bounds
         while heap:
             bound, number = heap[0]
@@ -158,7 +158,7 @@ class LruMap:
         return None
 
     def _lower(self, first_byte: int, value: int) -> None:
-        """The first value of a part is `value` now."""
+        """Record that the first value of a part is now `value`."""
         number = first_byte if self._divided else 0
         bounds = self._bounds
         if (bound := bounds[number]) is not None and bound <= value:
@@ -181,7 +181,7 @@ class LruMap:
 
 
 _STEP = 128
-"""Keys that are looked up together: at most so many are looked up in vain behind the first that is nowhere."""
+"""Keys looked up together; after the first missing key, fewer than this many are looked up in vain."""
 
 
 def prefix_in(entries: Container[ChunkKey], keys: Sequence[ChunkKey]) -> int:
@@ -199,8 +199,11 @@ def prefix_in(entries: Container[ChunkKey], keys: Sequence[ChunkKey]) -> int:
 
 
 def counts_in(places: Sequence[Container[ChunkKey]], keys: Sequence[ChunkKey]) -> list[int]:
-    """Return how many of `keys`, from the first on without a gap, are in each of `places`; each counts where it is found
-    first. Each place is searched for a step of keys in one loop, which is faster than key by key."""
+    """Return how many of the leading keys are in each of `places`, up to the first key in none.
+
+    Each key counts for the first place that has it. Each place is searched for a step of keys in one loop, which is
+    faster than key by key.
+    """
     counts = [0] * len(places)
     for start in range(0, len(keys), _STEP):
         step = left = keys[start : start + _STEP]
@@ -226,22 +229,23 @@ def counts_in(places: Sequence[Container[ChunkKey]], keys: Sequence[ChunkKey]) -
 class CappedIndex:
     """Keys and occupied bytes of the chunks in a directory, least recently used first.
 
-    Methods return what the caller has to delete; they never wait and never touch the tier. With a quota, chunks of a tenant
-    that has more than it are evicted before those of others, and bytes being written for a tenant count from `expect` on.
+    Methods return the chunks that the caller has to delete; they never wait and never use the tier. With a quota,
+    chunks of a tenant above it are evicted before those of others, and bytes being written for a tenant count from
+    `expect` on.
     """
 
     def __init__(self, quota_bytes: int = 0) -> None:
-        """`quota_bytes` limits each tenant; 0 for none."""
+        """`quota_bytes` limits each tenant; 0 means no limit."""
         self.keys = LruMap()
         """The resident keys and the bytes that each occupies."""
         self._parts = self.keys.parts
         self.used_bytes = 0
-        """The bytes that all resident keys occupy."""
+        """Bytes that all resident keys occupy."""
         self._shares = Shares(quota_bytes) if quota_bytes else None
         self._of_tenant: dict[Tenant, LruMap] = {}
         """The keys of each tenant in the same order; only with a quota."""
         self.on_change: Callable[[ChunkKey], None] | None = None
-        """Called when a key has come or gone."""
+        """Called after a key was added or removed."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -272,26 +276,29 @@ class CappedIndex:
             self._of_tenant[tenant_of(key)].touch(key)
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
-        """Record an access to the residents among `keys`, a prefix whose head stays longest."""
+        """Record an access to the residents among `keys`, a prefix whose head is evicted last."""
         for key in reversed(keys):
             self.touch(key)
 
     def remove(self, key: ChunkKey) -> int | None:
-        """Forget `key`; return the bytes that it occupied, None when it was not resident."""
+        """Remove `key` from the index. Return the bytes that it occupied, or None if it was not resident."""
         occupied = self.keys.pop(key)
         if occupied is not None:
             self._removed(key, occupied)
         return occupied
 
     def age(self, keys: Sequence[ChunkKey]) -> None:
-        """Make resident `keys` the coldest of all; the last of them is evicted first."""
+        """Make resident `keys` the coldest of all; the last key is evicted first."""
         for key in keys:
             if self.keys.age(key) and self._shares is not None:
                 self._of_tenant[tenant_of(key)].age(key)
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
-        """Choose victims that occupy at least `needed_bytes` together, at most `most`, and forget them. Chunks of tenants
-        above their quota go first. Return their keys and the bytes that each occupies; the caller deletes them."""
+        """Choose victims of at least `needed_bytes` in total, at most `most`, and remove them from the index.
+
+        Victims of tenants above their quota come first. Returns their keys and the bytes that each occupies; the caller
+        deletes them.
+        """
         victims: list[tuple[ChunkKey, int]] = []
         while needed_bytes > 0 and len(victims) != most:
             tenant = None if self._shares is None else self._shares.over
@@ -326,20 +333,20 @@ class CappedIndex:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes that tenants have above their quotas, after a quota was lowered or another process has written."""
+        """Bytes of tenants above their quotas, after a quota was lowered or another process has written."""
         return self._shares.excess_bytes if self._shares is not None else 0
 
     def expect(self, key: ChunkKey, needed_bytes: int) -> None:
-        """Count bytes that are being written for the tenant of `key`; a negative number ends that."""
+        """Count bytes that are being written for the tenant of `key`; a negative number subtracts."""
         if self._shares is not None:
             self._shares.expect(tenant_of(key), needed_bytes)
 
     def lacking_bytes(self, key: ChunkKey, needed_bytes: int = 0) -> int:
-        """Return the bytes that the tenant of `key` has to give up to be within its quota with `needed_bytes` more."""
+        """Return the bytes to evict from the tenant of `key` so that `needed_bytes` more fit into its quota."""
         return self._shares.lacking_bytes(tenant_of(key), needed_bytes) if self._shares is not None else 0
 
     def fits(self, key: ChunkKey, needed_bytes: int) -> bool:
-        """Return True if the tenant of `key` can have `needed_bytes` more by giving up what it has."""
+        """Return True if `needed_bytes` more fit into the quota of the tenant of `key` after evicting its own chunks."""
         if self._shares is None:
             return True
         tenant = tenant_of(key)
@@ -356,7 +363,7 @@ class CappedIndex:
         return victims
 
     def tenant_statistics(self) -> dict[Tenant, TenantStatistics]:
-        """Return what each tenant holds; empty without quotas."""
+        """Return the statistics of each tenant; empty without quotas."""
         return self._shares.statistics() if self._shares is not None else {}
 
     # Comparing with a listing of a directory
@@ -380,7 +387,7 @@ class Freshness:
         self._settled = [False] * PARTS
 
     def stale(self, times_ns: Sequence[int], now_s: float) -> list[int]:
-        """Return the directories to list now. `times_ns` has one modification time each, 0 where there is no directory."""
+        """Return the directories to list now. `times_ns` has a modification time for each, 0 if there is no directory."""
         found = []
         for directory, time_ns in enumerate(times_ns):
             if time_ns != self._times_ns[directory]:
@@ -397,18 +404,22 @@ class Freshness:
 
 
 def pause_s(calls_s: Sequence[float]) -> float:
-    """Return the pause after a listing whose calls took `calls_s`, so that listing takes a tenth of the time. The median
-    counts, so that a mount that hung once is not left alone for ten times as long."""
+    """Return the pause after a listing whose calls took `calls_s`, so that listing takes a tenth of the time.
+
+    The median counts, so that a mount that hung once does not cause a ten times longer pause.
+    """
     return 10 * median_low(calls_s) * len(calls_s) if calls_s else 0.0
 
 
 _DROPPED_AT_ONCE = 2
-"""Expired keys that are dropped for each one that is added: their number falls, and no call takes long."""
+"""Expired keys dropped per added key: their number falls, and no call takes long."""
 
 
 class RememberedKeys:
-    """The keys last seen, at most `limit`, each with the bytes that it takes in the store (0: not known). A key costs 200
-    bytes. Expired keys are dropped as others are added."""
+    """The most recently seen keys, at most `limit`, each with the bytes that it takes in the store (0: not known).
+
+    A key costs 200 bytes. Expired keys are dropped as others are added.
+    """
 
     def __init__(self, limit: int, keep_s: float) -> None:
         self.limit = limit
@@ -440,7 +451,7 @@ class RememberedKeys:
         return seen_us is not None and now_s * 1e6 - seen_us <= self.keep_s * 1e6
 
     def discard(self, key: ChunkKey | None) -> bool:
-        """Drop a key; return False if it was not remembered."""
+        """Remove a key; return False if it was not remembered."""
         stored_bytes = None if key is None else self._seen.pop(key)
         self.bytes_known -= stored_bytes or 0
         return stored_bytes is not None

@@ -33,7 +33,7 @@ HEX_KEY = rf"(?:[0-9a-f]{{{2 * KEY_BYTES}}}|[0-9a-f]{{{2 * TAGGED_KEY_BYTES}}})"
 SHORTEST_HASH_BYTES = 16
 
 _TOKEN_BYTES = 4
-# Which of C's types has four bytes is the platform's choice; the hashed bytes are little-endian everywhere.
+# The C type with four bytes depends on the platform; the hashed bytes are little-endian everywhere.
 _TOKEN_TYPECODE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 _LITTLE_ENDIAN = np.dtype("<u4")
 
@@ -48,9 +48,9 @@ def chunk_keys(
 ) -> list[ChunkKey]:
     """Return the keys of the consecutive chunks of `tokens` (ids in 0 .. 2**32 - 1), in order.
 
-    `namespace` comes from `Layout.namespace`, or is the key of the chunk before, without its tag. A tail shorter than
-    `chunk_tokens` gets a key only when `partial`. `tenant` is the tag of the tenant whose salt is in the namespace. Raises
-    OverflowError or ValueError for an id that does not fit.
+    `namespace` comes from `Layout.namespace`, or is the previous chunk's key without its tag. A tail shorter than
+    `chunk_tokens` gets a key only with `partial`. `tenant` is the tag of the tenant whose salt is in the namespace.
+    Raises OverflowError or ValueError for an id out of range.
     """
     raw = _token_bytes(tokens)
     step = chunk_tokens * _TOKEN_BYTES
@@ -67,9 +67,9 @@ def chunk_keys(
 
 
 def tenant_tag(*salts: str) -> Tenant:
-    """Return the tag of the tenant with these salts, without the empty ones; empty if there are no others.
+    """Return the tag of the tenant with these salts, ignoring empty salts; empty if all are.
 
-    A salt that can be guessed gives its tag away: it must be as hard to guess as a password.
+    A salt that can be guessed reveals its tag, so it must be as hard to guess as a password.
     """
     found = [salt_bytes(salt) for salt in salts if salt]
     if not found:
@@ -100,7 +100,7 @@ def check_keys(keys: Iterable[ChunkKey]) -> None:
 
 
 def check_one_each(keys: Sequence[ChunkKey], things: Sequence[object], name: str) -> None:
-    """Check keys as `check_keys` does. Raise ValueError unless there are as many `things`, one of which is called `name`."""
+    """Check keys as `check_keys` does. Raises ValueError unless there are as many `things`, whose singular is `name`."""
     check_keys(keys)
     if len(keys) != len(things):
         raise ValueError(f"expected one {name} a key: {len(keys)} keys, {len(things)} {name}s")
@@ -113,7 +113,7 @@ def check_key(key: ChunkKey) -> None:
 
 
 def each_once(items: Sequence[Item]) -> Sequence[Item]:
-    """Return `items`, which begin with a key each, without those whose key came before."""
+    """Return `items`, which begin with a key each, without those with an earlier key."""
     if len(items) == 1:
         return items
     first: dict[ChunkKey, Item] = {}
@@ -130,10 +130,10 @@ def _no_key(found: object) -> Exception:
 
 
 def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes], tenant: Tenant = b"") -> list[ChunkKey]:
-    """Return one key for each hash that an engine already has.
+    """Return a key for each hash that an engine already has.
 
-    The hashes must be chained and cryptographic themselves. With a `tenant` (from `tenant_tag`) its salt must be in them, or
-    in the namespace. Raises TypeError unless all are bytes, and ValueError for a hash of fewer than 16 bytes.
+    The hashes must be chained and cryptographic themselves. With a `tenant` (from `tenant_tag`) its salt must be in
+    them, or in the namespace. Raises TypeError unless all are bytes, and ValueError for a hash of fewer than 16 bytes.
     """
     for position, value in enumerate(hashes):
         if not isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""The meaning of a chunk's bytes, and the fingerprint that keeps unlike bytes apart."""
+"""The meaning of a chunk's bytes, and the fingerprint that separates chunks of different meaning."""
 
 from __future__ import annotations
 
@@ -79,14 +79,18 @@ class Layout:
         return 1 if self.parts else self.world_size // self.replicas
 
     def keeps(self, key: bytes) -> bool:
-        """Return True if this rank, of those that hold the same bytes, writes the chunk `key` to tiers that they share. Each
-        of them has an equal part of all keys."""
+        """Return True if this rank writes the chunk `key` to shared tiers, among the ranks that hold the same bytes.
+
+        Each of them has an equal part of all keys.
+        """
         return int.from_bytes(key[KEY_BYTES - 4 : KEY_BYTES]) % self.replicas == self.rank % self.replicas
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever any field differs, except between ranks that hold the same bytes. They are the same
-        in every process and on every machine."""
+        """A 16-byte hash that differs whenever any field differs, except between ranks that hold the same bytes.
+
+        It is the same in every process and on every machine.
+        """
         fields = asdict(self) | {"rank": self.shard, "world_size": self.shards}
         del fields["replicas"]
         if not self.parts:
@@ -95,8 +99,10 @@ class Layout:
         return hashlib.blake2b(canonical, digest_size=FINGERPRINT_BYTES, person=b"tiercache-layout").digest()
 
     def namespace(self, salt: str = "", request_salt: str = "") -> bytes:
-        """Return the 24-byte seed of the key chain: layouts and tenants never share a key. `salt` is the whole cache's,
-        `request_salt` that of one request."""
+        """Return the 24-byte seed of the key chain, so that layouts and tenants never share a key.
+
+        `salt` belongs to the whole cache, `request_salt` to a request.
+        """
         seed = hashlib.blake2b(self.fingerprint, digest_size=KEY_BYTES, person=b"tiercache-space1")
         seed.update(salt_bytes(salt))
         if not request_salt:

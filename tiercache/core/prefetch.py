@@ -1,9 +1,9 @@
-"""Decide which chunks to promote into the hot cache before they are asked for, and account for what came of it.
+"""Decide which chunks to promote into the hot cache before a request needs them, and account for the result.
 
-Requests come from explicit hints, from an engine's queue, and from `SessionPredictor`, which expects a session's next turn.
-`PrefetchPlan` holds them in one heap by priority and deadline and says which chunk to promote next, within a share of the
-hot cache and a rate. Everything is pure and synchronous: times are seconds of one monotonic clock and are passed in, so that
-the live cache and the replay simulator run the same code.
+Requests come from explicit hints, from an engine's queue, and from `SessionPredictor`, which expects a session's next
+turn. `PrefetchPlan` holds them in one heap by priority and deadline and returns the chunk to promote next, within a
+share of the hot cache and a rate. Everything is pure and synchronous: times are seconds of one monotonic clock and are
+passed in, so that the live cache and the replay simulator run the same code.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tiercache.core.keys import ChunkKey
 HINTS, QUEUE, SESSIONS = SOURCES = ("hints", "queue", "sessions")
 
 MAX_REQUEST_KEYS = 1 << 14
-"""Keys of one request that are acted on. Dropping that many takes some milliseconds of the event loop."""
+"""Largest number of keys of a request; the rest is ignored. Dropping this many takes some milliseconds of the event loop."""
 _MAX_KEYS = 1 << 18
-"""Keys of all requests together, about 50 MB. The oldest requests are dropped for newer ones."""
+"""Largest number of keys of all requests, about 50 MB. The oldest requests are dropped for newer requests."""
 _SESSION_PRIORITY = 1 << 40
-"""Predictions go after everything that a program has said itself."""
+"""Priority of predictions, after all explicit hints."""
 _KEYS_AT_ONCE = 4096
-"""Keys of expired requests that are dropped in one call."""
+"""Keys of expired requests dropped in one call."""
 _MARGIN_S = 3.0
-"""Promotions begin this much earlier than the chunks may be needed."""
+"""Promotions begin this many seconds before the chunks may be needed."""
 _BURST_S = 0.25
-"""Seconds' worth of the rate limit that may go at once."""
+"""Burst of the rate limit, in seconds."""
 
 
 @dataclass
@@ -44,11 +44,11 @@ class PrefetchProgress:
     """Length of the contiguous prefix that some tier has; the others are `missing`."""
     in_flight: int = 0
     promoted: int = 0
-    """Chunks in the hot cache: read from a tier, or there already."""
+    """Chunks in the hot cache, promoted or there already."""
     missing: int = 0
-    """Found in no tier, behind such a gap, or failed to be read."""
+    """Chunks in no tier, after a gap, or with a failed read."""
     cancelled: int = 0
-    """Not promoted because of `cancel`, a closed cache, or the end of the `ttl`."""
+    """Chunks not promoted because of `cancel`, a closed cache, or the end of the `ttl`."""
     chunk_bytes: int = 0
 
     @property
@@ -66,27 +66,27 @@ class PrefetchProgress:
 
 @dataclass(slots=True, eq=False)
 class PrefetchRequest:
-    """A prefix that will be needed. Keys that come again count once."""
+    """A prefix that will be needed. Repeated keys count once."""
 
     source: str
-    """One of `SOURCES`; accounts are kept by it."""
+    """A source in `SOURCES`, under which the request is accounted."""
     subject: Hashable
     """The name of the request, for example a session. A newer request of the same source and subject replaces it."""
     keys: Sequence[ChunkKey]
     begin_s: float
     """The earliest time at which the prefix may be needed."""
     due_s: float
-    """The deadline to aim at."""
+    """The target deadline."""
     expires_s: float
     """The time from which the chunks are not worth keeping."""
     priority: int = 0
-    """Smaller goes first, whatever the deadline."""
+    """Requests of smaller priority come first, whatever the deadline."""
     progress: PrefetchProgress = field(init=False)
-    """What became of its chunks. It is done when all are promoted; they are kept until the request expires all the same."""
+    """Progress of its chunks. It is done when all are promoted; they are kept until the request expires all the same."""
     on_done: Callable[[], None] | None = field(init=False, default=None)
     """Called once, when the progress is done."""
     cursor: int = field(init=False, default=0)
-    """Every key before this position is promoted, missing or in flight."""
+    """Position before which every key is promoted, missing or in flight."""
 
     def __post_init__(self) -> None:
         unique = list(dict.fromkeys(self.keys))
@@ -94,7 +94,7 @@ class PrefetchRequest:
         self.progress = PrefetchProgress(len(unique), cancelled=len(unique) - len(self.keys))
 
     def truncate(self, found: int) -> bool:
-        """Record that the tiers have the first `found` keys only. Return True if a chunk is left to be promoted."""
+        """Record that the tiers have only the first `found` keys. Return True if a chunk is left to promote."""
         if self.progress.done:
             return False
         self.progress.found = found
@@ -125,9 +125,9 @@ class PrefetchRequest:
 def hint(
     keys: Sequence[ChunkKey], now_s: float, subject: Hashable, due_in_s: float, ttl_s: float = 60.0, priority: int = 0
 ) -> PrefetchRequest:
-    """Return the request for `keys`, which are needed in `due_in_s` and not worth keeping `ttl_s` after that.
+    """Return the request for `keys`, which are needed in `due_in_s` and kept until `ttl_s` after that.
 
-    Programs are wrong about the time by about half of it, so the chunks are wanted from half of the time on.
+    Programs err about the time by about half of it, so the chunks are wanted from half of the time on.
     """
     lead_s = max(0.0, due_in_s)
     return PrefetchRequest(HINTS, subject, keys, now_s + lead_s / 2, now_s + lead_s, now_s + lead_s + ttl_s, priority)
@@ -138,22 +138,24 @@ def hint(
 _PER_OCTAVE = 4
 _LEAST_S = 1 / 16
 _BUCKETS = 96
-"""Up to 2**20 s, twelve days. One more bucket counts the gaps that never ended."""
+"""Number of buckets, up to 2**20 s, twelve days. Another bucket counts the gaps that never ended."""
 _PRIOR_WEIGHT = 4.0
-"""The shared distribution weighs as much as this many gaps of the session itself."""
+"""Weight of the shared distribution, as a number of gaps of the session itself."""
 _LEAST_KNOWN = 8
-"""Gaps of all sessions that must have been seen before anything is predicted."""
+"""Gaps of all sessions before the first prediction."""
 _MOST_GAPS, _MOST_OWN_GAPS = 4096, 32
 _PRESUMED_LOST_S = 3600.0
 _LEAST_CHANCE = 0.8
-"""The least chance that a turn comes in its window. Below it, nothing is predicted."""
+"""Least chance that a turn comes in its window; below it, there is no prediction."""
 _WINDOW_S = 600.0
-"""The longest time for which a turn is expected."""
+"""Longest time for which a turn is expected."""
 
 
 def count_gap(gaps: Counter[int], gap_s: float, limit: int) -> None:
-    """Count a gap between two turns in quarter octaves; `inf` for one that never ended. Beyond `limit` of them all counts
-    are halved, so that older gaps weigh less."""
+    """Count a gap between two turns in quarter octaves; `inf` for a gap that never ended.
+
+    Beyond `limit` gaps, all counts are halved, so that older gaps weigh less.
+    """
     gaps[_bucket(gap_s)] += 1
     if gaps.total() > limit:
         for bucket, number in gaps.items():
@@ -161,11 +163,11 @@ def count_gap(gaps: Counter[int], gap_s: float, limit: int) -> None:
 
 
 def next_turn(own: Counter[int], prior: Counter[int]) -> tuple[float, float] | None:
-    """Return from when until when a session's next turn is expected, in seconds after its last one; None if no time is
-    probable enough.
+    """Return the start and end of the time in which a session's next turn is expected, in seconds after its last turn.
 
-    The gaps of the session and those of all sessions are mixed as with a Dirichlet prior. The time begins with the first
-    gap from which on the turn comes within the window with the least chance, given that it has not come before.
+    None if no time is probable enough. The gaps of the session and those of all sessions are mixed as with a Dirichlet
+    prior. The time begins with the first gap after which the turn comes within the window with at least the least
+    chance, given that it has not come before.
     """
     weight = _PRIOR_WEIGHT / prior.total()
     until = list(accumulate((own[bucket] + weight * prior[bucket] for bucket in range(_BUCKETS + 1)), initial=0.0))
@@ -193,30 +195,30 @@ def _begin_s(bucket: int) -> float:
 @dataclass(slots=True)
 class _Session:
     active_s: float = -inf
-    """When the last turn began or ended."""
+    """Time at which the last turn began or ended."""
     idle: bool = False
-    """The last turn has ended, and the next one has not begun."""
+    """True if the last turn has ended and the next has not begun."""
     gaps: Counter[int] = field(default_factory=Counter)
 
 
 class SessionPredictor:
-    """Learns the gaps between the turns of sessions, and predicts the next turn when one has ended.
+    """Learns the gaps between the turns of sessions, and predicts the next turn after a turn has ended.
 
-    Sessions that were not active for an hour, and the least recently active ones beyond `limit`, are forgotten. They count
-    as gaps that never end: otherwise only returns would be counted.
+    Sessions without activity for an hour, and the least recently active sessions beyond `limit`, are forgotten. They
+    count as gaps that never end: otherwise only returns would be counted.
     """
 
     def __init__(self, limit: int = 10_000) -> None:
         self.limit = limit
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        """Sessions by name, the least recently active one first."""
+        """Sessions by name, least recently active first."""
         self._gaps: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def began(self, session: str, now_s: float) -> bool:
-        """Record that a turn begins. Return True if the session has come back at least once."""
+        """Record that a turn begins. Return True if the session has at least two turns."""
         state = self._active(session, now_s)
         if state.idle:
             gap_s = max(0.0, now_s - state.active_s)
@@ -226,7 +228,7 @@ class SessionPredictor:
         return self.came_back(session)
 
     def ended(self, session: str, keys: Sequence[ChunkKey], now_s: float) -> PrefetchRequest | None:
-        """Record that a turn has ended, and return the request for `keys`, with which the next one begins.
+        """Record that a turn has ended, and return the request for `keys`, with which the next turn begins.
 
         None while too little is known, or if no time is probable enough; see `next_turn`.
         """
@@ -241,12 +243,12 @@ class SessionPredictor:
         return PrefetchRequest(SESSIONS, session, keys, begin_s, begin_s, end_s, _SESSION_PRIORITY)
 
     def came_back(self, session: str) -> bool:
-        """Return True if a turn of the session has followed another one."""
+        """Return True if the session has had at least two turns."""
         state = self._sessions.get(session)
         return state is not None and bool(state.gaps)
 
     def over(self, session: str) -> None:
-        """Forget a session that is over. Nothing is learnt from that."""
+        """Forget a session that is over, without learning from it."""
         self._sessions.pop(session, None)
 
     def _active(self, session: str, now_s: float) -> _Session:
@@ -266,54 +268,58 @@ class SessionPredictor:
 
 @dataclass
 class Account:
-    """Bytes of one source. `promoted = used + late + wasted + bytes in flight or not used yet`."""
+    """Bytes of one source. `promoted = used + late + wasted + bytes in flight or not accessed yet`."""
 
     promoted_bytes: int = 0
     """Bytes whose promotion began."""
     used_bytes: int = 0
-    """Bytes that were hot when they were read."""
+    """Bytes that were hot at their access."""
     late_bytes: int = 0
-    """Bytes that were in flight when they were read."""
+    """Bytes that were in flight at their access."""
     wasted_bytes: int = 0
-    """Bytes that were not used before the request expired, or before the chunk was removed."""
+    """Bytes without an access before the request expired, or before the chunk was removed."""
     cancelled_bytes: int = 0
     """Bytes that were requested and not promoted: the request was withdrawn or expired, or the read failed."""
 
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """A chunk that is in flight to the hot cache, or there and not used yet."""
+    """A chunk in flight to the hot cache, or there without an access yet."""
 
     key: ChunkKey
     parent: ChunkKey | None
-    """The chunk before it in its prefix."""
+    """The previous chunk in its prefix."""
     source: str
-    """The source that it counts for."""
+    """The source under which it is accounted."""
     requests: list[PrefetchRequest]
     """The requests that expect it."""
     in_flight: bool = True
     counted: bool = False
-    """Its outcome is in the account, or it was hot already."""
+    """True if its outcome is in the account, or it was hot already."""
 
 
 _Heap: TypeAlias = list[tuple[tuple[float, float], int, PrefetchRequest]]
 
 
 class PrefetchPlan:
-    """Requests by priority and deadline, and what became of their chunks.
+    """Requests by priority and deadline, and the results for their chunks.
 
-    The driver calls `run_timers`, and `next` until it returns None, begins each promotion, reports its end by `ended`, and
-    sleeps until `wake_s` or until something changes. It pins the chunks that the plan keeps, until they are used or removed,
-    or are among those that `take_unexpected` returns. Chunks of predictions are not kept: a wrong one must cost no room.
+    The driver calls `run_timers`, and `next` until it returns None, begins each promotion, reports its end by `ended`,
+    and sleeps until `wake_s` or until something changes. It pins the chunks that the plan keeps until they are accessed
+    or removed, or until `take_unexpected` returns them. Chunks of predictions are not kept: a wrong prediction must
+    cost no room.
     """
 
     def __init__(self, chunk_bytes: int, share_bytes: int, bytes_per_s: float = 0.0) -> None:
-        """`share_bytes` is the most that chunks may take of the hot cache which are in flight, kept, or pinned besides.
-        `bytes_per_s` limits the rate of promotions; 0 for none."""
+        """`share_bytes` limits the chunks in the hot cache that are in flight, kept, or pinned by the driver for other
+        reasons.
+
+        `bytes_per_s` limits the rate of promotions; 0 means no limit.
+        """
         self.chunk_bytes = chunk_bytes
         self.share_bytes = share_bytes
         self.pinned = 0
-        """Chunks that the driver has pinned besides."""
+        """Number of chunks that the driver has pinned for other reasons."""
         self.accounts: dict[str, Account] = {}
         """Accounts by source."""
         self.keys_of: Counter[str] = Counter()
@@ -321,20 +327,20 @@ class PrefetchPlan:
         bytes_per_s = bytes_per_s or inf
         self._rate = RateLimit(bytes_per_s, max(chunk_bytes, bytes_per_s * _BURST_S), bytes_per_s * _BURST_S)
         self._requests: dict[tuple[str, Hashable], PrefetchRequest] = {}
-        """Requests by source and subject, the oldest one first."""
+        """Requests by source and subject, oldest first."""
         self._numbers = count()
         self._open: _Heap = []
-        """Requests whose time has come, by priority and deadline. Those that were dropped are removed when they come up."""
+        """Open requests by priority and deadline, including dropped requests until they come up."""
         self._timers: _Heap = []
-        """Requests by the time at which they open or expire; likewise."""
+        """Requests by the time at which they open or expire, including dropped requests until they come up."""
         self._promotions: dict[ChunkKey, Promotion] = {}
         """Chunks that are in flight or kept."""
         self._predicted: dict[ChunkKey, Promotion] = {}
-        """Chunks that were promoted for a prediction and not used yet."""
+        """Chunks that were promoted for a prediction, without an access yet."""
         self._unexpected: list[ChunkKey] = []
 
     def offer(self, request: PrefetchRequest, now_s: float) -> None:
-        """Act on a request; it replaces an older one of the same source and subject."""
+        """Add a request; it replaces an older request of the same source and subject."""
         self.withdraw(request.source, request.subject)
         self._requests[request.source, request.subject] = request
         self.keys_of[request.source] += len(request.keys)
@@ -343,7 +349,7 @@ class PrefetchPlan:
             self._drop(next(iter(self._requests.values())))
 
     def withdraw(self, source: str, subject: Hashable) -> None:
-        """Promote nothing more for a request, and keep nothing for it."""
+        """Stop promoting and keeping chunks for a request."""
         request = self._requests.get((source, subject))
         if request is not None:
             self._drop(request)
@@ -356,7 +362,7 @@ class PrefetchPlan:
             self._count_wasted(promotion)
 
     def has(self, source: str, subject: Hashable) -> bool:
-        """Return True if the latest request of that subject was not withdrawn and has not expired."""
+        """Return True if the latest request of the subject was not withdrawn and has not expired."""
         return (source, subject) in self._requests
 
     @property
@@ -365,7 +371,7 @@ class PrefetchPlan:
         return (len(self._promotions) + self.pinned + 1) * self.chunk_bytes <= self.share_bytes
 
     def run_timers(self, now_s: float) -> None:
-        """Open and drop requests whose time has come, a bounded number of keys at once."""
+        """Open and drop requests that are due, a bounded number of keys at once."""
         left = _KEYS_AT_ONCE
         while left > 0 and self._timers and self._timers[0][0][0] <= now_s:
             request = heapq.heappop(self._timers)[2]
@@ -382,8 +388,8 @@ class PrefetchPlan:
     def next(self, now_s: float, hot: Callable[[ChunkKey, bool], bool | None]) -> Promotion | None:
         """Return the chunk to promote now; it counts as begun. None if there is none, or no budget: see `wake_s`.
 
-        `hot(key, pin)` returns None for a chunk that has to be promoted, True for a hot one that it has pinned, since `pin`
-        is true and there is room, and False for any other. The plan keeps what it has pinned.
+        `hot(key, pin)` returns None for a chunk that has to be promoted, True for a hot chunk that it has pinned, since
+        `pin` is true and there is room, and False for any other chunk. The plan keeps the chunks that `hot` has pinned.
         """
         while self._open and self.has_room and self._rate.allows(self.chunk_bytes, now_s):
             request = self._open[0][2]
@@ -411,7 +417,7 @@ class PrefetchPlan:
         return None
 
     def wake_s(self, now_s: float) -> float | None:
-        """Return when to call `run_timers` and `next` again if nothing is reported before; None: not before something is."""
+        """Return when to call `run_timers` and `next` again unless an event comes first; None means only after an event."""
         times = [self._timers[0][0][0]] if self._timers else []
         if self._open and self.has_room and not self._rate.allows(self.chunk_bytes, now_s):
             times.append(now_s + max(1e-6, self._rate.wait_s(self.chunk_bytes)))
@@ -440,7 +446,7 @@ class PrefetchPlan:
         return False
 
     def used(self, key: ChunkKey, *, hot: bool) -> None:
-        """Report that a chunk was asked for, and whether it was hot. It is not kept any more."""
+        """Record an access to a chunk, and if it was hot. The plan no longer keeps the chunk."""
         promotion = self._promotions.get(key)
         if promotion is not None and promotion.in_flight:
             if not promotion.counted:
@@ -454,19 +460,19 @@ class PrefetchPlan:
             self.removed(key)
 
     def removed(self, key: ChunkKey) -> None:
-        """Report that a chunk has left the hot cache. It is not kept any more."""
+        """Record that a chunk has left the hot cache. The plan no longer keeps the chunk."""
         for promotion in self._taken(key):
             self._count_wasted(promotion)
 
     def _taken(self, key: ChunkKey) -> list[Promotion]:
-        """Remove and return the promotions of a chunk that has arrived and was not used."""
+        """Remove and return the promotions of a chunk that has arrived and was not accessed."""
         found = [self._predicted.pop(key)] if key in self._predicted else []
         if key in self._promotions and not self._promotions[key].in_flight:
             found.append(self._promotions.pop(key))
         return found
 
     def take_unexpected(self) -> list[ChunkKey]:
-        """Return the chunks that the plan has kept and that no request expects any more, once."""
+        """Return, once, the kept chunks that no request expects any more."""
         keys, self._unexpected = self._unexpected, []
         return keys
 

@@ -1,4 +1,4 @@
-"""A queue with a bound in bytes and in items, and how long a put may wait for room in such queues."""
+"""A queue with a bound in bytes and in items, and a limit on the time that a put waits for room."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Offer(Generic[V]):
-    """The answer to `BoundedQueue.offer`: whether the item is in, and what had to leave for it."""
+    """The answer to `BoundedQueue.offer`: True if the item was added, and the displaced items."""
 
     accepted: bool
     displaced: tuple[V, ...] = ()
 
 
 class BoundedQueue(Generic[V]):
-    """First in, first out, one item for each key. Every operation is O(1)."""
+    """A first-in, first-out queue with one item per key. Every operation is O(1)."""
 
     def __init__(self, max_bytes: int, max_items: int) -> None:
         self.max_bytes = max_bytes
@@ -35,8 +35,10 @@ class BoundedQueue(Generic[V]):
         return key in self._items
 
     def has_room(self, item_bytes: int) -> bool:
-        """Return True if an item fits. One that is larger than the whole bound fits into an empty queue: else it could never
-        be written."""
+        """Return True if an item fits.
+
+        An item larger than the bound fits into an empty queue, or it could never be written.
+        """
         if not self._items:
             return True
         return len(self._items) < self.max_items and self.queued_bytes + item_bytes <= self.max_bytes
@@ -59,13 +61,13 @@ class BoundedQueue(Generic[V]):
         return key, value
 
     def discard(self, key: ChunkKey) -> V | None:
-        """Remove and return the item of `key`; None when there is none."""
+        """Remove and return the item of `key`, or None if there is none."""
         value, item_bytes = self._items.pop(key, (None, 0))
         self.queued_bytes -= item_bytes
         return value
 
     def drain(self) -> list[V]:
-        """Remove and return everything."""
+        """Remove and return all items."""
         values = [value for value, _ in self._items.values()]
         self._items.clear()
         self.queued_bytes = 0
@@ -79,15 +81,17 @@ class WaitBudget:
     """
 
     def __init__(self, deadline_s: float) -> None:
-        """`deadline_s` is the put's own, which no wait outlasts."""
+        """`deadline_s` is the deadline of the put, which no wait outlasts."""
         self.deadline_s = deadline_s
         self.waited_s = 0.0
 
     def until_s(self, now_s: float, wait_s: float) -> float:
-        """Return the end of a wait that begins now, where a put may wait `wait_s` altogether. It is not after `now_s` where
-        the put has waited enough."""
+        """Return the end of a wait that begins now, with `wait_s` as the limit for the whole put.
+
+        The result is at most `now_s` if the put has reached the limit.
+        """
         return min(self.deadline_s, now_s + wait_s - self.waited_s)
 
     def waited(self, began_s: float, now_s: float) -> None:
-        """Count a wait. Waits that pass side by side count once."""
+        """Count a wait. Concurrent waits count once."""
         self.waited_s += now_s - began_s

@@ -16,7 +16,7 @@ DEFAULT = "default"
 """The name of the tenant without a salt in statistics."""
 OTHERS = "others"
 MOST_SHOWN = 64
-"""Tenants that statistics name, those that hold most; the rest is summed up as `OTHERS`."""
+"""Number of tenants named in statistics, those with most bytes; the rest is summed up as `OTHERS`."""
 
 
 @dataclass(slots=True)
@@ -25,14 +25,14 @@ class Holding:
 
     held_bytes: int = 0
     coming_bytes: int = 0
-    """Bytes that are being written for the tenant."""
+    """Bytes being written for the tenant."""
     chunks: int = 0
     evicted: int = 0
 
 
 @dataclass(slots=True)
 class TenantStatistics:
-    """The bytes and chunks that a tenant holds in a tier, and its evictions since it has held any."""
+    """The bytes and chunks of a tenant in a tier, and its evictions since it has held any."""
 
     held_bytes: int = 0
     chunks: int = 0
@@ -45,7 +45,7 @@ class TenantStatistics:
 
 
 class Shares:
-    """The holdings of all tenants in a tier. A tenant that holds nothing, and for which nothing comes, is forgotten."""
+    """The holdings of all tenants in a tier. A tenant without bytes, held or being written, is dropped."""
 
     def __init__(self, most_bytes: int) -> None:
         """`most_bytes` is the quota of each tenant."""
@@ -54,7 +54,7 @@ class Shares:
         self._over: dict[Tenant, None] = {}
 
     def hold(self, tenant: Tenant, more_bytes: int, more_chunks: int = 0) -> None:
-        """Change what the tenant holds; negative numbers take away."""
+        """Change the tenant's holding; negative numbers subtract."""
         holding = self.holdings.get(tenant)
         if holding is None:
             holding = self.holdings[tenant] = Holding()
@@ -67,7 +67,7 @@ class Shares:
         self._forget_if_empty(tenant, holding)
 
     def expect(self, tenant: Tenant, more_bytes: int) -> None:
-        """Change the bytes that are coming for the tenant; a negative number takes away."""
+        """Change the bytes being written for the tenant; a negative number subtracts."""
         holding = self.holdings.get(tenant)
         if holding is None:
             holding = self.holdings[tenant] = Holding()
@@ -75,7 +75,7 @@ class Shares:
         self._forget_if_empty(tenant, holding)
 
     def lacking_bytes(self, tenant: Tenant, more_bytes: int = 0) -> int:
-        """Return the bytes that the tenant has to give up for `more_bytes` besides what is coming; 0 if they fit."""
+        """Return the bytes that the tenant has to evict for `more_bytes` besides those being written; 0 if they fit."""
         holding = self.holdings.get(tenant)
         if holding is None:
             return max(0, more_bytes - self.most_bytes)
@@ -86,7 +86,7 @@ class Shares:
         return 0 if holding is None else holding.held_bytes
 
     def note_evicted(self, tenant: Tenant) -> None:
-        """Count an eviction; called before `hold` takes the chunk away."""
+        """Count an eviction; called before `hold` subtracts the chunk."""
         self.holdings[tenant].evicted += 1
 
     @property
@@ -121,7 +121,7 @@ def added_up(parts: Iterable[Mapping[Tenant, TenantStatistics]]) -> dict[Tenant,
 
 
 def shown(found: dict[Tenant, TenantStatistics]) -> dict[str, TenantStatistics]:
-    """Return statistics by tag in hex: at most `MOST_SHOWN` tenants, those that hold most first, the rest as `OTHERS`."""
+    """Return statistics by tag in hex: at most `MOST_SHOWN` tenants, largest first, the rest as `OTHERS`."""
     named = nlargest(MOST_SHOWN, found, key=lambda tenant: (found[tenant].held_bytes, tenant))
     statistics = {tenant.hex() or DEFAULT: found[tenant] for tenant in named}
     if rest := found.keys() - set(named):

@@ -1,8 +1,8 @@
 """Tombstones: a `forget` invalidates every operation that began before it.
 
-A put, a read or a prefetch notes the epoch at which it begins, and asks `Tombstones.forgot` before its chunk becomes
-visible, with no `await` in between. What began before a `forget` of its key is discarded; what begins after it is stored.
-`KeyTraffic` does the same for what lies in a tier.
+A put, a read or a prefetch notes the epoch at which it begins, and calls `Tombstones.forgot` before its chunk becomes
+visible, with no `await` in between. An operation that began before a `forget` of its key is discarded; a later
+operation is stored. `KeyTraffic` does the same for the contents of a tier.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import xxhash
 from tiercache.core.keys import ChunkKey
 
 MAX_TOMBSTONES = 1 << 16
-"""Keys, at about 150 bytes each. Beyond these, operations older than the dropped tombstones count as forgotten."""
+"""Largest number of tombstones, at about 150 bytes each. Operations older than a dropped tombstone count as forgotten."""
 
 
 class Tombstones:
-    """One counter, which each `forget` advances, and the epoch of the latest `forget` of each key.
+    """A counter that each `forget` advances, and the epoch of the latest `forget` of each key.
 
-    A tombstone is dropped when every operation that is older than it has ended. An operation that hangs keeps at most
-    `MAX_TOMBSTONES` of them: when those are too many, it counts as forgotten whatever its key is.
+    A tombstone is dropped when every older operation has ended. An operation that hangs keeps at most `MAX_TOMBSTONES`
+    of them: beyond that, it counts as forgotten for every key.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self._forgotten: dict[ChunkKey, int] = {}
-        """Epoch of the latest `forget` by key, in the order of the epochs."""
+        """Epoch of the latest `forget` by key, in order of epochs."""
         self._in_flight: dict[int, int] = {}
-        """Operations by the epoch at which they began, in that order."""
+        """Number of operations by the epoch at which they began, in order of epochs."""
         self._dropped_epoch = 0
         """Operations that began before this epoch count as forgotten."""
 
@@ -39,7 +39,7 @@ class Tombstones:
 
     @property
     def in_flight(self) -> int:
-        """Operations that have begun and not ended."""
+        """Number of operations that have begun and not ended."""
         return sum(self._in_flight.values())
 
     def begin(self) -> int:
@@ -49,7 +49,7 @@ class Tombstones:
         return epoch
 
     def end(self, epoch: int) -> None:
-        """End an operation that began at `epoch`. From now on `forgot` cannot be asked about it."""
+        """End an operation that began at `epoch`. `forgot` must not be called for it afterwards."""
         left = self._in_flight[epoch] - 1
         if left:
             self._in_flight[epoch] = left
@@ -61,7 +61,7 @@ class Tombstones:
             del forgotten[key]
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Invalidate what the operations in flight would publish of `keys`."""
+        """Invalidate operations in flight on `keys`."""
         if not self._in_flight:
             return
         self.epoch += 1
@@ -73,12 +73,11 @@ class Tombstones:
             self._dropped_epoch = forgotten.pop(next(iter(forgotten)))
 
     def forgot(self, key: ChunkKey, epoch: int) -> bool:
-        """Return True if `key` was forgotten since an operation in flight began at `epoch`, or if that is not known any
-        more."""
+        """Return True if `key` was forgotten since an operation in flight began at `epoch`, or if that is unknown."""
         return epoch < self.epoch and (self._forgotten.get(key, 0) > epoch or self._dropped_epoch > epoch)
 
     def forgotten(self, keys: Collection[ChunkKey], epoch: int) -> set[ChunkKey]:
-        """Return those of `keys` that `forgot` is true of."""
+        """Return the keys of `keys` that were forgotten, as in `forgot`."""
         if epoch == self.epoch:
             return set()
         return {key for key in keys if self.forgot(key, epoch)}
@@ -116,27 +115,27 @@ class KeyFilter:
 
 
 class KeyTraffic:
-    """Reads and writes of a tier, counted by key, and the keys that are to be removed.
+    """Reads and writes of a tier, counted by key, and the keys to remove.
 
-    A removal begins when no read or write of its key is in flight. From the moment at which it is wanted until it has ended
-    nothing of the key begins: a late write cannot bring back a forgotten chunk, a read cannot find it, and new bytes are
-    written after it. Each read and write calls `begin` and `end`, abandoned ones included.
+    A removal begins when no read or write of its key is in flight. From the request for it until its end no operation
+    on the key begins: a late write cannot restore a forgotten chunk, a read cannot find it, and new bytes are written
+    after it. Each read and write calls `begin` and `end`, abandoned operations included.
     """
 
     def __init__(self) -> None:
         self._in_flight: dict[ChunkKey, int] = {}
         self._removing: set[ChunkKey] = set()
         self._refused: KeyFilter | None = None
-        """Made with the first key that is refused for good."""
+        """Created with the first key that is refused for good."""
         self.on_clear: Callable[[ChunkKey], None] | None = None
-        """Called when the last operation in flight of a key that is to be removed has ended."""
+        """Called when the last operation in flight on a key to remove has ended."""
         self.questions: set[Any] = set()
-        """Look-ups in flight, as futures."""
+        """Lookups in flight, as futures."""
         self.answered = 0
-        """Look-ups that have ended."""
+        """Number of lookups that have ended."""
 
     def refuses(self, key: ChunkKey) -> bool:
-        """Return True if nothing of `key` may begin now, whatever the tier has of it."""
+        """Return True if no operation on `key` may begin now, whatever the tier holds."""
         return key in self._removing or (self._refused is not None and key in self._refused)
 
     @property
@@ -156,27 +155,31 @@ class KeyTraffic:
             self.on_clear(key)
 
     def asks(self, question: Any) -> None:
-        """Record that a look-up begins."""
+        """Record that a lookup begins."""
         self.questions.add(question)
 
     def asked(self, question: Any) -> None:
-        """Record that a look-up has ended."""
+        """Record that a lookup has ended."""
         self.questions.discard(question)
         self.answered += 1
 
     def want_removal(self, key: ChunkKey) -> bool:
-        """Let nothing of `key` begin any more. Return True if its removal may begin at once; otherwise `on_clear` is called
-        when it may."""
+        """Let no operation on `key` begin any more.
+
+        Return True if its removal may begin at once; `on_clear` is called otherwise.
+        """
         self._removing.add(key)
         return key not in self._in_flight
 
     def removed(self, key: ChunkKey) -> None:
-        """Record that the removal has ended: what begins from now on finds only what was written since."""
+        """Record that the removal has ended: later operations find only chunks written since."""
         self._removing.discard(key)
 
     def refuse(self, key: ChunkKey) -> None:
-        """Let nothing of `key` begin for good: it was forgotten, and is not removed here. A few other keys are refused with
-        it (`KeyFilter`)."""
+        """Refuse operations on `key` for good, since it was forgotten and is not removed here.
+
+        A few other keys are refused with it (`KeyFilter`).
+        """
         if self._refused is None:
             self._refused = KeyFilter()
         self._refused.add(key)

@@ -1,1 +1,1 @@
-"""What `make demo` runs: real vLLM on the CPU with a real model, asked the same long question four times."""
+"""`make demo`: real vLLM on the CPU with a real model, which gets the same long question four times."""

@@ -1,4 +1,4 @@
-"""`python -m tiercache.demo`: cold, warm from the CPU tier, warm from disk after a restart, and vLLM's own prefix cache."""
+"""Run `python -m tiercache.demo`: cold, warm from the CPU tier, from disk after a restart, and vLLM's prefix cache."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ local_disk: "{directory}"
 max_local_disk_size: 2.0
 """
 BLOCK_TOKENS = 128
-"""vLLM's on the CPU; only whole blocks are stored."""
+"""Block size of vLLM on the CPU; only whole blocks are stored."""
 WARM_UP = "Say hello."
 _FEWEST_TOKENS, _MOST_TOKENS = 512, 8000
-"""A few chunks at least; what the server takes at most, with the answer."""
+"""At least a few chunks; at most the limit of the server, with the answer."""
 
 
 def main() -> int:
@@ -70,8 +70,11 @@ def main() -> int:
 
 
 def measure(place: Path, tokens: int, console: Console) -> dict[str, Run]:
-    """Ask four times: cold; from vLLM's own prefix cache, the reference; from our CPU tier, once vLLM's is emptied; from
-    disk, in a new process. The reference has the same KV, so a hit of ours must give the same answer to the letter."""
+    """Ask four times: cold, from vLLM's prefix cache, from the CPU tier, and from disk in a new process.
+
+    vLLM's prefix cache is the reference and is emptied afterwards. It has the same KV, so a hit in tiercache must give
+    exactly the same answer.
+    """
     with working("preparing the model (once, about 20 s)", console):
         model = prepare_model(place / "model")
     with working("cutting the prompt", console):

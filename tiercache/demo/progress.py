@@ -1,4 +1,4 @@
-"""Showing that something goes on: a spinner and the time so far on a terminal, one line in a log."""
+"""Show progress: a spinner with the elapsed time on a terminal, a single line in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The long prompt, and how it is asked: streamed, with the time to the first token taken at the client."""
+"""The long prompt, and the streamed request, whose time to the first token is measured at the client."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class Answer:
 
 
 def long_message(model: Path, prompt_tokens: int = PROMPT_TOKENS) -> str:
-    """Real prose, the language reference that comes with Python, cut so that the whole prompt has about `prompt_tokens`
-    tokens of the model's own tokenizer (exactly, when the cut falls well)."""
+    """Return prose from Python's language reference, cut so that the whole prompt has about `prompt_tokens` tokens.
+
+    Counts with the model's own tokenizer (exactly, if the cut allows it).
+    """
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
@@ -60,9 +62,9 @@ def long_message(model: Path, prompt_tokens: int = PROMPT_TOKENS) -> str:
 
 
 def ask(server: Server, message: str, answer_tokens: int = ANSWER_TOKENS) -> Answer:
-    """One streamed chat request, greedy. TTFT runs from sending to the first piece of text.
+    """Send one streamed chat request, with greedy decoding. TTFT is the time from sending to the first piece of text.
 
-    Raises `ServerFailed` when the server refuses, dies or says nothing.
+    Raises `ServerFailed` if the server refuses, dies or sends nothing.
     """
     body = {
         "model": MODEL_NAME,

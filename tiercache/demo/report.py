@@ -1,4 +1,4 @@
-"""What the demo found: checked, as a table, as JSON and as a picture."""
+"""Check the demo's results, and show them as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Run:
 
 
 def problems(runs: dict[str, Run]) -> list[str]:
-    """Everything that must hold and does not, one sentence each."""
+    """Return a sentence for each expected result that does not hold."""
     found = []
     reference = runs["prefix_cache"]
     if runs["cold"].answer.hit_tokens:
@@ -64,7 +64,7 @@ def problems(runs: dict[str, Run]) -> list[str]:
 
 
 def same_text(runs: dict[str, Run]) -> bool:
-    """Whether every cached answer is the one that vLLM's own prefix cache gives."""
+    """Return True if every cached answer equals the answer from vLLM's own prefix cache."""
     return len({runs[name].answer.text_sha256 for name in ("cpu", "disk_restart", "prefix_cache")}) == 1
 
 
@@ -88,7 +88,7 @@ def write_json(runs: dict[str, Run], path: Path) -> None:
 
 
 def draw(runs: dict[str, Run], path: Path) -> None:
-    """A bar a run, on a logarithmic scale: 60-fold would not show on a linear one."""
+    """Draw a bar per run on a logarithmic scale, since 60-fold differences are invisible on a linear scale."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""A vLLM OpenAI server on the CPU, started for a while."""
+"""Run a vLLM OpenAI server on the CPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _START_S = 1200.0
 _STOP_S = 30.0
 _POLL_S = 0.05
 
-# A proxy of the environment must not get between us and a server on the loopback interface.
+# Bypass a proxy of the environment for a server on the loopback interface.
 open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, died or refused; the message ends with the tail of its log."""
+    """The server did not start, died or refused. The message ends with the tail of its log."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,18 @@ class Server:
     url: str
     log: Path
     group: int
-    """Its process group."""
+    """Process group of the server."""
 
     def found_for(self, request_id: str) -> Found | None:
-        """What the connector logged about the hits of a request; None when it logged nothing."""
+        """Return the connector's log line about the hits of a request; None if there is none."""
         return found_for(request_id, self.log.read_text(errors="replace"))
 
     def forget_prefix_cache(self, timeout_s: float = 30.0) -> None:
-        """Empty vLLM's own prefix cache, so that the next hit has to come from ours. It refuses while a request holds
-        blocks, also one whose client has hung up or whose blocks are being stored: asked again until then."""
+        """Empty vLLM's own prefix cache, so that the next hit has to come from tiercache.
+
+        vLLM refuses while a request holds blocks, for instance after its client has disconnected or during stores, so
+        this retries.
+        """
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")
         until = time.monotonic() + timeout_s
         try:
@@ -61,7 +64,7 @@ class Server:
             raise self.failed(f"vLLM did not reset its prefix cache: {error}") from error
 
     def wait_for_stored(self, request_id: str, tokens: int, timeout_s: float = 60.0) -> None:
-        """Wait until the connector has logged that so many tokens of a request are stored."""
+        """Wait until the connector has logged that `tokens` tokens of a request are stored."""
         until = time.monotonic() + timeout_s
         while stored_tokens(request_id, self.log.read_text(errors="replace")) < tokens:
             if time.monotonic() > until:
@@ -83,17 +86,18 @@ def serving(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Run a server with prefix caching and our connector, configured by `config` (a tiercache.yaml), until the block ends.
+    """Run a server with prefix caching and a connector, configured by `config` (a tiercache.yaml), until the block
+    ends.
 
-    `connector` is a module and a class in it; without `config` there is none. `arguments` and `environment` come after our
-    own and win over them. Ends the whole process group, whatever happens in the block, so that nothing is left running.
+    `connector` is a module and a class in it; without `config` there is none. `arguments` and `environment` override
+    the defaults. Ends the whole process group at the end of the block in any case, so that nothing is left running.
     """
     port = _free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", "8192", "--max-num-seqs", "4", "--dtype", quickest_dtype()),
-        "--enforce-eager",  # compiling takes longer than all that the demo asks
+        "--enforce-eager",  # compiling takes longer than the whole demo
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *(_with_connector(connector) if config is not None else ()),
         *arguments,
@@ -127,13 +131,13 @@ def _with_connector(connector: str) -> tuple[str, str]:
 
 
 def quickest_dtype(cpu: Path = Path("/proc/cpuinfo")) -> str:
-    """The model's own bfloat16 where the CPU multiplies it; elsewhere a prefill takes four times as long as in float32."""
+    """Return bfloat16 if the CPU multiplies it, else float32: an emulated bfloat16 prefill takes four times as long."""
     flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpu.read_text(), re.MULTILINE)
     return "bfloat16" if flags and {"avx512_bf16", "amx_bf16", "bf16"} & set(flags[1].split()) else "float32"
 
 
 def _environment(config: Path | None) -> dict[str, str]:
-    """Ours, without what would change the demo's own configuration."""
+    """Return this environment without variables that would change the demo's configuration."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}
     kept.pop("VLLM_API_KEY", None)
     if config is not None:
@@ -160,7 +164,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], server: Server) -> Non
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Politely first, so that the connector writes what is queued; at once when interrupted while waiting for that."""
+    """Terminate first, so that the connector writes queued chunks; kill if interrupted during that."""
     group = process.pid
     try:
         for signum in (signal.SIGTERM, signal.SIGKILL):
@@ -184,7 +188,7 @@ def _signal_group(group: int, signum: int) -> None:
 
 
 def _group_lives(group: int) -> bool:
-    """Whether a process of the group still runs. Zombies do not count: in a container nobody may ever collect them."""
+    """Return True if a process of the group runs. Ignores zombies, which may remain for ever in a container."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]

@@ -1,4 +1,4 @@
-"""One accelerator: a pool of device memory, a stream for each direction, and futures for the end of their work."""
+"""An accelerator: a pool of device memory, a stream for each direction, and futures for the end of their work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 logger = logging.getLogger("tiercache.device")
 
 LONGEST_COPY_S = 30.0
-"""The timeout of a copy. Its caller then gets a DeviceError, and the memory stays in use."""
+"""Timeout of a copy in seconds. Its caller then gets a DeviceError, and the memory stays reserved."""
 _STAGING_SLOTS = 8
 _ENQUEUING_THREADS = 2
 
@@ -36,7 +36,7 @@ class Lane:
         self._driver = driver
         self.stream = driver.make_stream()
         self.pending = 0
-        """Futures that are not done. Belongs to the event loop."""
+        """Number of futures that are not done. Bound to the event loop."""
         self._ends: SimpleQueue[tuple[Event | None, asyncio.Future[None]] | None] = SimpleQueue()
         try:
             threading.Thread(target=self._run, name=f"tiercache-{driver.name}-{name}", daemon=True).start()
@@ -47,10 +47,10 @@ class Lane:
             ) from error
 
     def end(self) -> asyncio.Future[None]:
-        """Return a future that is done when all work that the stream was given by now has ended, or the device is lost
-        (DeviceError), and never before: memory that a copy may still touch must not be reused.
+        """Return a future for the end of all work given to the stream so far.
 
-        Cancelling it cancels nothing on the device.
+        It is done when that work has ended, or the device is lost (DeviceError), and never before: memory that a copy
+        may still use must not be reused. Cancelling the future cancels nothing on the device.
         """
         try:
             event = self._driver.record(self.stream)
@@ -70,11 +70,11 @@ class Lane:
         return self._put(event)
 
     def close(self) -> None:
-        """Let the thread end after what it still waits for. Does not wait."""
+        """Let the thread end after its current waits. Does not wait."""
         self._ends.put(None)
 
     def _put(self, event: Event | None) -> asyncio.Future[None]:
-        """Wait in the thread for an event, or for the whole stream where there is none."""
+        """Wait in the thread for an event, or for the whole stream if it is None."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pending += 1
         self._ends.put((event, future))
@@ -113,10 +113,10 @@ def settle(future: asyncio.Future[None], error: BaseException | None) -> None:
 
 
 class DevicePool(Pool):
-    """Device memory cut into slots of one chunk each: a page for its header, and the payload behind it. Views are tensors
-    uint8[n].
+    """Device memory cut into slots of a chunk each: a page for its header, followed by the payload. Views are uint8[n]
+    tensors.
 
-    Taken at once. Raises ConfigError when it is larger than the free memory or too small for four chunks.
+    Allocated at once. Raises ConfigError if it is larger than the free memory or too small for four chunks.
     """
 
     def __init__(self, driver: Driver, size_bytes: int, chunk_bytes: int) -> None:
@@ -141,7 +141,7 @@ class DevicePool(Pool):
             ) from error
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> Tensor:
-        """Return the payload's memory, or its first bytes. The header's page lies before it."""
+        """Return the payload's memory, or its first bytes. The header's page is before it."""
         start = slot * self.slot_bytes + HEADER_BYTES
         return self.memory[start : start + (length_bytes or self.slot_bytes - HEADER_BYTES)]
 
@@ -154,21 +154,22 @@ class DevicePool(Pool):
 
 
 class Device:
-    """One device of the event loop that uses it first. `storing` is the lane of puts (gather, then copy to the host),
-    `loading` that of gets (copy from the host, then scatter); `callers` waits for events of callers' streams.
+    """A device, bound to the event loop that uses it first.
 
-    torch operations are called in `workers`: they take the GIL for short, and may block where a stream's queue is full.
+    `storing` is the lane of puts (gather, then copy to the host), `loading` is the lane of gets (copy from the host,
+    then scatter); `callers` waits for events of callers' streams. torch operations run in `workers`: they hold the GIL
+    briefly, and may block if a stream's queue is full.
     """
 
     def __init__(self, driver: Driver, chunk_bytes: int, pool_bytes: int | None = None) -> None:
-        """`pool_bytes` None takes a few slots, for paged copies only. Allocates device memory; blocks."""
+        """Allocate device memory; blocks. `pool_bytes` None means a few slots, for paged copies only."""
         self.driver = driver
         self.pool = DevicePool(driver, pool_bytes or _STAGING_SLOTS * (chunk_bytes + 8192), chunk_bytes)
         self.workers = Workers("device", _ENQUEUING_THREADS)
         self.unfinished = 0
-        """Abandoned copies, which may still run and whose memory is kept."""
+        """Number of abandoned copies, which may still run and whose memory is kept."""
         self._in_flight = 0
-        """Copies that have not ended."""
+        """Number of copies that have not ended."""
         self._closed = False
         self._pinned: list[np.ndarray] = []
         self._lanes: list[Lane] = []
@@ -182,14 +183,14 @@ class Device:
 
     @property
     def pending(self) -> int:
-        """Futures of all lanes that are not done."""
+        """Number of futures of all lanes that are not done."""
         return sum(lane.pending for lane in self._lanes)
 
     def run(self, lane: Lane, enqueue: Callable[..., object], *arguments: Any) -> asyncio.Future[None]:
-        """Call `enqueue(*arguments)`, which gives the lane's stream its work, in a worker thread.
+        """Call `enqueue(*arguments)`, which enqueues work on the lane's stream, in a worker thread.
 
-        The future is done when the call has returned or raised and all that it enqueued has ended. It has the exception of
-        either of them.
+        The future is done when the call has returned or raised and all enqueued work has ended. It has the exception of
+        either.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         work = self.workers.submit(enqueue, *arguments)
@@ -204,7 +205,7 @@ class Device:
         return done
 
     async def ended(self, done: asyncio.Future[None]) -> None:
-        """Wait for a future of `run`. A cancelled caller waits as well, since the work touches its memory.
+        """Wait for a future of `run`. A cancelled caller waits as well, since the work uses its memory.
 
         Raises DeviceError after 30 s; the work counts as unfinished until it ends.
         """
@@ -227,7 +228,10 @@ class Device:
             self._pinned.append(memory)
 
     def close(self) -> None:
-        """Give everything back, once no copy is in flight: their memory stays pinned and mapped until then. Idempotent."""
+        """Release everything once no copy is in flight: the copies' memory stays pinned and mapped until then.
+
+        Idempotent.
+        """
         self._closed = True
         if self._in_flight:
             logger.warning("%s: %d copies are abandoned; their memory stays", self.driver.name, self._in_flight)

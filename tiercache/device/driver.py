@@ -1,7 +1,7 @@
-"""An accelerator through torch: its memory, its streams and events, and host memory that is locked for its copies.
+"""An accelerator through torch: its memory, its streams and events, and page-locked host memory for its copies.
 
-Memory is torch tensors, so the same code runs on a GPU (`CudaDriver`) and on tensors in host memory (`Driver`, for
-tests). torch is imported when a driver is made and not before.
+Memory consists of torch tensors, so the same code runs on a GPU (`CudaDriver`) and on tensors in host memory (`Driver`,
+for tests). torch is imported when the first driver is made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 PAGE_BYTES = 4096
 _PIN_BYTES = 64 << 30
-"""Limit of one registration, since one of 512 GiB fails. A copy must not cross two, so they end where slots end."""
+"""Limit of a registration in bytes, since 512 GiB fails. A copy must not cross two, so they end where slots end."""
 _REGISTER_PORTABLE = 1
 _SUCCESS, _ALREADY_REGISTERED = 0, 712
 _CAPTURE_RELAXED = 2
@@ -37,11 +37,11 @@ _LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718
 
 
 class Driver:
-    """One device. This class has host memory in place of a device's, for tests and debugging: work has ended when `enqueue`
-    returns. `CudaDriver` is a GPU.
+    """A device. This class uses host memory in place of a device's, for tests and debugging: `enqueue` runs the work at
+    once.
 
-    Methods may be called from any thread, and raise DeviceError when the device refuses. Work on a stream runs in order.
-    Only `empty`, `pin`, `unpin`, `synchronize` and `finish` block.
+    `CudaDriver` is a GPU. Methods may be called from any thread, and raise DeviceError on errors of the device. Work on
+    a stream runs in order. Only `empty`, `pin`, `unpin`, `synchronize` and `finish` block.
     """
 
     name = "cpu"
@@ -61,32 +61,34 @@ class Driver:
         return _from_page(torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8), length_bytes)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Return True if a tensor lies in the device's memory."""
+        """Return True if a tensor is in the device's memory."""
         return bool(tensor.device.type == "cpu")
 
     def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
-        """Lock host memory, so that copies of it do not block their caller. Return False if that fails; copies are slower
-        then. A copy may not cross a multiple of `slot_bytes`."""
+        """Lock host memory, so that copies of it do not block their caller. Return False if that fails.
+
+        Copies are slower then. A copy must not cross a multiple of `slot_bytes`.
+        """
         return True
 
     def unpin(self, memory: np.ndarray) -> None:
         """Undo `pin`. No copy of the memory may be running."""
 
     def make_stream(self) -> Stream:
-        """Return a new stream, which does not wait for any other."""
+        """Return a new stream, independent of all others."""
 
     def current_stream(self) -> Stream:
         """Return torch's current stream of the calling thread."""
 
     def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
-        """Give a stream the torch operations that `work` consists of."""
+        """Enqueue the torch operations of `work` on a stream."""
         work()
 
     def record(self, stream: Stream) -> Event:
-        """Return an event that happens when all work that `stream` was given by now has ended."""
+        """Return an event that happens when all work given to `stream` so far has ended."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let work that `stream` is given from now on begin after `event`. The calling thread does not wait."""
+        """Let later work on `stream` begin after `event`. The calling thread does not wait."""
 
     def query(self, event: Event) -> bool:
         """Return True if `event` has happened."""
@@ -96,18 +98,20 @@ class Driver:
         """Block the calling thread until `event` has happened; it sleeps and does not hold the GIL."""
 
     def finish(self, stream: Stream) -> None:
-        """Block the calling thread, as `synchronize` does, until all work that `stream` was given by now has ended."""
+        """Block the calling thread, as `synchronize` does, until all work given to `stream` so far has ended."""
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Give a stream a copy between tensors uint8[n] in device memory or host memory. Blocks until it has ended if the
-        host memory is not pinned."""
+        """Enqueue a copy between uint8[n] tensors in device or host memory.
+
+        Blocks until it has ended if host memory is not pinned.
+        """
         self.enqueue(stream, lambda: destination.copy_(source, non_blocking=True))
 
 
 class CudaDriver(Driver):
-    """One GPU. Raises DeviceError when torch finds none.
+    """A GPU. Raises DeviceError if torch finds none.
 
-    Threads that do device work for a cache use this GPU from then on, and may do so while an engine captures a CUDA graph.
+    Threads that do device work for a cache use this GPU from then on, even while an engine captures a CUDA graph.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -153,8 +157,10 @@ class CudaDriver(Driver):
         in_own_thread(lambda: self._unregister(memory.ctypes.data))
 
     def _register(self, memory: np.ndarray, piece_bytes: int) -> int:
-        """Register all of the memory or none; return the status. A failure leaves an error on the calling thread, which
-        torch would report for the next kernel."""
+        """Register all of the memory or none; return the status.
+
+        A failure leaves an error on the calling thread, which torch would report for the next kernel.
+        """
         self._attach()
         cudart = self._torch.cuda.cudart()
         registered = self._registered.setdefault(memory.ctypes.data, [])
@@ -222,7 +228,7 @@ class CudaDriver(Driver):
             self._thread.attached = True
 
     def _relax(self) -> None:
-        """Let the calling thread query events while another one captures a CUDA graph, which would fail otherwise."""
+        """Let the calling thread query events while another thread captures a CUDA graph, which would fail otherwise."""
         if not getattr(self._thread, "relaxed", False):
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
             self._thread.relaxed = True
@@ -239,7 +245,7 @@ class CudaDriver(Driver):
 
 
 def gpu_in_use() -> int | None:
-    """Return the GPU that the calling thread uses through torch; None when this process uses none yet."""
+    """Return the GPU that the calling thread uses through torch; None if this process uses none yet."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None

@@ -1,9 +1,8 @@
 """Chunks in device memory: a tensor, or blocks of an engine's paged KV.
 
-The KV of all layers is seen as words, blocks first: one strided view for as many layers as lie at equal distances. A gather
-is one `index_select` for each view into a contiguous slot, a scatter one `index_copy_`. A chunk's payload is
-(blocks, planes, bytes), contiguous: block by block, each with its planes in turn, each plane's part in the order of its
-memory.
+The KV of all layers is seen as words, blocks first: a strided view for each run of layers at equal distances. A gather
+is an `index_select` per view into a contiguous slot, a scatter an `index_copy_`. A chunk's payload is (blocks, planes,
+bytes), contiguous: block by block, each with its planes in turn, each plane's part in the order of its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tiercache.errors import LayoutError
 from tiercache.payloads import is_tensor
 
 _WARM_UP_BLOCKS = 32
-"""More than 16, from which on torch has other kernels."""
+"""The number is above 16, since torch uses other kernels from there on."""
 
 
 class DevicePayload(Protocol):
@@ -27,7 +26,7 @@ class DevicePayload(Protocol):
 
     @property
     def flat(self) -> Tensor | None:
-        """The chunk as uint8[payload_bytes] where it lies in one piece; None when it has to be gathered."""
+        """The chunk as uint8[payload_bytes] if it is contiguous; None if it has to be gathered."""
 
     def gather(self, chunk: Tensor, stream: Stream) -> None:
         """Enqueue the copy into `chunk`, uint8[payload_bytes] in device memory."""
@@ -37,11 +36,12 @@ class DevicePayload(Protocol):
 
 
 class PagedKv:
-    """The planes of an engine's paged KV: K and V of each layer, or one tensor a layer that holds both, or MLA's latents.
+    """The planes of an engine's paged KV: K and V of each layer, or a tensor per layer that holds both, or MLA's
+    latents.
 
-    Each tensor has the blocks in its first dimension, `blocks` of them or equal parts of them (by default as many as the
-    first tensor says); any dtype, and any strides for which blocks do not overlap. KV with K and V in front,
-    (2, blocks, ...), is given as its two halves: `tensor[0], tensor[1]`. Raises LayoutError for anything else.
+    Each tensor has the blocks in its first dimension, `blocks` of them or equal parts of them (by default as many as
+    the first tensor has); any dtype, and any strides for which blocks do not overlap. KV of shape (2, blocks, ...) is
+    passed as its two halves: `tensor[0], tensor[1]`. Raises LayoutError for anything else.
     """
 
     def __init__(self, driver: Driver, tensors: Sequence[Tensor], blocks: int | None = None) -> None:
@@ -57,8 +57,10 @@ class PagedKv:
         self.block_bytes: int = sum(prod(view.shape[1:]) for view in self._views) * word_bytes
 
     def describe(self) -> str:
-        """Return the byte format of a chunk, for the layout's fingerprint. It covers the inside of blocks and not their
-        places."""
+        """Return the byte format of a chunk, for the layout's fingerprint.
+
+        It describes the inside of blocks, not their addresses.
+        """
         kinds = [f"{inside(tensor, self.blocks)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in self.tensors]
         runs = [(kinds[0], len(kinds))] if len(set(kinds)) == 1 else [(kind, 1) for kind in kinds]
         return "paged(blocks,planes,bytes) " + ", ".join(f"{count}x{kind}" for kind, count in runs)
@@ -66,7 +68,7 @@ class PagedKv:
     def gather(self, blocks: Sequence[int], chunk: Tensor, stream: Stream) -> None:
         """Enqueue the copy of `blocks` into `chunk`, uint8[len(blocks) * block_bytes], aligned to 8 bytes.
 
-        Raises LayoutError when blocks and chunk do not fit together; nothing is enqueued then.
+        Raises LayoutError if blocks and chunk do not match, without enqueuing anything.
         """
         self._check(blocks, chunk, len(blocks), 0)
 
@@ -96,8 +98,10 @@ class PagedKv:
         self.driver.enqueue(stream, copy)
 
     def warm_up(self) -> None:
-        """Copy some blocks out and back, after the work that the calling thread has enqueued, so that kernels are loaded
-        before an engine captures CUDA graphs. Changes nothing. Blocks."""
+        """Copy some blocks out and back, so that kernels are loaded before an engine captures CUDA graphs.
+
+        Runs after the work that the calling thread has enqueued. Changes nothing. Blocks.
+        """
         driver, some = self.driver, range(min(self.blocks, _WARM_UP_BLOCKS))
         after = driver.record(driver.current_stream())
 
@@ -143,7 +147,7 @@ class PagedKv:
 
 
 class PagedChunk:
-    """The chunk that lies in `blocks`, in their order.
+    """The chunk in `blocks`, in their order.
 
     To load only the end of a stored chunk, give its number of blocks (`chunk_blocks`) and the number to skip.
     """
@@ -183,7 +187,7 @@ class _TensorChunk:
 
 
 def device_payload(driver: Driver, value: Any) -> DevicePayload | None:
-    """Return `value` as a payload in the driver's memory; None if it lies elsewhere (host memory, another device).
+    """Return `value` as a payload in the driver's memory; None for other memory (host, another device).
 
     Raises LayoutError for a tensor of this device that is not contiguous.
     """
@@ -206,7 +210,7 @@ def inside(tensor: Tensor, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 class _Run:
-    """Planes of one storage at equal distances. Offsets are bytes from the begin of the storage."""
+    """Planes of one storage at equal distances. Offsets are bytes from the beginning of the storage."""
 
     def __init__(self, tensor: Tensor, blocks: int) -> None:
         size, split = tensor.element_size(), tensor.shape[0] // blocks
@@ -230,7 +234,7 @@ class _Run:
                 self.inner.append((count, stride))
         if not self.inner or self.inner[-1][1] != 1:
             self.inner.append((1, 1))
-        # Each dimension, the blocks included, must step over the extent of the narrower ones.
+        # Each dimension, the blocks included, must step over the extent of narrower dimensions.
         reach = 0
         for stride, count in sorted([(stride, count) for count, stride in self.inner] + [(self.distance, blocks)]):
             if count > 1 and stride <= reach:
@@ -241,7 +245,7 @@ class _Run:
             reach += (count - 1) * stride
 
     def takes(self, other: _Run) -> bool:
-        """Append another plane if it continues the run; return False if it does not."""
+        """Append another plane if it continues the run; return False otherwise."""
         begin = other.begins[0]
         step = begin - self.begins[-1]
         alike = (other.storage.data_ptr(), other.distance, other.inner) == (
@@ -261,8 +265,11 @@ class _Run:
 
 
 def _views_of(tensors: Sequence[Tensor], blocks: int) -> tuple[list[Tensor], int]:
-    """Return views (blocks, planes, ...) of equal words that together cover the tensors in their order, and the bytes of a
-    word. They are made from the storage: no rule of `Tensor.view` for dtypes applies, nor that of inference tensors."""
+    """Return views (blocks, planes, ...) of equal words that together cover the tensors in their order, and the bytes
+    of a word.
+
+    They are made from the storage, so the rules of `Tensor.view` for dtypes and inference tensors do not apply.
+    """
     import torch
 
     runs: list[_Run] = []

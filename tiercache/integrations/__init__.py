@@ -1,1 +1,1 @@
-"""Engines that use the cache. Nothing here is imported by the rest."""
+"""Integrations with engines. No other part of the package imports them."""

@@ -1,4 +1,4 @@
-"""What an integration says where its engine is not installed, or is one that it does not know."""
+"""Explain in an ImportError that an engine is missing or unsupported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(who: str, needs: str, install: str) -> Iterator[None]:
-    """For imports. ImportError is raised again as one sentence: what `who` needs, why that fails, what to install."""
+    """Wrap imports. Raises ImportError in one sentence: what `who` needs, why the import fails, what to install."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Settings that vLLM's connector alone reads, and what the other integrations say of them."""
+"""Settings that only vLLM's connector reads, and the warning of the other integrations about them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OF_THE_CONNECTOR = (
     "save_decode_cache",
     "save_unfull_chunk",
 )
-"""The engine decides on these itself where it hands over whole blocks or pages."""
+"""Settings that an engine decides itself if it hands over whole blocks or pages."""
 
 
 def warn_of_unread(config: Config, logger: logging.Logger, whose: str) -> None:
-    """One warning that names those that are set and have no effect here. `whose` decision they are, in a word or two."""
+    """Log one warning that names the settings without effect here. `whose` names the owner of the decision."""
     defaults = {field.name: field.default for field in fields(config)}
     unread = [name for name in _OF_THE_CONNECTOR if getattr(config, name) != defaults[name]]
     if unread:

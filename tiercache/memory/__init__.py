@@ -1,1 +1,1 @@
-"""The arena that every payload of this process lies in, and the threads that touch payloads."""
+"""The arena that holds every payload of this process, and the threads that read and write payloads."""

@@ -1,6 +1,6 @@
-"""One mapping for all payloads: anonymous with transparent huge pages, hugetlb, or POSIX shared memory.
+"""A single mapping for all payloads: anonymous with transparent huge pages, hugetlb, or POSIX shared memory.
 
-Taken once and touched page by page at start, so that no put or read pays for a page fault.
+It is allocated once and every page is touched at start, so that no put or read causes a page fault.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MADV_POPULATE_WRITE = 23
 SHM_DIRECTORY = Path("/dev/shm")
 _SHM_PREFIX = "tiercache."
 _LINK_TRIES, _LINK_PAUSE_S = 10, 0.01
-"""Another start that looks for files of dead processes holds their locks for a moment."""
+"""Tries and pause in seconds for a lock that another start holds while it looks for files of dead processes."""
 _PREFAULT_STEP_BYTES = 64 << 20
 _PROGRESS_FROM_BYTES = 8 << 30
 
@@ -45,7 +45,7 @@ class ArenaSettings:
     shm_name: str | None = None
     numa_node: int | None = None
     threads: int = 0
-    """Pre-fault threads; 0 takes the number of usable CPUs, at most 16."""
+    """Pre-fault threads; 0 means the number of usable CPUs, at most 16."""
 
 
 class Arena:
@@ -55,8 +55,11 @@ class Arena:
     """
 
     def __init__(self, settings: ArenaSettings, unwanted: Callable[[], bool] = lambda: False) -> None:
-        """Blocks until every page is touched. Once `unwanted` returns True the other pages are not touched, and the arena
-        may not be used. Raises ConfigError."""
+        """Block until every page is touched.
+
+        Once `unwanted` returns True the other pages are not touched, and the arena must not be used. Raises
+        ConfigError.
+        """
         self.size_bytes = -(-settings.size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.shm_path: Path | None = None
         self._shm_file = -1
@@ -85,9 +88,10 @@ class Arena:
         return int(self.memory.ctypes.data)
 
     def is_ours_alone(self) -> bool:
-        """Return True if no other process of this host has the shared memory open or mapped, so that none can write to it.
+        """Return True if no other process of this host has the shared memory open or mapped, so that none can write to
+        it.
 
-        The kernel grants a lease for writing only then; it is given back at once.
+        The kernel grants a write lease only then; the lease is released at once.
         """
         if self._shm_file < 0:
             return True
@@ -101,7 +105,7 @@ class Arena:
         return True
 
     def close(self) -> None:
-        """Give the name and this reference to the memory back. Views keep the mapping alive until they go. Idempotent."""
+        """Release the name and this reference to the memory. Views keep the mapping alive until they end. Idempotent."""
         if self._not_closed is not None:
             self._not_closed.detach()
         self.memory = np.empty(0, dtype=np.uint8)
@@ -130,7 +134,7 @@ class Arena:
 
     def _map_anonymous(self) -> None:
         self.kind = "thp"
-        # One huge page more than asked for: the kernel uses huge pages only where the address is aligned to them.
+        # Map another huge page, since the kernel uses huge pages only at addresses aligned to them.
         self._mapping = mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._mapping.madvise(mmap.MADV_HUGEPAGE)
 
@@ -152,10 +156,11 @@ class Arena:
         return True
 
     def _map_shared(self, name: str) -> None:
-        """Map a new file, which gets the name `/dev/shm/tiercache.<name>` when it is locked, and is locked while it is open.
+        """Map a new file, which gets the name `/dev/shm/tiercache.<name>` once it is locked, and stays locked while it
+        is open.
 
-        A file of this user without a lock was left by a process that died, and is removed. Raises ConfigError for a name
-        that is taken otherwise.
+        A file of this user without a lock was left by a dead process, and is removed. Raises ConfigError if the name is
+        taken otherwise.
         """
         if "/" in name.strip("/") or not name.strip("/"):
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
@@ -185,7 +190,7 @@ class Arena:
         self._not_closed = weakref.finalize(self, _give_back, path, descriptor, os.getpid())
 
     def _prefer_node(self, node: int) -> None:
-        """Take pages from `node` while it has any: mbind(MPOL_PREFERRED)."""
+        """Prefer pages from `node` while it has any: mbind(MPOL_PREFERRED)."""
         libc = ctypes.CDLL(None, use_errno=True)
         mask = ctypes.c_ulong(1 << node)
         system_call_mbind = 237
@@ -224,7 +229,7 @@ class Arena:
                     if not populate(part):
                         part[:: mmap.PAGESIZE] = 0
                 except OSError as error:
-                    # Without its frames: they keep the memory, and this list keeps them.
+                    # Drop the frames, which keep the memory alive and are kept by this list.
                     failures.append(error.with_traceback(None))
                     return
                 with lock:
@@ -252,9 +257,8 @@ class Arena:
 
 
 def _give_back(path: Path, descriptor: int, process: int) -> None:
-    """Remove the file of an arena that was not closed, when it is collected or the process exits. A forked child does
-    not."""
-    with contextlib.suppress(OSError):  # the descriptor belongs to the process that forked this one
+    """Remove the file of an unclosed arena when it is collected or the process exits, except in a forked child."""
+    with contextlib.suppress(OSError):  # the descriptor belongs to the parent of a forked process
         if os.getpid() == process and _unlink_own(path, descriptor):
             logger.warning("shm_name: the cache was not closed; removed %s", path)
         os.close(descriptor)
@@ -270,7 +274,7 @@ def _unlink_own(path: Path, descriptor: int) -> bool:
 
 
 def _take_name(nameless: Path, path: Path) -> None:
-    """Link the file to its name. Raises ConfigError where that is taken."""
+    """Link the file to its name. Raises ConfigError if the name is taken."""
     for _ in range(_LINK_TRIES):
         try:
             os.link(nameless, path)
@@ -289,8 +293,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _sweep_dead_arenas() -> None:
-    """Remove arenas of this user whose process died: their lock is free. Empty files stay: another start may be making
-    one."""
+    """Remove arenas of dead processes of this user, whose lock is free. Keep empty files, which a start may be making."""
     for path in SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
         try:
             if not _is_own(os.lstat(path)):
@@ -310,10 +313,10 @@ def _sweep_dead_arenas() -> None:
 
 
 def _populate_call() -> Callable[[np.ndarray], bool]:
-    """Return a call that faults a range in, without the GIL: madvise(MADV_POPULATE_WRITE), Linux 5.14. It returns False
-    where the kernel lacks that.
+    """Return a call that faults a range in, without the GIL: madvise(MADV_POPULATE_WRITE), Linux 5.14.
 
-    It raises OSError where there is no memory; to touch such a page would kill the process.
+    The call returns False if the kernel lacks that, and raises OSError if there is no memory; touching such a page
+    would kill the process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -330,7 +333,7 @@ def _populate_call() -> Callable[[np.ndarray], bool]:
 
 
 def numa_node_for(mode: str | None) -> int | None:
-    """Return the node that `numa_mode` means: none, "auto" (the node of the first usable CPU) or a number."""
+    """Return the NUMA node for `numa_mode`: None, "auto" (the node of the first usable CPU) or a number."""
     if mode is None or mode in ("", "none"):
         return None
     if mode == "auto":

@@ -23,7 +23,7 @@ from tiercache.memory.arena import Arena
 T = TypeVar("T")
 
 FEWEST_SLOTS = 4
-"""One for a read and one for a write, and a floor for each: with fewer, reads and writes would wait for each other."""
+"""A slot each for a read and a write, and for their floors: with fewer, reads and writes would wait for each other."""
 
 Slot = int
 
@@ -32,7 +32,7 @@ Fill = tuple[Slot, int, Callable[[np.ndarray], None]]
 
 
 class Pool(ABC):
-    """Memory cut into equal slots. The last one given back is handed out next, since it is warm in the CPU's caches."""
+    """Memory cut into equal slots. The last released slot is taken next, since it is warm in the CPU's caches."""
 
     def __init__(self, count: int, slot_bytes: int) -> None:
         self.count = count
@@ -51,14 +51,14 @@ class Pool(ABC):
 
     @abstractmethod
     def view(self, slot: Slot, length_bytes: int | None = None) -> Any:
-        """Return the slot's payload room, or its first bytes."""
+        """Return the slot's payload memory, or its first bytes."""
 
     @abstractmethod
     def readable(self, slot: Slot, length_bytes: int) -> Any:
-        """Return its first bytes, read-only where the kind of memory supports that."""
+        """Return the slot's first bytes, read-only if the kind of memory supports that."""
 
     def close(self) -> None:
-        """Drop the reference to the memory. No slot may be used after; views that exist stay valid. Idempotent."""
+        """Drop the reference to the memory. No slot may be used afterwards; existing views stay valid. Idempotent."""
         self._free.clear()
 
 
@@ -79,8 +79,10 @@ class SlotPool(Pool):
         self._use(arena.memory[: count * slot_bytes].reshape(count, slot_bytes))
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> np.ndarray:
-        """Return uint8[length_bytes] of the slot, by default the whole slot, aligned to 4096 bytes. Raises CacheClosed after
-        `close`."""
+        """Return uint8[length_bytes] of the slot, by default the whole slot, aligned to 4096 bytes.
+
+        Raises CacheClosed after `close`.
+        """
         try:
             return self._memory[slot] if length_bytes is None else self._memory[slot, :length_bytes]
         except IndexError:
@@ -101,7 +103,7 @@ class SlotPool(Pool):
     def _use(self, memory: np.ndarray) -> None:
         self._memory = memory
         self._read_only = memory.view()
-        self._read_only.flags.writeable = False  # its slices inherit this, which is faster than a flag on each
+        self._read_only.flags.writeable = False  # slices inherit this, which is faster than setting a flag on each
 
     def _check_open(self) -> None:
         if not self._memory.size:
@@ -109,7 +111,7 @@ class SlotPool(Pool):
 
 
 def fill_slot(slot: np.ndarray, length_bytes: int, source: Callable[[np.ndarray], object]) -> None:
-    """Let `source` write a payload, and zero the padding behind it, so that no tier stores another chunk's bytes."""
+    """Let `source` write a payload, and zero the padding after it, so that no tier stores another chunk's bytes."""
     if length_bytes == slot.nbytes:
         source(slot)
         return
@@ -124,23 +126,23 @@ def zero_padding(slot: np.ndarray, length_bytes: int) -> None:
 
 
 class Purpose(IntEnum):
-    """The purpose that a slot is held for. Integers, since hashing an Enum is slow and budgets are counted per chunk."""
+    """The purpose of a held slot. Integers, since hashing an Enum is slow and budgets are counted per chunk."""
 
     READ = 0
     """A demand read: a caller waits for this chunk."""
     WRITE = 1
-    """A chunk on its way into the cache."""
+    """A chunk being put into the cache."""
     PREFETCH = 2
     """A chunk that is read, or pinned, for a future reader."""
 
 
 READ, WRITE, PREFETCH = Purpose
-"""Module-level names for hot paths: an attribute look-up on the class costs as much as a call in Python 3.11."""
+"""Module-level names for hot paths: an attribute lookup on the class costs as much as a call in Python 3.11."""
 
 
 @dataclass
 class SlotBudget:
-    """Counts of held slots. `obtainable` slots are those free or evictable at this moment.
+    """Counts of held slots. `obtainable` slots are those free or evictable now.
 
     A write leaves enough for reads to reach `read_floor`, a read leaves enough for writes to reach `write_floor`, and a
     prefetch leaves both. Abandoned reads do not count as held, so that a tier that hangs does not use up the floor.
@@ -152,7 +154,7 @@ class SlotBudget:
     held: list[int] = field(default_factory=lambda: [0] * len(Purpose))
     """Held slots by purpose."""
     tiers: int = 1
-    """Tiers that read into these slots."""
+    """Number of tiers that read into these slots."""
 
     @classmethod
     def for_arena(cls, slots: int) -> SlotBudget:
@@ -162,12 +164,14 @@ class SlotBudget:
 
     @property
     def reads_at_once(self) -> int:
-        """The most slots that the reads of one tier may hold, abandoned ones included; half of the slots for all tiers."""
+        """Limit of slots for the reads of one tier, including abandoned reads; half of the slots for all tiers."""
         return max(1, self.slots // (2 * max(1, self.tiers)))
 
     def writes_at_once(self, tiers: int) -> int:
-        """Return the most slots that one of so many tiers may be writing from, abandoned writes included; a quarter of the
-        slots for all tiers."""
+        """Return the limit of slots for the writes of one of `tiers` tiers, including abandoned writes.
+
+        All tiers together get a quarter of the slots.
+        """
         return max(1, self.slots // (4 * max(1, tiers)))
 
     def allows(self, purpose: Purpose, obtainable: int) -> bool:
@@ -179,7 +183,7 @@ class SlotBudget:
         return obtainable > for_reads + for_writes
 
     def writes_allowed(self, obtainable: int) -> int:
-        """Return how many more slots may be held for writes."""
+        """Return how many more slots writes may hold."""
         return max(0, obtainable - max(0, self.read_floor - self.held[READ]))
 
     def take(self, purpose: Purpose) -> None:
@@ -205,9 +209,11 @@ class WaitQueue(Generic[T]):
         give_back: Callable[[T, Purpose], None],
         blocks_only_itself: Callable[[Purpose, ChunkKey | None], bool] = lambda purpose, key: False,
     ) -> None:
-        """`take` returns an item if one may be taken now, else None; `give_back` gets an item whose waiter has given up.
-        `blocks_only_itself` returns True if a waiter for this chunk is blocked only by its own quota, so that others may
-        overtake it."""
+        """`take` returns an item if it may be taken now, else None.
+
+        `give_back` gets an item whose waiter has given up. `blocks_only_itself` returns True if a waiter for this chunk
+        is blocked only by its own quota, so that others may overtake it.
+        """
         self._take = take
         self._give_back = give_back
         self.blocks_only_itself = blocks_only_itself
@@ -218,7 +224,9 @@ class WaitQueue(Generic[T]):
 
     async def wait(self, purpose: Purpose, until_s: Callable[[], float], key: ChunkKey | None = None) -> T | None:
         """Return an item; None at the loop time `until_s()`, which may change meanwhile, and when the queue is closed.
-        Holds nothing if cancelled."""
+
+        Holds no item if cancelled.
+        """
         if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, key)) is not None:
             return taken
         requested = self.request(purpose, key)
@@ -231,8 +239,10 @@ class WaitQueue(Generic[T]):
         return requested.result() if came else None
 
     def request(self, purpose: Purpose, key: ChunkKey | None = None) -> asyncio.Future[T | None]:
-        """Return a future of an item; None when the queue is closed. The item belongs to the caller, unless it calls
-        `withdraw`. `key` is the chunk that it is for."""
+        """Return a future of an item; None when the queue is closed. `key` is the chunk that the item is for.
+
+        The item belongs to the caller, unless it calls `withdraw`.
+        """
         waiter: Waiter[T] = Waiter(asyncio.get_running_loop().create_future(), key)
         if self.closed:
             waiter.outcome.set_result(None)
@@ -243,7 +253,7 @@ class WaitQueue(Generic[T]):
         return waiter.outcome
 
     def withdraw(self, purpose: Purpose, requested: asyncio.Future[T | None]) -> None:
-        """Give a request up; an item that has come goes to the next waiter."""
+        """Give a request up; an item that has arrived goes to the next waiter."""
         if requested.done():
             taken = requested.result()
             if taken is not None:
@@ -252,7 +262,7 @@ class WaitQueue(Generic[T]):
         waiting = self.waiting[purpose]
         waiting.remove(next(waiter for waiter in waiting if waiter.outcome is requested))
         self.waiters -= 1
-        self.serve()  # it may have blocked those behind it
+        self.serve()  # it may have blocked the waiters after it
 
     def pause(self) -> None:
         """Serve no waiter until `resume`, which must follow without an await."""
@@ -263,7 +273,7 @@ class WaitQueue(Generic[T]):
         self.serve()
 
     def serve(self) -> None:
-        """Give waiters the items that may be taken by now."""
+        """Give waiters the items that are now available."""
         if not self.waiters or self._pauses:
             return
         for purpose in (READ, WRITE, PREFETCH):
@@ -283,7 +293,7 @@ class WaitQueue(Generic[T]):
         return None
 
     def close(self) -> None:
-        """End all waits; later ones end at once."""
+        """End all waits; later waits end at once."""
         self.closed = True
         for waiting in self.waiting:
             while waiting:
@@ -294,7 +304,7 @@ class WaitQueue(Generic[T]):
 async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bool:
     """Wait for `work` until the loop time `until_s()`, which may change meanwhile; return True if it is done.
 
-    Leaves `work` alone, also when this is cancelled.
+    Never cancels `work`, even if this call is cancelled.
     """
     loop = asyncio.get_running_loop()
     while not work.done() and (left_s := until_s() - loop.time()) > 0:
@@ -303,8 +313,10 @@ async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bo
 
 
 ONE = (1 << 32, 1 << 64, 1)
-"""One lease, by its purpose, in the sum of a chunk's leases (`Leased.leases`). A lease for a write is more than any number
-of leases for reads, and one for a read more than any number of pins, so one comparison finds the purpose."""
+"""A lease, by its purpose, in the sum of a chunk's leases (`Leased.leases`).
+
+A write lease exceeds any number of read leases, and a read lease any number of pins, so that a comparison gives the
+purpose."""
 
 
 def purpose_of(leases: int) -> Purpose | None:
@@ -318,25 +330,25 @@ def pins_in(leases: int) -> int:
 
 
 class Leased(Protocol):
-    """A chunk in memory that leases are taken on: a resident of the hot cache, or a mapping."""
+    """A chunk in memory that can be leased: a resident of the hot cache, or a mapping."""
 
     key: ChunkKey
     payload_bytes: int
     leases: int
-    """The sum of `ONE` of the purpose of each lease; 0 means that the memory may be reused."""
+    """Sum of `ONE` of the purpose of each lease; 0 means that the memory may be reused."""
     hot: bool
-    """True while a look-up finds the chunk."""
+    """True while a lookup finds the chunk."""
 
 
 class LeaseOwner(ABC):
-    """The owner of the memory that leases are on: the CPU tier, or a tier's mappings. Each gets the entries that it made."""
+    """The owner of leased memory: the CPU tier, or a tier's mappings. Each owner gets the entries that it made."""
 
     on_device = False
     """True for device memory."""
 
     def __init__(self) -> None:
         self.on_pinned_access: Callable[[ChunkKey], None] | None = None
-        """Called when a pinned chunk is read."""
+        """Called on a read of a pinned chunk."""
         self.on_forget: Callable[[ChunkKey], None] | None = None
         """Called when a pinned chunk was removed."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -352,8 +364,10 @@ class LeaseOwner(ABC):
     def end_lease(self, entry: Any, purpose: Purpose) -> None: ...
 
     def serve(self, entry: Any, purpose: Purpose, *, counted: bool) -> Lease:
-        """Return a lease for a caller that asked for the chunk. A read is an access unless that is `counted` already; a pin
-        is none."""
+        """Return a lease for a caller that asked for the chunk.
+
+        A read is an access unless that is `counted` already; a pin is not an access.
+        """
         pinned = entry.leases and pins_in(entry.leases)
         lease = self.begin_lease(entry, purpose)
         if purpose is READ:
@@ -374,8 +388,8 @@ class LeaseOwner(ABC):
 class Lease:
     """A counted reference to a chunk in memory, which is not reused before `release`.
 
-    `view` is uint8[payload length], read-only (a tensor for a chunk in device memory), and valid until `release`. A view
-    that was taken before the cache was closed stays valid; taking one afterwards raises CacheClosed. Release on the event
+    `view` is uint8[payload length], read-only (a tensor for a chunk in device memory), and valid until `release`. A
+    view from before the cache was closed stays valid; a later access to `view` raises CacheClosed. Release on the event
     loop; using the lease as a context manager does.
     """
 
@@ -392,7 +406,7 @@ class Lease:
 
     @property
     def findable(self) -> bool:
-        """True while a look-up finds the chunk: it was not removed."""
+        """True while a lookup finds the chunk, that is, until its removal."""
         return self._held().hot
 
     @property
@@ -415,16 +429,16 @@ class Lease:
         return self._owner.view(entry, aligned(entry.payload_bytes))
 
     def sibling(self) -> Lease | None:
-        """Return one more lease on the same memory, for a tier to write from; None when the chunk was removed meanwhile."""
+        """Return another lease on the same memory, for a tier to write from; None if the chunk was removed meanwhile."""
         entry = self._held()
         return self._owner.begin_lease(entry, WRITE) if entry.hot else None
 
     def reader(self) -> Lease:
-        """Return one more lease on the same memory, for a reader, also when the chunk was removed meanwhile."""
+        """Return another lease on the same memory, for a reader, even if the chunk was removed meanwhile."""
         return self._owner.begin_lease(self._held(), READ)
 
     def another(self, purpose: Purpose, *, counted: bool) -> Lease:
-        """Return one more lease for a caller that came for the chunk; see `LeaseOwner.serve`."""
+        """Return another lease for a caller that asked for the chunk; see `LeaseOwner.serve`."""
         return self._owner.serve(self._held(), purpose, counted=counted)
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """Daemon threads for large calls that release the GIL.
 
-A `ThreadPoolExecutor` joins its threads at interpreter exit, so one read from a hung mount would hang the exit of the
-engine, and its hand-over to the loop costs more.
+A `ThreadPoolExecutor` joins its threads at interpreter exit, so a read from a hung mount would block the exit of the
+engine, and its hand-over to the loop is slower.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ T = TypeVar("T")
 _Work = TypeVar("_Work", bound="asyncio.Future[Any]")
 
 GIVE_UP_S = 30.0
-"""The longest wait for a call that touches the caller's memory after a cancellation or the deadline."""
+"""Longest wait in seconds for a call that uses the caller's memory after a cancellation or the deadline."""
 
 _AGAIN_S = 0.01
-"""A call whose deadline has passed, and that a free thread is about to begin, is looked at again after this time."""
+"""A call past its deadline that a free thread is about to begin is checked again after this time."""
 
 
 class NotBegun(TierCacheError):
@@ -34,25 +34,25 @@ class NotBegun(TierCacheError):
 
 
 class Workers:
-    """`threads` daemon threads that run calls for one event loop, started when first needed.
+    """A pool of `threads` daemon threads that run calls for one event loop. Threads start on first use.
 
-    The queue has no bound of its own: callers bound what they submit (tiers by their concurrency, copies by the slots of
-    the arena). A call that never returns occupies its thread and nothing else; calls that wait behind it can be withdrawn.
+    The queue has no bound of its own: callers bound their submissions (tiers by their concurrency, copies by the slots
+    of the arena). A call that never returns occupies only its thread; calls that wait for a thread can be withdrawn.
     """
 
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
         self.threads = threads
         self._waiting: OrderedDict[asyncio.Future[Any], tuple[Callable[..., Any], tuple[Any, ...]]] = OrderedDict()
-        """Calls that have not begun, oldest first. A thread that takes one out runs it; withdrawing takes it out as well."""
+        """Calls that have not begun, oldest first. A thread removes a call to run it; `withdraw` removes it as well."""
         self._running: set[asyncio.Future[Any]] = set()
         self._waiters: dict[asyncio.Future[Any], asyncio.Future[None]] = {}
-        """Futures that end when a call does, for `_wait`: cancelling one leaves the call's own future alone."""
+        """Futures that end with a call, for `_wait`: cancelling them does not affect the call's own future."""
         self._tickets: SimpleQueue[None] = SimpleQueue()
-        """At least one for each waiting call, and one for each thread that has to end. Threads sleep on it."""
+        """At least one ticket per waiting call, and one per thread that has to end. Threads block on it."""
         self._started = 0
         self._short = False
-        """True once a warning was logged that fewer threads than `threads` can be started."""
+        """True once a warning was logged that fewer than `threads` threads can be started."""
         self._unfinished = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
@@ -61,13 +61,13 @@ class Workers:
 
     @property
     def unfinished(self) -> int:
-        """Calls submitted and not ended."""
+        """Number of calls submitted and not ended."""
         return self._unfinished
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """Run `call(*arguments)` in a thread. Cancelling the future abandons the result; the call itself runs on.
+        """Run `call(*arguments)` in a thread. Cancelling the future abandons the result; the call itself continues.
 
-        A thread that cannot be started leaves the call to those that run. Raises TierUnavailable when none does.
+        If a thread cannot be started, the running threads take the call. Raises TierUnavailable if none runs.
         """
         if self._closed:
             raise CacheClosed(f"workers {self.name} are closed")
@@ -85,11 +85,11 @@ class Workers:
         return future
 
     async def ended_by(self, work: asyncio.Future[T], deadline_s: float) -> T:
-        """Wait for a submitted call that touches the caller's memory, and return its result.
+        """Wait for a submitted call that uses the caller's memory, and return its result.
 
-        A call that no thread was free for by `deadline_s`, a loop time, is withdrawn: raises NotBegun. A call that has begun
-        is waited for. Raises TierUnavailable when it has not ended 30 s after the deadline; then it still touches that
-        memory. Cancellation withdraws a call that has not begun, and else is passed on as by `wait_shielded`.
+        A call that has not begun by `deadline_s`, a loop time, is withdrawn: raises NotBegun. A call that has begun is
+        awaited. Raises TierUnavailable if it has not ended 30 s after the deadline; it still uses that memory then.
+        Cancellation withdraws a call that has not begun, and otherwise behaves as in `wait_shielded`.
         """
         loop = work.get_loop()
         try:
@@ -110,7 +110,7 @@ class Workers:
         return work.result()
 
     async def _wait(self, work: asyncio.Future[Any], until_s: float) -> None:
-        """Wait for a call, until the loop time `until_s` at most. `asyncio.wait` would take one more round of the loop."""
+        """Wait for a call, until the loop time `until_s` at most. `asyncio.wait` would take another round of the loop."""
         if work.done():
             return
         loop = work.get_loop()
@@ -123,10 +123,10 @@ class Workers:
             del self._waiters[work]
 
     def withdraw(self, work: asyncio.Future[Any]) -> bool:
-        """Take back a submitted call, whose future raises NotBegun then. Return False if a thread has begun it."""
+        """Withdraw a submitted call, whose future then raises NotBegun. Return False if a thread has begun it."""
         if self._waiting.pop(work, None) is None:
             return False
-        if not self._closed:  # the tickets that are left then end the threads
+        if not self._closed:  # otherwise the remaining tickets end the threads
             with contextlib.suppress(Empty):
                 self._tickets.get_nowait()
         self._unfinished -= 1
@@ -135,7 +135,7 @@ class Workers:
         return True
 
     def _is_next(self, work: asyncio.Future[Any]) -> bool:
-        """Return True if a thread is free for this call, and merely has not taken it yet."""
+        """Return True if a thread is free for this call, and has only not taken it yet."""
         free = self._started - len(self._running)
         return free > 0 and work in list(self._waiting)[:free]
 
@@ -178,18 +178,18 @@ class Workers:
             error: BaseException | None = None
             try:
                 result = call(*arguments)
-            except BaseException as caught:  # handed to the waiter
+            except BaseException as caught:  # passed to the waiter
                 error = caught
             self._running.discard(future)
             self._done.append((future, result, error))
-            # One wake-up settles every call that has ended by then. The flag is set after the append and cleared before
-            # the loop drains, so a result is never left without a wake-up behind it.
+            # A single wake-up settles every call that has ended by then. The flag is set after the append and cleared
+            # before the loop drains, so a result always has a later wake-up.
             if not self._wake_pending:
                 self._wake_pending = True
                 try:
                     loop.call_soon_threadsafe(self._settle)
                 except RuntimeError:
-                    # The loop is closed. Calls that were submitted before `close` still run: they may be clean-ups.
+                    # The loop is closed. Calls submitted before `close` still run, since they may be clean-ups.
                     if not self._closed:
                         return
             del call, arguments, future, result, error
@@ -204,7 +204,7 @@ class Workers:
             if future.cancelled():
                 continue
             if isinstance(error, StopIteration):
-                # A future does not take it: its waiter, and those of later calls, would wait for ever.
+                # A future rejects StopIteration, and its waiter, and those of later calls, would wait for ever.
                 error, cause = RuntimeError("a call in a worker thread raised StopIteration"), error
                 error.__cause__ = cause
             if error is not None:
@@ -219,10 +219,10 @@ def _end(waiter: asyncio.Future[None]) -> None:
 
 
 async def wait_shielded(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -> T:
-    """Wait for work that touches the caller's memory: cancellation is passed on only after the work has ended.
+    """Wait for work that uses the caller's memory: cancellation is raised only after the work has ended.
 
-    A call that hangs in a device is abandoned `give_up_s` after the cancellation, since a loop that shuts down must not hang
-    with it. Its memory belongs to the arena, which stays mapped.
+    A call that hangs in a device is abandoned `give_up_s` after the cancellation, since a loop that shuts down must not
+    hang with it. Its memory belongs to the arena, which stays mapped.
     """
     try:
         return await asyncio.shield(work)
@@ -232,8 +232,11 @@ async def wait_shielded(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -
 
 
 async def wait_uncancelled(works: Sequence[asyncio.Future[Any]], timeout_s: float) -> None:
-    """Wait until all of `works` have ended, for `timeout_s` at most. Cancellation does not end the wait, and is forgotten: a
-    caller that handles a cancellation already has one to raise. Exceptions of `works` count as retrieved."""
+    """Wait until all of `works` have ended, for `timeout_s` at most.
+
+    Cancellation does not end the wait, and is dropped: a caller that handles a cancellation already raises it.
+    Exceptions of `works` count as retrieved.
+    """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
     while (left := [work for work in works if not work.done()]) and (left_s := until_s - loop.time()) > 0:
@@ -244,7 +247,7 @@ async def wait_uncancelled(works: Sequence[asyncio.Future[Any]], timeout_s: floa
 
 
 def once_ended(works: Sequence[asyncio.Future[Any]], call: Callable[[], object]) -> None:
-    """Call `call` when all of `works` have ended, abandoned ones included; at once if they have."""
+    """Call `call` when all of `works` have ended, including abandoned works; at once if they have."""
     left = [work for work in works if not work.done()]
     if not left:
         call()
@@ -261,24 +264,24 @@ def once_ended(works: Sequence[asyncio.Future[Any]], call: Callable[[], object])
 
 
 def retrieve_exception(work: asyncio.Future[Any]) -> None:
-    """Callback for a future without a waiter: asyncio would log that its exception was never retrieved."""
+    """Retrieve the exception of a future without a waiter, since asyncio logs exceptions that are never retrieved."""
     if not work.cancelled():
         work.exception()
 
 
 def was_cancelled() -> bool:
-    """Return True if the current task was cancelled: a CancelledError that it gets otherwise is another call's failure."""
+    """Return True if the current task was cancelled: otherwise its CancelledError is the failure of another call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait for all of `work`. If this call or one of them fails or is cancelled, cancel the others and wait for them.
+    """Wait for all of `work`. If this call or any of `work` fails or is cancelled, cancel the others and wait for them.
 
     A coroutine that is closed instead (its loop has ended) cancels them and does not wait.
     """
     together = asyncio.gather(*work)
-    together.add_done_callback(retrieve_exception)  # a caller that was closed does not retrieve it
+    together.add_done_callback(retrieve_exception)  # a closed caller does not retrieve it
     try:
         await together
     except GeneratorExit:
@@ -291,7 +294,7 @@ async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def cancel_all(work: Iterable[_Work]) -> list[_Work]:
-    """Cancel what is in flight, and return it. Does nothing where the loop of `work` is closed already."""
+    """Cancel unfinished work, and return it. Does nothing if the loop of `work` is closed already."""
     left = [item for item in work if not item.done() and not item.get_loop().is_closed()]
     for item in left:
         item.cancel()

@@ -1,1 +1,1 @@
-"""Traces of requests, replayed through the cache's own policies on a simulated clock."""
+"""Replay traces of requests through the cache's own policies on a simulated clock."""

@@ -1,4 +1,4 @@
-"""When programs say what they will ask for."""
+"""Decide when programs announce their next requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from tiercache.replay.formats import Request
 
 
 class Announcements:
-    """A program announces its next request `lead_s` before it comes (or as long before as the request says itself), and not
-    before its last answer has ended: it does not know it before. Pure; tell it of each arrival and each end."""
+    """Schedule of announcements. Pure; tell it each arrival and each end.
+
+    A program announces a request `lead_s` before its arrival (or the lead in the request itself), but not before the
+    answer to its previous request has ended.
+    """
 
     def __init__(self, lead_s: float) -> None:
         self.lead_s = lead_s
@@ -17,13 +20,13 @@ class Announcements:
         self._running: Counter[str] = Counter()
 
     def at_s(self, request: Request) -> float:
-        """When it is announced if nothing is running; call it once for each request, in the order of the trace."""
+        """Return the time of the announcement if no answer is running. Call once per request, in the order of the trace."""
         if request.session is not None:
             self._coming.setdefault(request.session, deque()).append(request)
         return self._at_s(request)
 
     def may(self, request: Request, now_s: float) -> bool:
-        """Whether it may be announced now."""
+        """Return True if the request may be announced now."""
         run = request.session
         if now_s >= request.time_s:
             return False
@@ -39,7 +42,7 @@ class Announcements:
             self._running[run] += 1
 
     def ended(self, request: Request, now_s: float) -> Request | None:
-        """Its answer has ended: the next one of its session, if that is to be announced at once."""
+        """Record the end of an answer. Return the next request of its session if it is to be announced at once."""
         run = request.session
         if run is None:
             return None

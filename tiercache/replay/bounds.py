@@ -1,4 +1,4 @@
-"""What no policy can beat: a first look over the trace, and Belady's algorithm over its future."""
+"""Bounds for every policy: a first pass over the trace, and Belady's algorithm over its future."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POSITION_BITS = 24
 
 @dataclass(frozen=True)
 class Survey:
-    """Of a whole trace. `unique_blocks` is None when it was not asked for (it takes 100 bytes a block)."""
+    """Totals of a whole trace. `unique_blocks` is None if not asked for (it takes 100 bytes a block)."""
 
     requests: int
     blocks: int
@@ -26,7 +26,7 @@ class Survey:
 
 
 def survey(trace: Iterable[Request], *, unique: bool = True) -> Survey:
-    """Read it once. Raises TraceError where there is nothing in it, or blocks of several sizes."""
+    """Read the trace once. Raises TraceError if it is empty or has blocks of several sizes."""
     requests = blocks = block_tokens = 0
     span_s = 0.0
     seen: set[ChunkKey] = set()
@@ -46,11 +46,11 @@ def survey(trace: Iterable[Request], *, unique: bool = True) -> Survey:
 
 
 def optimal_hits(trace: Iterable[Request], capacities: Iterable[int], measure_from: int) -> dict[int, float]:
-    """For each capacity (in blocks): the part of all blocks that an all-knowing cache has when they are asked for.
+    """Return the hit rate of an optimal cache, as a part of all blocks, by capacity in blocks.
 
-    Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), with bypass: whatever is used
-    latest, or never, goes or does not come. All blocks count, also behind a gap: a bound for what really counts.
-    Holds 12 bytes a block of the trace, and 100 bytes a unique block.
+    Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), with bypass: the block whose next
+    use is the latest, or never, is evicted or not admitted. All blocks count, also after a gap, so that this is an
+    upper bound. Holds 12 bytes per block of the trace, and 100 bytes per unique block.
     """
     numbers: dict[ChunkKey, int] = {}
     blocks = array("I")
@@ -64,7 +64,7 @@ def optimal_hits(trace: Iterable[Request], capacities: Iterable[int], measure_fr
 
 
 def _next_uses(blocks: array[int], lengths: array[int], count: int) -> array[int]:
-    """For each block of each request: when it is used next, as request number and position, the head of a prefix first."""
+    """Return the next use of each block of each request, as request number and position, the head of a prefix first."""
     next_use = array("q", bytes(8 * len(blocks)))
     coming = [_NEVER] * count
     end = len(blocks)

@@ -1,4 +1,4 @@
-"""`tiercache replay`: simulations side by side, beside what bounds them."""
+"""Run `tiercache replay`: simulations side by side, beside their bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNBOUNDED = 1 << 40
 
 @dataclass
 class Options:
-    """What was asked for. Lists are tried in all combinations."""
+    """Arguments of the command. Lists are run in all combinations."""
 
     traces: list[Path]
     ram: list[str] = field(default_factory=lambda: ["10%"])
@@ -46,19 +46,22 @@ class Options:
     limit: int | None = None
     repeat: int = 1
     noisy: float = 0.0
-    """Each setting also in twice the memory beside a tenant that scans, with quotas and without."""
+    """Blocks that an extra scanning tenant stores per block of the trace, in twice the memory; 0 for no tenant."""
     session_interval_s: float = 0.0
     json_file: Path | None = None
     plot_file: Path | None = None
     real: RealOptions | None = None
-    """Play it for real, too. One setting only."""
+    """Options of a real replay; None for simulation only. Allows only one setting."""
     base: Setting = field(default_factory=lambda: Setting(0))
-    """Speeds, and what else is the same in all simulations."""
+    """Speeds, and other values that are the same in all simulations."""
 
 
 def replay_command(options: Options) -> int:
-    """Exit status 2 for a wrong argument or a trace that cannot be replayed, 1 when lines of one were skipped, or when what
-    was played for real is not what was simulated."""
+    """Run the replay and return the exit status.
+
+    The status is 2 for a wrong argument or a trace that cannot be replayed, and 1 if lines were skipped or the real
+    replay differs from the simulation.
+    """
     sections: dict[str, list[Row]] = {}
     found: list[dict[str, Any]] = []
     skipped = unequal = 0
@@ -110,7 +113,7 @@ def replay_command(options: Options) -> int:
 
 
 def _settings(options: Options, looked: Survey) -> list[tuple[str, str, Setting]]:
-    """All combinations, with the sizes of RAM and flash as they were asked for."""
+    """Return all combinations, with the sizes of RAM and flash as they were given."""
     block_bytes = looked.block_tokens * options.base.hardware.bytes_per_token
     settings = []
     for ram in options.ram:
@@ -154,7 +157,7 @@ def _beside_a_scan(setting: Setting, noisy: float, quotas: bool) -> Setting:
 
 
 def _variants(options: Options, ram_blocks: int, flash_blocks: int | None) -> Iterator[Setting]:
-    """Admission and prefetch say nothing where there is no flash."""
+    """Yield the settings for these sizes. Admission and prefetch do not vary without flash."""
     with_flash = flash_blocks != 0
     for policy in options.policies:
         for admission in options.admissions if with_flash else ["all"]:

@@ -1,4 +1,4 @@
-"""What a simulation counts."""
+"""Figures that a simulation counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Quantiles:
         self._buckets[round(math.log(value, _STEP)) if value > 1e-9 else -(10**6)] += 1
 
     def at(self, part: float) -> float:
-        """The value that `part` (0..1) of all do not exceed; 0 when there is none."""
+        """Return the value that `part` (0..1) of all do not exceed; 0 if there is none."""
         seen = 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
@@ -40,25 +40,25 @@ class Quantiles:
 
 @dataclass
 class Figures:
-    """Of the measured requests (by default the second half), but for what is said to be of the whole run."""
+    """Figures of the measured requests (by default the second half), unless stated to cover the whole run."""
 
     requests: int = 0
     blocks: int = 0
     ram_blocks: int = 0
-    """Hit in RAM, in the contiguous prefix."""
+    """Blocks hit in RAM, within the contiguous prefix."""
     flash_blocks: int = 0
-    """Read from flash by a request that waited, in the contiguous prefix."""
+    """Blocks read from flash by a waiting request, within the contiguous prefix."""
     wanted_blocks: int = 0
-    """In the contiguous prefix of RAM and flash when the request came: what a prefetch could have made ready."""
+    """Blocks in the contiguous prefix of RAM and flash at the request's arrival, the most that a prefetch could load."""
     saved_s: float = 0.0
-    """Prefill that hits made unnecessary, less the time to load them."""
+    """Prefill seconds avoided by hits, less the seconds to load them."""
     ttft: Quantiles = field(default_factory=Quantiles)
     inserted_blocks: int = 0
-    """Of the whole run: what came into RAM because a request needed it. Alone, a cache of this size would write so much."""
+    """Blocks inserted into RAM by demand in the whole run, which is what a single cache of this size would write."""
     flash_written_blocks: int = 0
-    """Of the whole run."""
+    """Blocks written to flash in the whole run."""
     governed_blocks: int = 0
-    """Of the whole run: admitted, and refused by the governor."""
+    """Blocks in the whole run that were admitted and then refused by the write limit."""
     accounts: dict[str, Account] = field(default_factory=dict)
     """Prefetched bytes by predictor."""
     all_requests: int = 0
@@ -66,7 +66,7 @@ class Figures:
 
     @property
     def hit(self) -> float:
-        """Part of the blocks of the contiguous prefixes that came from RAM or flash."""
+        """Part of the contiguous prefixes' blocks that was loaded from RAM or flash."""
         return (self.ram_blocks + self.flash_blocks) / self.blocks if self.blocks else 0.0
 
     @property
@@ -75,5 +75,5 @@ class Figures:
 
     @property
     def ready(self) -> float:
-        """Part of what the caches held for a request that was in RAM when it came."""
+        """Part of the cached blocks of a request that was in RAM at its arrival."""
         return self.ram_blocks / self.wanted_blocks if self.wanted_blocks else 0.0

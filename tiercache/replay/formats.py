@@ -1,20 +1,20 @@
-"""Traces: which requests came when, and which blocks each needs.
+"""Read traces: the arrival of requests and the blocks that each needs.
 
-Three formats, told apart by the keys of their first line; all are JSON Lines, plain or gzipped.
+Three formats are told apart by the keys of their first line; all are JSON Lines, plain or gzipped.
 
-**mooncake** (kvcache-ai/Mooncake, FAST'25): one request a line: `timestamp` (ms), `input_length`, `output_length`, and
+**mooncake** (kvcache-ai/Mooncake, FAST'25): one request per line: `timestamp` (ms), `input_length`, `output_length`, and
 `hash_ids` of blocks of 512 tokens, equal for equal prefixes across all requests.
 
-**agentic** (callanjfox/kv-cache-tester): one session a line, with `id`, `block_size`, `hash_id_scope` and `requests`: `t`
-(s, from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, how long the answer took). Ids of scope
-"local" are the session's own: two sessions share no block, even where their system prompts were equal.
+**agentic** (callanjfox/kv-cache-tester): one session per line, with `id`, `block_size`, `hash_id_scope` and `requests`:
+`t` (s, from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, duration of the answer). Ids of scope
+"local" belong to the session: two sessions share no block, even if their system prompts were equal.
 
-**tiercache**: one request a line, in order of time:
+**tiercache**: one request per line, in order of time:
 `{"time_s": 12.5, "blocks": ["a", 7], "block_tokens": 256, "input_tokens": 700, "output_tokens": 90, "session": "s1",
 "duration_s": 4.1, "lead_s": 3.0}`
-Only `time_s` and `blocks` must be there. A block is a number or a text that stands for the whole prefix up to its end.
-`session` joins the turns of one conversation, `duration_s` is how long the answer took, `lead_s`: the program announced the
-request so long before. Other keys are ignored.
+Only `time_s` and `blocks` are required. A block is a number or a text that stands for the whole prefix up to its end.
+`session` joins the turns of one conversation, `duration_s` is the duration of the answer, and `lead_s` is the time between
+the announcement and the request. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _KEPT_PROBLEMS = 20
 
 
 class TraceError(TierCacheError):
-    """A trace that cannot be replayed; the message names file, line and what is wrong."""
+    """A trace cannot be replayed. The message names the file, the line and the problem."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One arrival. `keys` are its blocks from the first on, of `block_tokens` tokens each (the last may be partial)."""
+    """An arrival. `keys` are all its blocks, of `block_tokens` tokens each (the last may be partial)."""
 
     time_s: float
     keys: list[ChunkKey]
@@ -58,26 +58,26 @@ class Request:
 
     @property
     def subject(self) -> str:
-        """What a hint about it is called."""
+        """The subject of a hint about the request."""
         return self.session if self.session is not None else f"@{id(self)}"
 
 
 @dataclass
 class Trace:
-    """A file (or several) to be iterated any number of times; each pass reads it anew and holds little of it.
+    """One or more files as an iterable. Each pass reads them again and holds little in memory.
 
-    A request stays in memory while it is handled; agentic sessions stay while they may overlap, as packed numbers.
-    `strict` raises TraceError for a bad line; otherwise it is skipped, and `problems` (of the last pass) says which.
+    A request stays in memory while it is processed; agentic sessions stay while they may overlap, as packed numbers.
+    `strict` raises TraceError for a bad line; otherwise it is skipped and named in `problems` (of the last pass).
     """
 
     path: Path
     strict: bool = False
     session_interval_s: float = 0.0
-    """Agentic sessions all begin at 0 in their file; here each begins so long after the one before it."""
+    """Seconds between the starts of agentic sessions, which all start at 0 in their file."""
     repeat: int = 1
-    """Play it so many times one after the other, each time with blocks and sessions of its own."""
+    """Number of passes over the trace, each with its own blocks and sessions."""
     limit: int | None = None
-    """At most so many requests."""
+    """Largest number of requests; None means all."""
     format: str = field(init=False)
     problems: list[str] = field(default_factory=list)
     skipped: int = 0
@@ -122,7 +122,7 @@ class Trace:
                 yield request
 
     def _sessions(self, file: IO[bytes], scope: bytes) -> Iterator[Request]:
-        """All sessions side by side. One is read when the clock has come to its beginning."""
+        """Yield the requests of all sessions by time. Reads a session when the clock reaches its start."""
         lines = enumerate(file, 1)
         going: list[tuple[float, int, int, _Session]] = []
         started = 0
@@ -303,7 +303,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _format_of(path: Path) -> str:
-    """By the keys of the first line that is JSON. Raises TraceError."""
+    """Return the format by the keys of the first line that is JSON. Raises TraceError."""
     try:
         with _opened(path) as file:
             for line in itertools.islice(file, 100):

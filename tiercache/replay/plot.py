@@ -1,4 +1,4 @@
-"""Pictures of a replay; needs matplotlib."""
+"""Plot a replay with matplotlib."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tiercache.replay.report import Row
 
 
 def plot(sections: dict[str, list[Row]], path: Path) -> None:
-    """One panel a trace. Raises ImportError without matplotlib.
+    """Plot one panel per trace. Raises ImportError without matplotlib.
 
-    Where several admissions were tried: flash writes against hit rate at equal total sizes; else hit rate against the size
-    of the hot cache, a line a policy, with bounds.
+    With several admissions, plots flash writes against hit rate at equal total sizes; otherwise hit rate against the
+    size of the hot cache, one line per policy, with bounds.
     """
     import matplotlib
 
@@ -52,7 +52,7 @@ def _sizes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
 
 
 def _writes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
-    """A line a total of RAM and flash, a marker an admission, each with the split of the total that hits most."""
+    """Plot one line per total of RAM and flash, one marker per admission at the best split of the total."""
     best: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
     sizes: dict[int, float] = {}
     for row in rows:

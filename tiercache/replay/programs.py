@@ -1,4 +1,4 @@
-"""The programs of a simulation: when they announce their requests, and what the cache is told of their turns."""
+"""Simulate programs: when they announce their requests, and the hints that the cache gets about their turns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tiercache.replay.setting import Setting
 
 
 class Programs:
-    """Timers, around the session predictor and the plan of the live cache."""
+    """Timers around the session predictor and the prefetch plan of the live cache."""
 
     def __init__(self, setting: Setting, block_bytes: int, renew: Callable[[Sequence[ChunkKey]], None]) -> None:
-        """`renew` is called with keys that are announced, so that they are not evicted meanwhile."""
+        """`renew` is called with announced keys, to protect them from eviction."""
         self.plan = PrefetchPlan(
             block_bytes,
             int(setting.prefetch_share * setting.ram_blocks) * block_bytes,
@@ -37,18 +37,18 @@ class Programs:
 
     @property
     def next_s(self) -> float:
-        """When the next thing is due."""
+        """Time of the next event."""
         return self._timers[0][0] if self._timers else float("inf")
 
     def fire(self) -> None:
-        """Do what is due then."""
+        """Process the events that are due."""
         now_s = self.next_s
         while self._timers and self._timers[0][0] <= now_s:
             at_s, _, call = heapq.heappop(self._timers)
             call(at_s)
 
     def looking_ahead(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """The requests, with timers set for the announcements of those to come."""
+        """Yield the requests, after setting timers for the announcements of later requests."""
         if not self._announces:
             yield from requests
             return
@@ -62,7 +62,7 @@ class Programs:
         yield from ahead
 
     def arrived(self, request: Request, first_token_s: float, decode_tokens_per_s: float) -> None:
-        """After the plan was told what was asked for."""
+        """Record an arrival, after the plan has recorded the access."""
         now_s, run = request.time_s, request.session
         if self._announces:
             self.plan.withdraw(HINTS, request.subject)

@@ -1,4 +1,4 @@
-"""Rows of a replay: as a table, and as JSON."""
+"""Report the rows of a replay as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiercache.replay.setting import Setting
 
 @dataclass
 class Row:
-    """One simulation. Parts are of the measured requests; writes are of the whole run."""
+    """The results of a simulation. Rates cover the measured requests; writes cover the whole run."""
 
     name: str
     ram: str = ""
@@ -44,7 +44,7 @@ class Row:
     ttft_p95_s: float | None = None
     ttft_p99_s: float | None = None
     requests_per_s: float | None = None
-    """Of the simulator itself."""
+    """Speed of the simulator itself."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value not in (None, "", {})}
@@ -53,7 +53,11 @@ class Row:
 def row_of(
     name: str, figures: Figures, setting: Setting, block_bytes: int, took_s: float, ram: str = "", flash: str = ""
 ) -> Row:
-    """Precision: used of what was prefetched and is settled. Recall: used of that and what was read on demand."""
+    """Return the row of a simulation.
+
+    Precision is the used part of the prefetched bytes that are settled. Recall is the part of used prefetches in the
+    sum of used prefetches and demand reads.
+    """
     used = sum(account.used_bytes for account in figures.accounts.values())
     settled = sum(account.used_bytes + account.late_bytes + account.wasted_bytes for account in figures.accounts.values())
     wanted = used + figures.flash_blocks * block_bytes
@@ -92,7 +96,7 @@ def row_of(
 
 
 def table(title: str, rows: list[Row]) -> Table:
-    """Only the columns that say something."""
+    """Return a table of the columns that have values."""
     with_flash = any(row.flash for row in rows)
     with_prefetch = any(row.prefetch for row in rows)
     columns: list[tuple[str, list[str]]] = [("cache", [row.name for row in rows]), ("RAM", [row.ram for row in rows])]

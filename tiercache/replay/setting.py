@@ -1,4 +1,4 @@
-"""What is simulated: sizes, speeds and policies."""
+"""Sizes, speeds and policies of a simulation."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 <<
 
 
 class SettingError(TierCacheError):
-    """An argument of `tiercache replay` that cannot be."""
+    """An argument of `tiercache replay` is invalid."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Bytes and seconds. The defaults: Llama-3.1-8B in bf16 on one large GPU, PCIe 5, one data-centre SSD."""
+    """Speeds in bytes and seconds. Defaults: Llama-3.1-8B in bf16 on one large GPU, PCIe 5, one data-centre SSD."""
 
     bytes_per_token: int = 131072
     prefill_tokens_per_s: float = 20000.0
     decode_tokens_per_s: float = 50.0
     ram_bytes_per_s: float = 50e9
-    """From the hot cache to the GPU."""
+    """Rate from the hot cache to the GPU."""
     flash_read_bytes_per_s: float = 7e9
     flash_latency_s: float = 100e-6
     engines: int = 0
-    """Engines that prefill one request at a time each; 0: as many as it takes, so that nobody waits for another one."""
+    """Engines that prefill one request at a time each; 0 means one per request, so that no request waits for an engine."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One run. Sizes are in blocks of the trace; `flash_blocks` None: holds everything."""
+    """Settings of one run. Sizes are in blocks of the trace; `flash_blocks` None means that flash holds everything."""
 
     ram_blocks: int
     flash_blocks: int | None = 0
@@ -39,25 +39,26 @@ class Setting:
     admission: str = "all"
     flash_bytes_per_day: float = 0.0
     prefetch: tuple[str, ...] = ()
-    """Of hints, sessions."""
+    """Predictors: a selection of hints and sessions."""
     prefetch_bytes_per_s: float = 0.0
-    """0: what the flash gives."""
+    """Rate limit of prefetches; 0 means the rate of the flash."""
     prefetch_share: float = 0.5
-    """Of the hot cache, for chunks that were prefetched and not used yet."""
+    """Part of the hot cache for prefetched chunks without an access."""
     hint_lead_s: float = 10.0
-    """With `hints`, programs announce the next turn of a session so long before it comes, or when the last one ended, if
-    that was later. A request of our own format says it itself."""
+    """Time between a program's announcement of the next turn and the turn, unless the request gives its own.
+
+    The announcement is never earlier than the end of the last turn."""
     hint_error: float = 0.0
-    """Programs are wrong about when, by up to this part of the time that they say, evenly and either way."""
+    """Largest error of an announced time as a part of the lead, uniformly distributed in both directions."""
     noisy: float = 0.0
-    """Another tenant stores so many blocks for each one of the trace, and none twice."""
+    """Blocks that another tenant stores per block of the trace, each only once."""
     quotas: bool = False
-    """A tenant may hold half of RAM, and half of the flash."""
+    """Limit each tenant to half of RAM and half of the flash."""
     hardware: Hardware = Hardware()
 
 
 def parse_size(text: str, block_bytes: int, unique_blocks: int | None) -> int | None:
-    """Blocks of `text`: `10%` (of unique blocks), `64GB`, `12000` (blocks), or `all` (None). Raises SettingError."""
+    """Return the blocks of `text`: `10%` (of unique blocks), `64GB`, `12000`, or `all` (None). Raises SettingError."""
     text = text.strip()
     if text.lower() in ("all", "infinite"):
         return None

@@ -1,9 +1,9 @@
-"""A discrete-event simulation of the cache: real policies and indexes, simulated bytes and time.
+"""Simulate the cache by discrete events: real policies and indexes, simulated bytes and time.
 
-What is in a tier changes at the moment that a request comes, in the order of the trace, so that hit rates are those of the
-policy and do not depend on speeds; it changes in the order in which the live cache does it, which `tiercache replay --real`
-shows. Time enters where it matters: when a demand read or a prefetch is done, what a request waits for, and when a turn has
-ended. Demand reads go before prefetches, block by block.
+The contents of a tier change at a request's arrival, in the order of the trace, so that hit rates depend on the policy
+and not on speeds; they change in the order of the live cache, as `tiercache replay --real` verifies. Time decides when
+a demand read or a prefetch is done, how long a request waits, and when a turn has ended. Demand reads precede
+prefetches, block by block.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tiercache.replay.setting import Setting
 
 _NOISY_TAG = tenant_tag("noisy")
 _NOISY_BLOCKS = 16
-"""Of each request of the tenant that scans."""
+"""Blocks of each request of the scanning tenant."""
 
 
 class Ram:
-    """The hot cache: blocks of one size, and optionally a quota of blocks for each tenant."""
+    """The hot cache: blocks of equal size, and optionally a quota of blocks for each tenant."""
 
     def __init__(self, policy: str, blocks: int, quota_blocks: int = 0) -> None:
-        """`quota_blocks`: 0 for none."""
+        """`quota_blocks` 0 means none."""
         self.blocks = blocks
         self._order: LeafLru = LeafLru(policy, by_tenant=quota_blocks > 0)
         self._shares = Shares(quota_blocks) if quota_blocks else None
@@ -55,7 +55,7 @@ class Ram:
             self._shares.hold(tenant_of(key), 1, 1)
 
     def make_room(self, key: ChunkKey) -> bool:
-        """Evict what has to go for the block `key`. Return False if all of that is pinned."""
+        """Evict until the block `key` has room. Return False if all candidates are pinned."""
         while (tenant := self._tenant_at_quota(key)) is not None or len(self.entries) >= self.blocks:
             victim = self._order.pop_victim(tenant)
             if victim is None:
@@ -83,7 +83,7 @@ class Ram:
 
 
 class Simulator:
-    """One setting. `run` once, or piece by piece."""
+    """Simulate one setting. Call `run` once, or process requests piece by piece."""
 
     def __init__(self, setting: Setting, block_tokens: int) -> None:
         self.setting = setting
@@ -110,7 +110,7 @@ class Simulator:
             self.programs = Programs(setting, self.block_bytes, self.ram.renew)
 
     def run(self, requests: Iterable[Request], measure_from: int = 0) -> Figures:
-        """Replay; requests count from the `measure_from`th on."""
+        """Replay the requests; measure from the request number `measure_from` on."""
         figures, programs = self.figures, self.programs
         if programs is not None:
             requests = programs.looking_ahead(requests)
@@ -131,7 +131,7 @@ class Simulator:
         return figures
 
     def _until(self, programs: Programs, time_s: float) -> None:
-        """Everything that happens before `time_s`."""
+        """Process the events before `time_s`."""
         while programs.next_s <= time_s:
             self._prefetch(programs.plan, programs.next_s)
             programs.fire()
@@ -140,7 +140,7 @@ class Simulator:
             self.ram.unpin(key)
 
     def _prefetch(self, plan: PrefetchPlan, until_s: float) -> None:
-        """One block after the other, while no demand read uses the flash. What is not there by `until_s` is late for it."""
+        """Prefetch block by block, while no demand read uses the flash. Blocks not read by `until_s` are late for it."""
         assert self.flash is not None
         block_s = self.block_bytes / self.setting.hardware.flash_read_bytes_per_s
         now_s = max(self._prefetched_s, self._flash_free_s)
@@ -163,7 +163,7 @@ class Simulator:
         self._prefetched_s = now_s
 
     def _promote(self, plan: PrefetchPlan, promotion: Promotion) -> None:
-        """A block has been read. It is pinned until it is used, or no longer expected."""
+        """Insert a block that has been read, pinned until its access or until it is no longer expected."""
         key = promotion.key
         if self.flash is not None:
             self.flash.touch(key)
@@ -174,7 +174,7 @@ class Simulator:
             self.ram.pin(key)
 
     def _pin_hot(self, key: ChunkKey, pin: bool) -> bool | None:
-        """Called by the plan for a block that is expected; see `PrefetchPlan.next`."""
+        """Called by the plan for an expected block; see `PrefetchPlan.next`."""
         if key in self.ram:
             if pin:
                 self.ram.pin(key)
@@ -182,7 +182,7 @@ class Simulator:
         return None if self.flash is not None and key in self.flash else False
 
     def _scan(self, request: Request) -> None:
-        """What another tenant stores before that request comes. Nothing of it is counted."""
+        """Store the other tenant's blocks before that request. They are not counted."""
         self._to_scan += self.setting.noisy * len(request.keys)
         while self._to_scan >= _NOISY_BLOCKS:
             self._to_scan -= _NOISY_BLOCKS
@@ -213,7 +213,7 @@ class Simulator:
         self._put(keys, found, request.time_s)
 
     def _found(self, keys: list[ChunkKey], hot: int) -> int:
-        """How far the contiguous prefix reaches in both tiers together."""
+        """Return the length of the contiguous prefix in both tiers together."""
         if self.flash is None:
             return hot
         ram, flash = self.ram.entries, self.flash
@@ -223,12 +223,12 @@ class Simulator:
         return position
 
     def _on_flash(self, keys: list[ChunkKey], hot: int, found: int) -> int:
-        """How many of the blocks found have to be read."""
+        """Return the number of found blocks that have to be read."""
         ram = self.ram.entries
         return sum(key not in ram for key in keys[hot:found])
 
     def _serve(self, request: Request, hot: int, found: int, loaded: int) -> float:
-        """When the first token is there."""
+        """Return the time of the first token."""
         hardware = self.setting.hardware
         begun_s = request.time_s
         if hardware.engines:
@@ -246,7 +246,7 @@ class Simulator:
 
     @staticmethod
     def _tokens(request: Request, found: int) -> int:
-        """Tokens to compute when `found` blocks are loaded; the last one always is."""
+        """Return the tokens to compute if `found` blocks are loaded; the last token is always computed."""
         return max(1, request.input_tokens - found * request.block_tokens)
 
     def _count(self, request: Request, hot: int, found: int, loaded: int, waited_s: float) -> None:
@@ -274,22 +274,22 @@ class Simulator:
             admission.used(key)
 
     def _deliver(self, keys: list[ChunkKey], begin: int, end: int, now_s: float) -> None:
-        """One batched get."""
+        """Deliver one batched get."""
         entries, part = self.ram.entries, keys[begin:end]
         time = self.ram.access(part)
-        # Which are read is known before any comes: one that leaves meanwhile was delivered by then.
+        # The reads are decided before the first insertion: a block evicted meanwhile has been delivered.
         for place in [place for place in range(begin, end) if keys[place] not in entries]:
             self._into_ram(keys[place], keys[place - 1] if place else None, time - (place - begin))
         if self.flash is not None:
             self.flash.touch_prefix(part)
             if self.setting.admission == "all":
-                return  # it was written when it was put, and is not written again when it has left
-            # What made room for others of the same request is not there to be written.
+                return  # it was written at its put, and is not written again after its eviction
+            # A block evicted for others of the same request is not written.
             for key in [key for key in part if key not in self.flash and key in entries]:
                 self._write(key, self.flash, now_s)
 
     def _put(self, keys: list[ChunkKey], begin: int, now_s: float) -> None:
-        """What was computed, chunk by chunk."""
+        """Put the computed blocks one by one."""
         time = self.ram.access(keys[begin:])
         for place, key in enumerate(keys[begin:], begin):
             parent = keys[place - 1] if place else None
@@ -302,14 +302,14 @@ class Simulator:
     def _into_ram(
         self, key: ChunkKey, parent: ChunkKey | None, time: int, *, in_order: bool = False
     ) -> None:
-        """Room is made for one chunk at a time, before it comes."""
+        """Make room for one chunk before inserting it."""
         if key in self.ram or not self.ram.make_room(key):
             return
         self.ram.add(key, parent, time, in_order=in_order)
         self.figures.inserted_blocks += 1
 
     def _write(self, key: ChunkKey, flash: CappedIndex, now_s: float) -> None:
-        """Offer a block to flash, which may have it, or not want it."""
+        """Offer a block to flash, which may have it already or refuse it."""
         if key in flash or not self.admission.admits(key):
             return
         if not self.governor.allows(self.block_bytes, now_s):

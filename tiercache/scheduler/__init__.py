@@ -1,1 +1,1 @@
-"""The asynchronous shell: it moves bytes and waits. What to do is decided in `core`."""
+"""Asynchronous execution: move bytes and wait. `core` makes the decisions."""

@@ -15,24 +15,26 @@ from tiercache.payloads import Sink
 from tiercache.tiers.cpu import CpuTier
 
 _PART = 512
-"""Chunks that are looked up, or handed over, before the deadline is checked and the loop runs other tasks."""
+"""Chunks looked up, or delivered, between checks of the deadline; other tasks run in between."""
 _PARTS_AT_ONCE = 4
 
 LeaseHot = Callable[[ChunkKey], Lease | None]
-"""Returns a lease on a chunk if it is hot, whose access is counted already."""
+"""Return a lease on a chunk if it is hot. Its access is already counted."""
 Fetch = Callable[[ChunkKey, float, ChunkKey | None, int], Awaitable[Lease | None]]
-"""Returns a lease on a chunk from the first tier that has it. Arguments: key, deadline, parent key, time of the access."""
+"""Return a lease on a chunk from the first tier that has it. Arguments: key, deadline, parent key, time of the access."""
 
 
 class Landing(Protocol):
     """The destination of a batch: host memory, a device's memory, or the hot cache."""
 
     def part_of(self, chunks: int) -> int:
-        """Return how many of so many hot chunks are handed over at a time, at least 1."""
+        """Return how many of `chunks` hot chunks are delivered at a time, at least 1."""
 
     async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
-        """Deliver chunks, by position in the batch, and mark those that are in place. Releases the leases in any case, as
-        soon as nothing reads their memory any more."""
+        """Deliver chunks, by position in the batch, and mark those that are in place.
+
+        Releases the leases in any case, as soon as their memory is no longer read.
+        """
 
 
 async def deliver(
@@ -44,11 +46,11 @@ async def deliver(
     fetch: Fetch,
     lanes: int,
 ) -> int:
-    """Deliver the chunks of a prefix to `landing`; return how many of the contiguous prefix are in place by the loop time
-    `deadline_s`. Chunks behind a gap may be in place as well.
+    """Deliver the chunks of a prefix to `landing`, and return how many of the contiguous prefix are in place.
 
-    `lanes` chunks that are not hot are fetched at a time. When this has returned, raised or was cancelled, nothing is
-    delivered any more, except by copies that hang.
+    Ends at the loop time `deadline_s`. Chunks after a gap may be in place as well. At most `lanes` chunks that are not
+    hot are fetched at a time. After a return, error or cancellation, no chunk is delivered any more, except by copies
+    that hang.
     """
     loop = asyncio.get_running_loop()
     delivered = bytearray(len(keys))
@@ -64,14 +66,14 @@ async def deliver(
         cold = iter([position for position in range(gap) if position not in hot] if len(hot) < gap else ())
 
         async def hand_over() -> None:
-            """Hand over one part after the other until the deadline. The first `at_once` parts are always handed over."""
+            """Deliver the parts one after another until the deadline. The first `at_once` parts are always delivered."""
             for start in hot_parts:
                 if start >= at_once * size and loop.time() >= deadline_s:
                     return
                 await landing.take(parts.pop(start), delivered)
 
         async def lane() -> None:
-            """Fetch one chunk after the other until a gap makes the rest worthless."""
+            """Fetch chunks one after another until a gap makes the rest useless."""
             nonlocal gap
             for position in cold:
                 if position > gap:
@@ -85,7 +87,7 @@ async def deliver(
 
         work = [asyncio.ensure_future(hand_over()) for _ in range(min(at_once, len(parts)))]
         work += [asyncio.ensure_future(lane()) for _ in range(min(lanes, gap - len(hot)))]
-        hot = {}  # the leases belong to their parts now
+        hot = {}  # the parts own the leases now
         await all_or_none(work)
     finally:
         # A part that never began, or was cancelled before its first step, has not released its leases.
@@ -97,7 +99,7 @@ async def deliver(
 
 
 def or_held(lease_hot: LeaseHot, held: Mapping[ChunkKey, Lease] | None) -> LeaseHot:
-    """Return `lease_hot`, extended to chunks that the caller holds leases on (`held`) and that were removed since."""
+    """Return `lease_hot`, extended to chunks that the caller leases (`held`) and that were removed since."""
     if held is None:
         return lease_hot
 
@@ -113,9 +115,9 @@ def or_held(lease_hot: LeaseHot, held: Mapping[ChunkKey, Lease] | None) -> Lease
 async def _lease_all_hot(
     cpu: CpuTier, lease_hot: LeaseHot, keys: Sequence[ChunkKey], hot: dict[int, Lease], deadline_s: float
 ) -> int:
-    """Fill `hot`, by position; return how many keys there was time for.
+    """Fill `hot`, by position, until the deadline; return the number of keys checked.
 
-    No waiter gets a slot while a part is leased: it could evict a chunk that comes later in the part.
+    No waiter gets a slot while a part is leased, since it could evict a later chunk of the part.
     """
     loop = asyncio.get_running_loop()
     for start in range(0, len(keys), _PART):
@@ -147,7 +149,7 @@ class HostMemory:
         self._deadline_s = deadline_s
 
     def part_of(self, chunks: int) -> int:
-        """Return the chunks for one of the copying threads, at least 4 if there are so many."""
+        """Return the number of chunks per copying thread, at least 4 if there are that many."""
         return max(1, -(-chunks // max(1, min(self._copiers.threads, chunks // 4))))
 
     async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:

@@ -1,9 +1,9 @@
 """Put and get chunks in device memory.
 
-A put gathers chunks into slots of device memory and copies them to the arena, if the hot cache or a host tier takes them;
-tiers that write from device memory get a lease on the slot. A get takes each chunk from the nearest place: the arena, a slot
-that is still being written, a device tier, then the host's cascade. Whole batches are enqueued on a stream, in a worker
-thread, and awaited once; their memory is not reused before.
+A put gathers chunks into slots of device memory and copies them to the arena, if the hot cache or a host tier takes
+them; tiers that write from device memory get a lease on the slot. A get takes each chunk from the nearest place: the
+arena, a slot that is still being written, a device tier, then the host's cascade. A worker thread enqueues whole
+batches on a stream, and each batch is awaited once; its memory is not reused before.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 _BATCH_BYTES = 64 << 20
 BATCHES_AT_ONCE = 3
-"""Limit for puts, and for gets. With two, the stream can be idle until the loop is told that one has ended."""
+"""Limit for puts, and for gets. With two, the stream can be idle until the loop is notified of an end."""
 
 
 @dataclass
 class _Storing:
-    """A chunk of a put, and the slots that it gets."""
+    """A chunk of a put, with its slots."""
 
     key: ChunkKey
     payload: DevicePayload
@@ -54,11 +54,11 @@ class _Batch:
     staged: list[Lease] = field(default_factory=list)
     """Leases on slots of device memory."""
     present: int = 0
-    """Chunks that the cache had already."""
+    """Number of chunks that the cache had already."""
 
 
 class DevicePath:
-    """All methods belong to the event loop. Deadlines are loop times in seconds."""
+    """Bound to the event loop. Deadlines are loop times in seconds."""
 
     def __init__(
         self,
@@ -82,13 +82,16 @@ class DevicePath:
         self._host_writers = [writer for writer in fan_out.writers if not writer.tier.serves_device]
         self._lanes = 2 + max([2, *(writer.tier.traits.read_concurrency for writer in fan_out.writers)])
 
-    # Putting
+    # Put
 
     async def put(
         self, chunks: Sequence[tuple[ChunkKey, DevicePayload]], after: Event | None, deadline_s: float
     ) -> int:
-        """Return how many of the chunks are in the cache (hot, or on their way to a device tier) when their memory may be
-        changed again. If cancelled, it stores nothing more, and raises when nothing reads their memory any more."""
+        """Store chunks, and return how many are in the cache (hot, or queued for a device tier).
+
+        Returns when the memory of the chunks may be changed again. A cancelled call stores no further chunk, and raises
+        when their memory is no longer read.
+        """
         chunks = each_once(chunks)
         pool = self.device.pool
         size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, ceil(_BATCH_BYTES / pool.slot_bytes)))
@@ -149,7 +152,10 @@ class DevicePath:
         return stored
 
     async def _admit(self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float) -> None:
-        """Reserve the slots for a chunk that the cache lacks. A chunk that gets none in time is counted as skipped."""
+        """Reserve the slots for a chunk that the cache lacks.
+
+        A chunk without slots by the deadline is counted as skipped.
+        """
         hot, staged = self.cpu.lease(key, writes=True), self.staging.lease(key, writes=True)
         if hot is not None:
             batch.leases.append(hot)
@@ -166,7 +172,7 @@ class DevicePath:
             return
         loop = asyncio.get_running_loop()
         chunk = _Storing(key, payload)
-        # A chunk in one piece can go to the host without a slot; device tiers then write from the host's copy.
+        # A contiguous chunk can go to the host without a slot; device tiers then write from the host's copy.
         must_stage = payload.flat is None or not wants_host
         try:
             if must_stage:
@@ -191,7 +197,7 @@ class DevicePath:
         batch.storing.append(chunk)
 
     def _enqueue_put(self, batch: _Batch, after: Event | None) -> None:
-        """Called in a worker thread. Gathers come first, so that the engine gets its blocks back soon."""
+        """Enqueue a put on a worker thread. Gathers come first, so that the engine's blocks are free again soon."""
         pool, driver, stream = self.device.pool, self.device.driver, self.device.storing.stream
         if after is not None:
             driver.wait(stream, after)
@@ -215,7 +221,7 @@ class DevicePath:
         if chunk.staged is not None:
             self.staging.abandon(chunk.staged, Purpose.WRITE)
 
-    # Getting
+    # Get
 
     async def get(
         self,
@@ -227,7 +233,7 @@ class DevicePath:
     ) -> int:
         """Return how many chunks of the contiguous prefix are in place. `held` is as for `Reader.deliver`.
 
-        Nothing writes to the payloads' memory when this has returned, raised or was cancelled. Raises DeviceError if a copy
+        After a return, error or cancellation, the payloads' memory is no longer written. Raises DeviceError if a copy
         does not end within 30 s; it may still write then.
         """
         if after is not None and not await self._has_happened(after, deadline_s):
@@ -256,7 +262,7 @@ class DevicePath:
         return await self._host_reader.fetch(key, deadline_s, parent, time)
 
     async def _has_happened(self, after: Event, deadline_s: float) -> bool:
-        """Return True if the caller's event happens in time. It is awaited here, since it would block others on a stream."""
+        """Return True if the caller's event happens in time. Waiting on a stream instead would block other batches."""
         driver, loop = self.device.driver, asyncio.get_running_loop()
         if driver.query(after):
             return True
@@ -271,8 +277,10 @@ class DevicePath:
 
 @dataclass
 class _Landing:
-    """The device memory of one get: its parts are enqueued as a whole and awaited once. Chunks of the arena that are
-    scattered are copied through slots of the device pool (`staging`)."""
+    """The device memory of one get. Its parts are enqueued as a whole and awaited once.
+
+    Arena chunks with scattered destinations are copied through slots of the device pool (`staging`).
+    """
 
     device: Device
     staging: StagingTier
@@ -310,7 +318,7 @@ class _Landing:
             when_done(done, part, lambda item: item[1].release())
 
     async def _take_slots(self, part: Sequence[tuple[int, Lease]], slots: dict[int, Slot]) -> None:
-        """Reserve slots for chunks that come from the host and are scattered, by position. Raises TimeoutError."""
+        """Reserve slots, by position, for host chunks with scattered destinations. Raises TimeoutError."""
         for position, lease in part:
             if not lease.on_device and self.payloads[position].flat is None:
                 left_s = self.deadline_s - asyncio.get_running_loop().time()
@@ -320,7 +328,7 @@ class _Landing:
                 slots[position] = slot
 
     def _enqueue(self, views: Sequence[tuple[int, np.ndarray | Tensor]], slots: Mapping[int, Slot]) -> None:
-        """Called in a worker thread."""
+        """Enqueue copies on a worker thread."""
         driver, stream = self.device.driver, self.device.loading.stream
         for position, view in views:
             payload = self.payloads[position]
@@ -342,7 +350,7 @@ async def turn_by(deadline_s: float, batches: asyncio.Semaphore) -> None:
 
 
 def when_done(done: asyncio.Future[None] | None, items: Sequence[T], give_back: Callable[[T], None]) -> None:
-    """Give items back now, or when `done` is: memory that a device still copies to or from must not be reused."""
+    """Call `give_back` on the items now, or once `done`: memory in use by a device must not be reused."""
     if done is None or done.done():
         for item in items:
             give_back(item)

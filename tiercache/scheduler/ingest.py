@@ -18,10 +18,10 @@ from tiercache.tiers.cpu import CpuTier
 
 _BATCH_BYTES = 32 << 20
 _PART_BYTES = 2 << 20
-"""The least that one of several threads copies of a batch: waking a thread for less takes longer."""
+"""Least number of bytes for a further copying thread: waking a thread costs more than copying less."""
 
 _ON_LOOP_BYTES = 64 << 10
-"""The most that is copied on the loop in one iteration of it, which takes less time than a hand-over to a thread."""
+"""Largest copy on the loop per iteration, which takes less time than the hand-over to a thread."""
 
 Item = tuple[ChunkKey, int, Source]
 """A chunk to store: its key, the length of its payload in bytes, and the call that fills it."""
@@ -29,54 +29,56 @@ Item = tuple[ChunkKey, int, Source]
 
 @dataclass(slots=True)
 class _Put:
-    """One call of `put`, which may take several batches."""
+    """A call of `put`, which may need several batches."""
 
     epoch: int
-    """The epoch of the tombstones at which it began."""
+    """The epoch of the tombstones at the start of the put."""
     wait_budget: WaitBudget
     parents: Mapping[ChunkKey, ChunkKey]
-    """The chunk before each one, where the chunks are a prefix."""
+    """The parent of each chunk, if the chunks are a prefix."""
     times: Mapping[ChunkKey, int]
-    """The time of each chunk's access, which falls along a prefix."""
+    """The time of each chunk's access, which decreases along a prefix."""
     stored: int = 0
     skipped: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Chunks of one put that are copied at a time."""
+    """Chunks of a put that are copied together."""
 
     passed: int = 0
-    """Items of the put that the batch covers."""
+    """Number of items that the batch covers."""
     fills: dict[ChunkKey, Fill] = field(default_factory=dict)
     copies: list[asyncio.Future[None]] = field(default_factory=list)
-    """The copies, one for each thread."""
+    """The copies, one per thread."""
     leases: list[Lease] = field(default_factory=list)
-    """Leases on chunks that were hot already, and later on those that were published."""
+    """Leases on chunks that were hot already, and later on the published chunks."""
     published: bool = False
 
 
 class Ingest:
-    """Stores chunks of host memory. All methods belong to the event loop.
+    """Stores chunks of host memory. Bound to the event loop.
 
-    Two puts of one key at a time both copy; the first copy that is published stays, and equal keys have equal bytes.
+    Two concurrent puts of one key both copy; the first published copy stays, and equal keys have equal bytes.
     """
 
     def __init__(self, cpu: CpuTier, fan_out: FanOut, copiers: Workers) -> None:
-        """`copiers` run the sources of puts, and nothing that a get waits for."""
+        """`copiers` run the sources of puts, and no work that a get waits for."""
         self.cpu = cpu
         self.copiers = copiers
         self.skipped = 0
-        """Chunks that found no slot, or no thread, by their deadline."""
+        """Number of chunks without a slot or a thread by their deadline."""
         self._fan_out = fan_out
         self._copied_bytes = 0
-        """Bytes that were copied on the loop in this iteration of it."""
+        """Bytes copied on the loop in this iteration."""
         self._batch_items = max(1, min(cpu.pool.count // 8, max(1, _BATCH_BYTES // cpu.pool.slot_bytes)))
-        """Chunks in a batch: few enough that tiers begin to write while the rest is copied, and that two batches fit beside
-        the slots that are kept for reads."""
+        """Chunks per batch: tiers write during the copies, and two batches fit beside the slots kept for reads."""
 
     async def put(self, items: Sequence[Item], wait_s: float, *, prefix: bool = False) -> int:
-        """Store chunks as `TierCache.put_from`; return how many of them are in the cache. `wait_s` limits the whole call."""
+        """Store chunks as `TierCache.put_from`, and return how many of them are in the cache.
+
+        `wait_s` limits the whole call.
+        """
         items = each_once(items)
         keys = [key for key, _, _ in items]
         # Residents are accessed before room is made for the rest, so that the put does not evict its own chunks.
@@ -101,10 +103,10 @@ class Ingest:
         return put.stored
 
     async def _put_all(self, items: Sequence[Item], put: _Put) -> None:
-        """Put batch after batch. While one is copied the next one is handed over, so that no thread waits for the loop.
+        """Put batch after batch. The next batch is prepared during a copy, so that no thread waits for the loop.
 
-        A batch ends where a slot has to be waited for. Before the put waits, it publishes all that it has begun, so that
-        puts do not wait for each other's slots.
+        A batch ends at the first item that has to wait for a slot. Before the put waits, it publishes all begun chunks,
+        so that puts do not wait for each other's slots.
         """
         position = 0
         before: _Batch | None = None
@@ -127,7 +129,7 @@ class Ingest:
                 for copy in copies:
                     if self.copiers.withdraw(copy):
                         retrieve_exception(copy)
-                if not isinstance(error, GeneratorExit):  # a coroutine that is closed cannot wait
+                if not isinstance(error, GeneratorExit):  # a closed coroutine cannot wait
                     left_s = put.wait_budget.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
                     await wait_uncancelled(copies, min(GIVE_UP_S, left_s))
             finally:
@@ -136,12 +138,12 @@ class Ingest:
             raise
 
     def _reserve(self, items: Sequence[Item], put: _Put) -> dict[ChunkKey, Slot]:
-        """Reserve slots for the items that need one, up to the first one that gets none."""
+        """Reserve slots for the items that need them, up to the first item without a free slot."""
         residents, forgot, epoch = self.cpu.residents, self.cpu.tombstones.forgot, put.epoch
         return self.cpu.try_reserve_all([key for key, _, _ in items if key not in residents and not forgot(key, epoch)])
 
     def _begin(self, items: Sequence[Item], slots: dict[ChunkKey, Slot], put: _Put) -> _Batch | None:
-        """Hand chunks with their `slots` to the threads, up to the first that lacks a slot. None if the first does."""
+        """Start to copy chunks into their `slots`, up to the first chunk without a slot. None if that is the first chunk."""
         batch = _Batch()
         try:
             for key, length, source in items:
@@ -151,7 +153,7 @@ class Ingest:
                     elif key in slots:
                         batch.fills[key] = (slots.pop(key), length, source)
                     else:
-                        break  # it was hot in `_reserve`, and was evicted for the slot of an earlier one
+                        break  # it was hot in `_reserve`, and was evicted for the slot of an earlier item
                 batch.passed += 1
             self._copy(batch)
         except BaseException:
@@ -163,7 +165,7 @@ class Ingest:
         return batch if batch.passed else None
 
     async def _begin_late(self, item: Item, put: _Put) -> _Batch:
-        """Begin with one chunk, waiting for a slot as long as the put may. Without a slot the chunk is skipped."""
+        """Begin a batch with one chunk, waiting for a slot as long as the put may. Without a slot the chunk is skipped."""
         key = item[0]
         slot = await self.cpu.reserve(WRITE, put.wait_budget.deadline_s - asyncio.get_running_loop().time(), key)
         batch = self._begin([item], {} if slot is None else {key: slot}, put)
@@ -173,7 +175,7 @@ class Ingest:
         return batch
 
     def _copy(self, batch: _Batch) -> None:
-        """Copy small payloads that cannot block on the loop, and others in threads."""
+        """Copy small payloads on the loop if they cannot block, and others in threads."""
         work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in batch.fills.values()]
         if self._may_copy_on_loop(work):
             _fill(work)
@@ -184,7 +186,7 @@ class Ingest:
             batch.copies = [copiers.submit(_fill, work[n : n + size]) for n in range(0, len(work), size)]
 
     def _may_copy_on_loop(self, work: Sequence[tuple[np.ndarray, int, Source]]) -> bool:
-        """Return True if the loop may copy these itself, and count their bytes."""
+        """Return True if the loop may copy this work, and count its bytes."""
         total_bytes = self._copied_bytes
         for _, length, source in work:
             total_bytes += length
@@ -199,9 +201,9 @@ class Ingest:
         self._copied_bytes = 0
 
     async def _finish(self, batch: _Batch, put: _Put) -> None:
-        """Publish the chunks of a batch when they are copied, and offer them to the tiers.
+        """Publish the chunks of a batch once they are copied, and offer them to the tiers.
 
-        Raises NotBegun when no thread came free for them by the deadline.
+        Raises NotBegun if no thread was free for them by the deadline.
         """
         for copy in batch.copies:
             await self.copiers.ended_by(copy, put.wait_budget.deadline_s)
@@ -223,7 +225,7 @@ class Ingest:
             await self._fan_out.offer(leases, put.wait_budget)
 
     def _drop(self, batch: _Batch) -> None:
-        """Discard a batch. Slots that a hung thread may still write to are given back when it ends."""
+        """Discard a batch. Slots that a hung thread may still write to are released when it ends."""
         slots = [slot for slot, _, _ in batch.fills.values()]
 
         def give_back() -> None:

@@ -1,6 +1,6 @@
-"""Carry out the prefetch plan (`core/prefetch.py`): hints, requests in an engine's queue, sessions, and pins.
+"""Execute the prefetch plan (`core/prefetch.py`): hints, requests in an engine's queue, sessions, and pins.
 
-A promoted chunk is pinned until it is read or no hint or queued request expects it any more, within the budget of the plan.
+A promoted chunk is pinned until its access or until no hint or queued request expects it any more, within the budget.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tiercache.scheduler.reads import Reader
 logger = logging.getLogger("tiercache.prefetch")
 
 _MAX_KEYS_LOOKED_UP = 1 << 18
-"""Keys of prefetches whose look-ups are in flight; further prefetches are cancelled at once."""
+"""Limit of keys with a prefetch lookup in flight; further prefetches are cancelled at once."""
 _QUEUE_PRIORITY = -(1 << 40)
-"""Requests in the queue are served before everything that is only predicted, in their order."""
+"""Priority of queued requests, in their order and before all predictions."""
 _QUEUED_SHARES = 4
-"""The queue is remembered up to this many times the prefetcher's share. Chunks beyond that are read on demand."""
+"""Limit of the queue in multiples of the prefetcher's share. Chunks beyond it are read on demand."""
 _QUEUE_TTL_S = 60.0
 
 
@@ -57,7 +57,7 @@ class PrefetchHandle:
 
     @property
     def progress(self) -> PrefetchProgress:
-        """The progress at this moment."""
+        """The current progress."""
         return replace(self._request.progress, chunk_bytes=self._prefetcher.plan.chunk_bytes)
 
     @property
@@ -75,10 +75,10 @@ class PrefetchHandle:
 
 
 class Prefetcher:
-    """Promotes chunks for requests to come, and pins chunks: `TierCache.ahead`.
+    """Promotes chunks for later requests, and pins chunks: `TierCache.ahead`.
 
-    All methods belong to the event loop and raise RuntimeError elsewhere. None but `close` waits. A wrong prediction costs
-    the bandwidth that the settings allow and nothing else.
+    All methods belong to the event loop and raise RuntimeError elsewhere. Only `close` waits. A wrong prediction costs
+    only the bandwidth that the settings allow.
     """
 
     def __init__(
@@ -89,8 +89,10 @@ class Prefetcher:
         read_s: float = 10.0,
         on_continued: Callable[[Sequence[ChunkKey]], None] | None = None,
     ) -> None:
-        """`read_s` is the timeout of the read of one chunk. `on_continued` is called with the chunks of sessions that came
-        back."""
+        """`read_s` is the timeout for reading a chunk.
+
+        `on_continued` is called with the chunks of sessions that have a further turn.
+        """
         self.plan = plan
         self.sessions = SessionPredictor()
         self._reader = reader
@@ -119,18 +121,18 @@ class Prefetcher:
 
     @property
     def held(self) -> int:
-        """Chunks that are kept hot for a request now."""
+        """Number of chunks kept hot for a request."""
         return len(self._kept)
 
     @property
     def pinned(self) -> int:
-        """Chunks that are pinned now."""
+        """Number of pinned chunks."""
         return len(self._pins)
 
     def prefetch(
         self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
     ) -> PrefetchHandle:
-        """Prefetch as `TierCache.prefetch`. `look_s` is the timeout of the look-up."""
+        """Prefetch as `TierCache.prefetch`. `look_s` is the timeout of the lookup."""
         if not isfinite(due_in_s):
             raise ValueError(f"deadline: expected a number of seconds, found {due_in_s}")
         check_seconds("ttl", ttl_s)
@@ -153,7 +155,7 @@ class Prefetcher:
         return handle
 
     def cancel(self, request: PrefetchRequest) -> None:
-        """Promote nothing more for a request, and unpin what was promoted for it."""
+        """Stop promoting for a request, and unpin the chunks promoted for it."""
         request.cancel()
         self.plan.withdraw(request.source, request.subject)
         self._pump_at(self._loop.time())
@@ -173,7 +175,7 @@ class Prefetcher:
             self.pump()
 
     def served(self, keys: Sequence[ChunkKey]) -> None:
-        """Record that a request for `keys` was served: the requests in the queue that end with one of them are over."""
+        """Record that a request for `keys` was served: the queued requests that end with any of them are over."""
         if self.plan.keys_of[QUEUE]:
             for key in keys:
                 self.plan.withdraw(QUEUE, key)
@@ -192,7 +194,7 @@ class Prefetcher:
         self.pump()
 
     def ended(self, session: str, keys: Sequence[ChunkKey]) -> None:
-        """Record that a turn has ended; the session's next one will begin with `keys`."""
+        """Record that a turn has ended; the session's next turn begins with `keys`."""
         check_loop(self._loop)
         check_keys(keys)
         now_s = self._loop.time()
@@ -204,18 +206,18 @@ class Prefetcher:
             self.pump()
 
     def over(self, session: str) -> None:
-        """Record that a session will not come back; chunks that were promoted for it may be evicted."""
+        """Record that a session has ended for good; chunks promoted for it may be evicted."""
         check_loop(self._loop)
         self.sessions.over(session)
         self.plan.withdraw(SESSIONS, session)
         self.pump()
 
     def pin(self, keys: Sequence[ChunkKey], ttl_s: float = 600.0) -> int:
-        """Keep those of `keys` that are hot for `ttl_s` seconds from now; return how many are pinned. Prefetch the others
-        first.
+        """Keep the hot chunks of `keys` for `ttl_s` seconds from now, and return how many are pinned.
 
-        Pins and prefetched chunks together take no more than the prefetcher's share of the hot cache, and leave reads and
-        writes their part of it. A prefetched chunk that is pinned counts as used. A closed cache pins nothing.
+        Call `prefetch` before for chunks that are not hot. Pins and prefetched chunks together use at most the
+        prefetcher's share of the hot cache, and leave reads and writes their part of it. A pin counts as an access to a
+        prefetched chunk. A closed cache pins no chunk.
         """
         check_loop(self._loop)
         check_keys(keys)
@@ -254,7 +256,7 @@ class Prefetcher:
         self._release(self.plan.take_unexpected())
 
     async def close(self) -> None:
-        """End all reads, look-ups and pins. Handles report the rest of their chunks as cancelled."""
+        """End all reads, lookups and pins. Handles report the rest of their chunks as cancelled."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -283,7 +285,7 @@ class Prefetcher:
     # Promotions
 
     def pump(self) -> None:
-        """Begin as many reads as there are lanes and the plan allows, and release chunks that are not expected any more."""
+        """Begin as many reads as lanes and plan allow, and release chunks that are no longer expected."""
         now_s = self._loop.time()
         self.plan.run_timers(now_s)
         self._release(self.plan.take_unexpected())
@@ -293,7 +295,7 @@ class Prefetcher:
             self._pump_at(wake_s)
 
     def _pump_at(self, time_s: float) -> None:
-        """Pump at that time of the loop, once for all events until then."""
+        """Pump at `time_s` of the loop, once for all events until then."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(time_s, self.pump)
@@ -315,7 +317,7 @@ class Prefetcher:
             self._pump_at(self._loop.time())
 
     def _pin_hot(self, key: ChunkKey, pin: bool) -> bool | None:
-        """Called by the plan for a chunk that is expected; see `PrefetchPlan.next`."""
+        """Called by the plan for an expected chunk; see `PrefetchPlan.next`."""
         if not self._reader.has_at_hand(key):
             return None
         if not pin or (lease := self._pin_in_share(key)) is None:
@@ -324,7 +326,7 @@ class Prefetcher:
         return True
 
     def _pin_in_share(self, key: ChunkKey) -> Lease | None:
-        """Pin a hot chunk, if it fits into the share and leaves reads and writes theirs."""
+        """Pin a hot chunk if it fits into the share and leaves reads and writes their part."""
         return self._reader.pin(key) if self.plan.has_room and self._reader.cpu.spares(key) else None
 
     def _release(self, keys: Sequence[ChunkKey]) -> None:
@@ -334,15 +336,15 @@ class Prefetcher:
                 lease.release()
                 self._pump_at(self._loop.time())
 
-    # Called by the reader and the memory that it reads into
+    # Called by the reader and the destination tier
 
     def _used(self, key: ChunkKey) -> None:
-        """Called when a chunk that is kept or in flight is read."""
+        """Called on an access to a chunk that is kept or in flight."""
         self.plan.used(key, hot=True)
         self._release([key])
 
     def _removed(self, key: ChunkKey) -> None:
-        """Called when a chunk that is kept or pinned was removed from the hot cache."""
+        """Called when a kept or pinned chunk was removed from the hot cache."""
         self.unpin([key])
         self.plan.removed(key)
         self._release([key])

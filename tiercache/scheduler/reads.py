@@ -1,8 +1,8 @@
-"""Read chunks through the cascade: the hot cache, then each tier in order, with one read in flight per key.
+"""Read chunks through the cascade: the hot cache, then each tier in order, with single-flight reads per key.
 
 A read in flight is a task that belongs to none of its waiters. It walks the tiers, reads into a slot of the hot cache,
-verifies, and publishes; each waiter has a deadline of its own. A tier that is down, hung or slow costs no more than its own
-hits: each has a `TierReader`.
+verifies, and publishes; each waiter has its own deadline. A tier that is down, hung or slow costs only its own hits,
+since each tier has a `TierReader`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,32 @@ logger = logging.getLogger("tiercache.reader")
 _LEAST_S = 1.0
 """A shorter wait for an answer does not count against a tier."""
 _CANCEL_S = 0.002
-"""The time that a tier has to end a look-up at its deadline."""
+"""Time for a tier to end a lookup at its deadline."""
 _Answer = TypeVar("_Answer")
 
 _Outcome = int | Lease | None
-"""The length of what was read into a slot, the lease on what was mapped, or None for a miss."""
+"""Length of the data read into a slot, the lease on a mapped chunk, or None for a miss."""
 
 
 @dataclass
 class ReaderSettings:
     deadline_s: float = 10.0
-    """The deadline of a caller that names none."""
+    """Default deadline of a call."""
     probe_deadline_s: float = 3.0
-    """The longest wait of a look-up for a shared tier."""
+    """Longest wait of a lookup for a shared tier."""
     recompute_s: float | None = None
-    """The time that the engine takes to compute one chunk; None if it is not known. Loads that take longer are not begun. It
-    changes as the engine is measured."""
+    """Seconds that the engine takes to compute a chunk; None if unknown. Slower loads are not begun.
+
+    It changes as the engine is measured."""
 
 
 @dataclass
 class ReaderStatistics:
-    """Counts of chunks. `joined`: the key was in flight already. `late`: the caller gave up at its deadline. `overtaken`: a
-    prefetch still waited when a demand read came for its chunk. `kept`: the read outlived its callers; the chunk is hot."""
+    """Counts of chunks.
+
+    `joined`: the key was in flight already. `late`: the caller gave up at its deadline. `overtaken`: a demand read came
+    for a prefetch that still waited. `kept`: the read outlived its callers; the chunk is hot.
+    """
 
     hits: dict[str, int] = field(default_factory=dict)
     misses: int = 0
@@ -68,13 +72,13 @@ class ReaderStatistics:
 
 @dataclass
 class TierReadStatistics:
-    """Counts of one tier. `failed`: reads that failed, failed verification, or were given up."""
+    """Counts of one tier. `failed` counts reads that failed, failed verification, or were given up."""
 
     seconds: Distribution = field(default_factory=lambda: Distribution.of(SECONDS))
     """Durations of reads that found their chunk, or were given up."""
     failed: int = 0
     reading: int = 0
-    """Reads that the tier has begun and not ended."""
+    """Reads in flight in the tier."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,14 +87,14 @@ class InFlight:
 
     key: ChunkKey
     epoch: int
-    """The epoch of the tombstones at which it began."""
+    """The epoch of the tombstones at the start of the read."""
     purpose: Purpose
     deadline_s: float
-    """The latest deadline of its waiters. It moves when one joins."""
+    """The latest deadline of its waiters. A waiter that joins may extend it."""
     parent: ChunkKey | None
-    """The chunk before it in its prefix; None where that is not known."""
+    """The previous chunk in its prefix; None if unknown."""
     time: int | None
-    """The time of the access that it serves, as the hot cache counts it."""
+    """The time of the access that it serves, in the hot cache's count."""
     begun: bool = False
     """True once a tier has begun to read. Until then a demand read overtakes a prefetch."""
     ended: bool = False
@@ -107,19 +111,19 @@ class InFlight:
         except TimeoutError:
             if not arrival.done() or arrival.cancelled():
                 raise
-            return arrival.result()  # it came at the deadline
+            return arrival.result()  # it completed at the deadline
         except BaseException:
             if not arrival.done():
                 if not arrival.get_loop().is_closed():
-                    arrival.cancel()  # this coroutine was closed, not cancelled: a lease could still come
+                    arrival.cancel()  # this coroutine was closed, not cancelled: a lease could still arrive
             elif not arrival.cancelled() and (landed := arrival.result()) is not None:
                 landed.release()
             raise
 
     def end(self, landed: Lease | None) -> None:
-        """Give each waiter a lease of its own on the chunk that has `landed`, or None.
+        """Give each waiter its own lease on the chunk that has `landed`, or None.
 
-        A demand read has counted its access already: it is not counted a second time.
+        A demand read has already counted its access.
         """
         self.ended = True
         counted = self.purpose is Purpose.READ
@@ -134,13 +138,15 @@ class InFlight:
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """A read that one tier has begun. It keeps its slot and its place at the tier until it ends, also after its deadline.
-    Its chunk is published then all the same."""
+    """A read that a tier has begun. It keeps its slot and its place at the tier until it ends, even after its deadline.
+
+    Its chunk is published then all the same.
+    """
 
     request: InFlight
-    """The read that began it."""
+    """The read that began the transfer."""
     slot: Slot | None
-    """None where the chunk is mapped."""
+    """None if the chunk is mapped."""
     epoch: int
     began_s: float
     task: asyncio.Task[_Outcome]
@@ -150,9 +156,9 @@ class _Transfer:
 class TierReader:
     """Reads from one tier, within its breaker, its latency estimate and its concurrency limit.
 
-    Its places go to demand reads first. While a demand read has a place, at most one prefetch at a time begins: all reads
-    share the tier's bandwidth, so each prefetch makes the demand read longer. If a tier keeps prefetches apart, those in
-    flight give way, and demand reads have places of their own.
+    Demand reads get places first. While a demand read has a place, at most one prefetch at a time begins: all reads
+    share the tier's bandwidth, so each prefetch slows the demand read. If a tier separates prefetches, those in flight
+    give way, and demand reads have places of their own.
     """
 
     def __init__(
@@ -165,8 +171,10 @@ class TierReader:
         *,
         maps: bool = False,
     ) -> None:
-        """`cpu` is the tier that it reads into; its budget bounds the slots of reads in flight, abandoned ones included.
-        With `maps`, chunks are mapped instead. `in_flight` are the reads that wait for chunks."""
+        """`cpu` is the destination tier; its budget bounds the slots of reads in flight, including abandoned reads.
+
+        With `maps`, chunks are mapped instead. `in_flight` are the reads that wait for chunks.
+        """
         self.tier = tier
         self.mapped = tier if maps and isinstance(tier, SharedMemoryTier) else None
         self.name = tier.name
@@ -181,12 +189,12 @@ class TierReader:
         self.places = places if self.mapped is not None else min(places, cpu.budget.reads_at_once)
         self._apart = tier.traits.prefetches_apart and not cpu.on_device and self.mapped is None
         self.taken = {READ: 0, PREFETCH: 0}
-        """Places that are taken, by purpose."""
+        """Places in use, by purpose."""
         self.wait_queue = WaitQueue(self._take_place, lambda _, purpose: self._leave(purpose))
         """Waiters for a place."""
         self.reads = TierReadStatistics()
         self._transfers: dict[ChunkKey, _Transfer] = {}
-        """Those that the tier has begun, the oldest first, and at most one for a key."""
+        """Transfers in flight, oldest first, at most one per key."""
         self._closed = False
 
     @property
@@ -198,7 +206,7 @@ class TierReader:
         return replace(self.reads, seconds=self.reads.seconds.copy(), reading=len(self._transfers))
 
     def close(self) -> None:
-        """Publish nothing any more."""
+        """Publish no further chunk."""
         self._closed = True
 
     # Routing
@@ -208,13 +216,15 @@ class TierReader:
         return not self.tier.traffic.refuses(key) and (self.tier.traits.shared or self.tier.contains(key))
 
     def would_serve(self, chunks: int) -> bool:
-        """Return True if the tier is well, and loading so many chunks is quicker than computing them."""
+        """Return True if the tier is healthy, and loading `chunks` chunks is faster than computing them."""
         now_s = asyncio.get_running_loop().time()
         return self._worthwhile(chunks, now_s) and self.breaker.would_allow(now_s)
 
     def serves(self, chunks: int, *, question: bool = False) -> bool:
-        """Return what `would_serve` does, for a read or a look-up that begins now. If that is the probe of an open breaker,
-        its end must be reported to the breaker."""
+        """Return the result of `would_serve`, for a read or a lookup that begins now.
+
+        If that is the probe of an open breaker, its end must be reported to the breaker.
+        """
         now_s = asyncio.get_running_loop().time()
         return self._worthwhile(chunks, now_s) and self.breaker.allows(now_s, question=question)
 
@@ -223,20 +233,22 @@ class TierReader:
         return self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s, oldest_s)
 
     def _timed(self) -> Iterator[_Transfer]:
-        """Iterate over the transfers whose duration says something about the tier: not those that give way."""
+        """Yield the transfers whose duration describes the tier, excluding those that give way."""
         return (each for each in self._transfers.values() if each.request.purpose is READ or not self._apart)
 
     def lasting_s(self, chunks: int) -> float | None:
-        """Return the seconds that a demand read of so many chunks should take, behind those in flight; None: not known."""
+        """Return the seconds that a demand read of `chunks` chunks should take after those in flight; None if unknown."""
         return self.estimate.lasting_s(chunks, self.taken[READ] + len(self.wait_queue.waiting[READ]))
 
     def _until_s(self, deadline_s: float, began_s: float) -> float:
-        """Return the time at which to go on with the next tier."""
+        """Return the time at which to continue with the next tier."""
         return min(deadline_s, began_s + self.patience_s)
 
     def _timed_out(self, began_s: float, enough_s: float = _LEAST_S, *, question: bool = False) -> None:
-        """Report to the breaker that there was no answer since `began_s`. A wait shorter than a second (or `enough_s`, if
-        that is less) does not count against the tier."""
+        """Report to the breaker that there was no answer since `began_s`.
+
+        A wait shorter than a second (or `enough_s`, if that is less) does not count against the tier.
+        """
         now_s = asyncio.get_running_loop().time()
         least_s = min(enough_s, _LEAST_S, self.patience_s)
         if now_s - began_s >= 0.99 * least_s:  # a timer may be early by its resolution
@@ -245,15 +257,15 @@ class TierReader:
             self._proved_nothing(began_s)
 
     def _proved_nothing(self, began_s: float) -> None:
-        """Report to the breaker that the operation that began then proved nothing: the next one may be the probe."""
+        """Report to the breaker that the operation from `began_s` proved nothing: the next operation may be the probe."""
         self.breaker.abandoned(asyncio.get_running_loop().time(), began_s)
 
-    # Look-ups
+    # Lookups
 
     def ask(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> asyncio.Task[_Answer | None]:
-        """Begin a look-up with a deadline and report its outcome to the breaker; None if there was no answer.
+        """Begin a lookup with a deadline and report its outcome to the breaker; None if there was no answer.
 
-        A cancelled look-up, also one that has not begun, leaves the breaker's probe to the next operation.
+        A cancelled lookup, even if it has not begun, leaves the breaker's probe to the next operation.
         """
         began_s = asyncio.get_running_loop().time()
         task = asyncio.create_task(self._ask(question, deadline_s), name="tiercache-ask")
@@ -269,7 +281,7 @@ class TierReader:
             async with asyncio.timeout_at(self._until_s(deadline_s, began_s)):
                 found = await question()
         except TimeoutError:
-            # Look-ups end at this deadline, so that a longer wait could never count.
+            # Lookups end at this deadline, so a longer limit would never be reached.
             self._timed_out(began_s, self.settings.probe_deadline_s, question=True)
             return None
         except Exception as error:
@@ -281,13 +293,13 @@ class TierReader:
         self.breaker.answered(loop.time())
         return found
 
-    # Reading
+    # Reads
 
     async def read(self, request: InFlight) -> None:
         """Read the chunk if the tier has it, until the deadline of the tier or of the waiters.
 
-        A transfer that takes longer goes on, also when this is cancelled, and the next read of its key waits for it.
-        Whenever it ends, those who wait for the chunk get it.
+        A transfer that takes longer continues, also after cancellation, and the next read of its key waits for it.
+        Whenever it ends, the waiters for the chunk get it.
         """
         key, loop = request.key, asyncio.get_running_loop()
         if self._unwanted(request) or not self.may_have(key):
@@ -314,7 +326,7 @@ class TierReader:
             self._proved_nothing(began_s)
             raise
         if in_time:
-            self._end(transfer)  # its callback may run later
+            self._end(transfer)  # the callback may run later
             return
         self._timed_out(began_s)
         if not transfer.abandoned:
@@ -324,18 +336,18 @@ class TierReader:
             self.reads.seconds.add(loop.time() - began_s)
 
     def _unwanted(self, request: InFlight) -> bool:
-        """Return True if the chunk came from elsewhere, or was forgotten since the request began."""
+        """Return True if the chunk came from another source, or was forgotten since the request began."""
         return request.ended or self.cpu.tombstones.forgot(request.key, request.epoch)
 
     async def _begin(self, request: InFlight) -> _Transfer | None:
-        """Begin to read when there is a place at the tier and a slot to read into; None if there is none in time."""
+        """Begin to read once there is a place at the tier and a slot to read into; None if there is none in time."""
         key, purpose, cpu = request.key, request.purpose, self.cpu
         slot, placed, needs_slot = None, False, self.mapped is None
         try:
             placed = await self._place(request)
             if placed and needs_slot and (slot := cpu.try_reserve(purpose, key)) is None:
                 if purpose is PREFETCH or cpu.wait_queue.blocks_only_itself(purpose, key):
-                    # While it waits for a slot it must not block demand reads, or other tenants.
+                    # A waiter for a slot must not block demand reads, or other tenants.
                     self._leave(purpose)
                     placed = False
                 slot = await cpu.wait_queue.wait(purpose, lambda: request.deadline_s, key)
@@ -372,18 +384,18 @@ class TierReader:
         began_s = asyncio.get_running_loop().time()
         came = await self.wait_queue.wait(request.purpose, lambda: self._until_s(request.deadline_s, began_s))
         if came is None and request.purpose is READ and self._is_full:
-            # All places were taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch
+            # All places were in use for a whole deadline: the tier hangs, though this read never reached it. A prefetch
             # proves nothing, since demand reads go before it; nor does a place whose owner waits for memory.
             self._timed_out(began_s)
         return came is not None
 
     @property
     def _is_full(self) -> bool:
-        """True if as many reads are in flight as the tier takes on."""
+        """True if as many reads are in flight as the tier allows."""
         return sum(1 for _ in self._timed()) >= self.places or len(self._transfers) >= self.cpu.budget.reads_at_once
 
     def _take_place(self, purpose: Purpose, *_: object) -> bool | None:
-        """Take a place for that purpose; None if there is none."""
+        """Take a place for `purpose`; None if there is none."""
         demand = self.taken[READ] or self.wait_queue.waiting[READ]
         places, taken = self.places, sum(self.taken.values())
         if purpose is READ and self._apart:
@@ -396,20 +408,22 @@ class TierReader:
         return True
 
     def _leave(self, purpose: Purpose) -> None:
-        """Give a place back."""
+        """Release a place."""
         self.taken[purpose] -= 1
         self.wait_queue.serve()
 
     def _abandon(self, transfer: _Transfer) -> None:
-        """Let a transfer go on without a waiter. Its slot does not count as held for a read meanwhile."""
+        """Let a transfer continue without a waiter. Its slot does not count as held for a read meanwhile."""
         if self._transfers.get(transfer.request.key) is transfer and not transfer.abandoned:
             transfer.abandoned = True
             if transfer.slot is not None:
                 self.cpu.budget.give_back(transfer.request.purpose)
 
     def _end(self, transfer: _Transfer) -> None:
-        """Give back what a transfer took, publish its chunk unless that was forgotten, and serve those who wait for it.
-        Idempotent: called by the task's callback, or by a waiter of the task, which may run before."""
+        """Release a transfer's resources, publish its chunk unless it was forgotten, and serve the waiters for it.
+
+        Idempotent: called by the task's callback, or earlier by a waiter of the task.
+        """
         request, slot = transfer.request, transfer.slot
         key, purpose = request.key, request.purpose
         if self._transfers.get(key) is not transfer:
@@ -443,8 +457,10 @@ class TierReader:
         lease.release()
 
     def _outcome(self, transfer: _Transfer) -> _Outcome:
-        """Return the outcome of an ended transfer, None if it failed, and report it. The breaker knows of an abandoned one
-        already."""
+        """Return and report the outcome of an ended transfer, None if it failed.
+
+        An abandoned transfer was reported before.
+        """
         now_s, task = asyncio.get_running_loop().time(), transfer.task
         took_s, in_time = now_s - transfer.began_s, not transfer.abandoned
         error = asyncio.CancelledError("cancelled") if task.cancelled() else task.exception()
@@ -461,7 +477,7 @@ class TierReader:
         if isinstance(error, CorruptChunk):
             self.counters.corrupt += 1
             if in_time:
-                self._proved_nothing(transfer.began_s)  # an answer, which says nothing about the tier's health
+                self._proved_nothing(transfer.began_s)  # an answer, which proves nothing about the tier's health
         else:
             self.counters.failed += 1
             logger.warning("%s: a read failed: %s", self.name, error)
@@ -474,8 +490,10 @@ EVERY_S = 60.0
 
 
 class Undelivered:
-    """Counts chunks that could not be delivered to the caller's memory. Logs the first one at once, and the others once a
-    minute with their number."""
+    """Counts chunks that could not be delivered to the caller's memory.
+
+    Logs the first chunk at once, and the number of others once a minute.
+    """
 
     def __init__(self, counters: ReaderStatistics) -> None:
         self._counters = counters
@@ -496,16 +514,16 @@ class Undelivered:
 
 @dataclass(frozen=True)
 class Hit:
-    """A contiguous prefix that was found, and the tiers that have it. `tokens` is 0 if only keys were given."""
+    """A contiguous prefix that was found, and its tiers. `tokens` is 0 if only keys were given."""
 
     chunks: int
     tokens: int
     by_tier: dict[str, int]
-    """Chunks by the first tier of the cascade that has them; together `chunks`."""
+    """Chunks by the first tier of the cascade that has them; their sum is `chunks`."""
 
 
 class Reader:
-    """All methods belong to the event loop. Deadlines are loop times (`loop.time()`) in seconds."""
+    """Reads from all tiers. Bound to the event loop. Deadlines are loop times (`loop.time()`) in seconds."""
 
     def __init__(
         self,
@@ -515,8 +533,10 @@ class Reader:
         *,
         maps: bool = False,
     ) -> None:
-        """`cpu` is the tier that chunks are read into: the hot cache, or the staging tier of a device. With `maps`, chunks
-        of mapped tiers are read in place."""
+        """`cpu` is the destination tier: the hot cache, or the staging tier of a device.
+
+        With `maps`, chunks of mapped tiers are read in place.
+        """
         self.cpu = cpu
         self.settings = settings or ReaderSettings()
         self.mapped = [tier for tier in tiers if maps and isinstance(tier, SharedMemoryTier)]
@@ -529,16 +549,16 @@ class Reader:
         self.in_flight: dict[ChunkKey, InFlight] = {}
         self.tiers = [TierReader(tier, cpu, self.settings, self.counters, self.in_flight, maps=maps) for tier in tiers]
         self.on_demand: Callable[[ChunkKey], None] | None = None
-        """Called when a caller comes for a chunk that is only being prefetched."""
+        """Called on a demand for a chunk whose only read is a prefetch."""
         self.lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
-        """Chunks of one batch that are fetched at a time."""
+        """Chunks of a batch that are fetched at a time."""
         self._questions: set[asyncio.Task[Any]] = set()
-        """Look-ups that were cancelled and have not ended."""
+        """Cancelled lookups that have not ended."""
         self._closed = False
 
     @property
     def read_concurrency(self) -> int:
-        """Chunks that all tiers together take on at a time."""
+        """Number of chunks that all tiers together read at a time."""
         return sum(tier.tier.traits.read_concurrency + 2 for tier in self.tiers)
 
     @property
@@ -569,8 +589,10 @@ class Reader:
     # Chunks in memory
 
     def lease_now(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
-        """Return a lease on the chunk if it is hot or mapped, else None. Counts a hit, and the access unless that is
-        `counted` already; does not count a miss."""
+        """Return a lease on the chunk if it is hot or mapped, else None.
+
+        Counts a hit, and the access unless it is `counted` already; does not count a miss.
+        """
         lease = self.cpu.lease(key, counted=counted)
         if lease is not None:
             self.counters.hits[self.cpu.name] += 1
@@ -587,7 +609,7 @@ class Reader:
         return next(filter(None, (tier.lease(key, counted=True) for tier in self._hot)), None)
 
     def pin(self, key: ChunkKey) -> Lease | None:
-        """Pin a chunk that is hot, or mapped, for a future reader; not an access. None when it is neither."""
+        """Pin a chunk that is hot, or mapped, for a future reader; not an access. None if it is neither."""
         return next(filter(None, (tier.pin(key) for tier in self._hot)), None)
 
     def has_at_hand(self, key: ChunkKey) -> bool:
@@ -595,21 +617,21 @@ class Reader:
         return self.cpu.contains(key) or any(key in tier.mappings for tier in self.mapped)
 
     def prefix_at_hand(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many of `keys`, from the first on without a gap, are hot or mapped."""
+        """Return the length of the prefix of `keys` that is hot or mapped."""
         position = self.cpu.prefix(keys)
         while self.mapped and position < len(keys) and self.has_at_hand(keys[position]):
             position += 1
         return position
 
-    # One chunk
+    # Single chunks
 
     async def fetch(
         self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
     ) -> Lease | None:
-        """Return a lease on the chunk from the first tier that has it; None on a miss or at the deadline. `parent` is the
-        chunk before it in its prefix, if that is known, and `time` the time of this access.
+        """Return a lease on the chunk from the first tier that has it; None on a miss or at the deadline.
 
-        Cancellation leaves the read to its other waiters; its chunk is published all the same.
+        `parent` is the previous chunk in its prefix, if known, and `time` the time of this access. Cancellation leaves
+        the read to its other waiters; its chunk is published all the same.
         """
         return self.lease_now(key) or await self.fetch_cold(key, deadline_s, parent=parent, time=time)
 
@@ -626,12 +648,12 @@ class Reader:
         time: int | None = None,
     ) -> Lease | None:
         """Return a lease as `fetch`, for a chunk that is not hot."""
-        if self._closed:  # a batch that was copying at that time fetches its next chunk
+        if self._closed:  # a batch that was copying during `close` fetches its next chunk
             self.counters.misses += 1
             return None
         read = self.in_flight.get(key)
         if read is not None and self.cpu.tombstones.forgot(key, read.epoch):
-            read = None  # nothing of it is published
+            read = None  # its chunk is not published
         if read is not None and read.purpose is PREFETCH and purpose is READ:
             if self.on_demand is not None:
                 self.on_demand(key)
@@ -660,7 +682,7 @@ class Reader:
         return lease
 
     def _overtake(self, prefetch: InFlight, read: InFlight) -> None:
-        """Let `read` replace a prefetch that no tier has begun, and take over its waiters."""
+        """Let `read` replace a prefetch that no tier has begun, and adopt its waiters."""
         self.counters.overtaken += 1
         read.deadline_s = max(read.deadline_s, prefetch.deadline_s)
         read.waiters, prefetch.waiters = prefetch.waiters, []
@@ -673,8 +695,7 @@ class Reader:
         read.task.add_done_callback(lambda _: self.cpu.tombstones.end(read.epoch))
 
     async def _read(self, read: InFlight) -> None:
-        """Read from one tier after the other. Then try the tiers again that have got the chunk since, since a waiter may
-        have joined after that."""
+        """Read from the tiers in order, then from tiers that have gained the chunk since, for later waiters."""
         lacking = []
         try:
             for tier in self.tiers:
@@ -700,14 +721,14 @@ class Reader:
         deadline_s: float,
         held: Mapping[ChunkKey, Lease] | None = None,
     ) -> int:
-        """Hand each chunk to its sink on a worker thread; return how many of the contiguous prefix were delivered.
+        """Pass each chunk to its sink on a worker thread, and return how many of the contiguous prefix were delivered.
 
-        Hot chunks are copied in one call for each copying thread; the others are read meanwhile. Sinks behind a gap may have
-        run. A sink that raises ends the prefix, and so does one that no thread was free for by the deadline. `held` chunks
-        are delivered even if they were removed meanwhile, and the deadline is not shortened for them.
+        Hot chunks are copied in one call per copying thread; the others are read meanwhile. Sinks after a gap may have
+        run. The prefix ends at a sink that raises, or that found no free thread by the deadline. `held` chunks are
+        delivered even if they were removed meanwhile, and the deadline is not shortened for them.
 
-        No sink runs after this has returned, raised or was cancelled, except one that hangs. Raises TierUnavailable for it
-        30 s after the deadline.
+        No sink runs after a return, error or cancellation, except a sink that hangs, which raises TierUnavailable 30 s
+        after the deadline.
         """
         if held is None and (wait_s := self.worth_waiting_s(keys)) is not None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + wait_s)
@@ -716,13 +737,13 @@ class Reader:
         return await deliver(self.cpu, keys, landing, deadline_s, lease_hot, self.fetch, self.lanes)
 
     async def warm(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
-        """Promote chunks into the hot cache, or map them; return how many of the contiguous prefix were."""
+        """Promote chunks into the hot cache, or map them. Return how many of the contiguous prefix are hot or mapped."""
         return await deliver(self.cpu, keys, HotCache(), deadline_s, self._lease_unserved, self.fetch, self.lanes)
 
     def worth_waiting_s(self, keys: Sequence[ChunkKey]) -> float | None:
-        """Return how long to wait for the chunks that are not hot until computing the rest is quicker.
+        """Return how long to wait for the chunks that are not hot until computing the rest is faster.
 
-        None if the time of computing is not known, or no tier is known to have any of them.
+        None if the time of computing is unknown, or no tier is known to have any of them.
         """
         recompute_s = self.settings.recompute_s
         if recompute_s is None:
@@ -739,7 +760,7 @@ class Reader:
         expected_s = sum(known) if len(known) == len(expected) else None
         return worth_waiting_s(expected_s, recompute_s * (len(keys) - by_tier[self.cpu.name]))
 
-    # Look-ups
+    # Lookups
 
     def where(self, keys: Sequence[ChunkKey]) -> tuple[int, dict[str, int]]:
         """Return the length of the contiguous prefix of `keys` that is known without I/O, and its chunks by tier."""
@@ -757,7 +778,7 @@ class Reader:
         return position, by_tier
 
     async def lookup(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> tuple[int, dict[str, int]]:
-        """Return what `where` does, after asking shared tiers about the rest, all at the same time and until the deadline.
+        """Return the result of `where`, after asking shared tiers about the rest, concurrently and until the deadline.
 
         A tier that does not answer costs its own hits only. Tiers that are slower than computing are not asked.
         """
@@ -783,7 +804,7 @@ class Reader:
                 before = position
                 position, by_tier = self.where(keys)
                 answers = [(*asked.pop(task), task.result()) for task in done]
-                # A tier that stopped at a gap which another tier has filled may know more.
+                # A tier whose prefix ended at a gap that another tier has filled may have more.
                 ends = [(tier, start + found) for tier, start, found in answers if found is not None]
                 due = [tier for tier, end in ends if before < position and end < position]
         finally:
@@ -791,7 +812,7 @@ class Reader:
         return position, by_tier
 
     async def lookup_each(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> list[bool]:
-        """Return for each of `keys` whether a tier has it. Asks each shared tier once about keys that are not known."""
+        """Return for each of `keys` if a tier has it. Asks each shared tier once about unknown keys."""
         loop = asyncio.get_running_loop()
         deadline_s = deadline_s or loop.time() + self.settings.probe_deadline_s
         unknown = self._unknown(keys)
@@ -817,7 +838,7 @@ class Reader:
         return [key for key in keys if not any(key in known for known in places)]
 
     def _cancel_lookups(self, asked: Iterable[asyncio.Task[Any]]) -> None:
-        """Cancel look-ups without waiting for them, since a tier may not end them."""
+        """Cancel lookups without waiting for them, since a tier may not end them."""
         for task in cancel_all(asked):
             self._questions.add(task)
             task.add_done_callback(self._questions.discard)

@@ -1,4 +1,4 @@
-"""Removals from one tier: each begins when no read or write of its key is in flight there, and goes on until it is done."""
+"""Remove chunks from one tier: each removal begins when no read or write of its key is in flight, and is retried."""
 
 from __future__ import annotations
 
@@ -18,55 +18,56 @@ from tiercache.tiers.base import Tier
 logger = logging.getLogger("tiercache.writer")
 
 _REMEMBERED_KEYS = 1 << 16
-"""Keys whose removal is tried again, at about 200 bytes each."""
+"""Limit of keys whose removal is retried, at about 200 bytes each."""
 _RETRY_S = 1.0
-"""Interval at which failed removals ask the breaker for another attempt. The breaker's pauses grow."""
+"""Interval in seconds at which failed removals ask the breaker for another attempt. The breaker's pauses grow."""
 _AT_ONCE = 64
-"""Removals by one task in one turn of the loop, from a tier that does not wait for anything."""
+"""Removals per task and iteration of the loop, for a tier that does not wait."""
 
 
 @dataclass(eq=False)
 class Request:
-    """The removal of the keys of one forget. A key is settled when it was removed, or that has failed once."""
+    """The removal of the keys of one forget. A key is settled when its removal has succeeded or failed once."""
 
     settled: asyncio.Future[None]
     """Done when all keys are settled."""
     left: int
-    """Keys that are not settled."""
+    """Number of keys that are not settled."""
     error: Exception | None = None
     over: bool = False
     """True once no caller waits for it."""
 
 
 class Removals:
-    """All methods belong to the event loop. Until a removal has ended the tier's traffic refuses its key, so one that hangs
-    or fails never brings a chunk back. It is tried again until it succeeds or the cache is closed: those that failed are
-    tried together when the breaker allows it. Each forget tries one key in any case: one chunk that cannot be removed says
-    little about others.
+    """Removals from one tier. Bound to the event loop.
+
+    Until a removal has ended the tier's traffic refuses its key, so a removal that hangs or fails never restores a
+    chunk. It is retried until it succeeds or the cache is closed: failed removals are retried together when the breaker
+    allows it. Each forget tries one key in any case, since one chunk that cannot be removed says little about others.
 
     The breaker is not that of writes: a full tier refuses writes, and removals make room there.
 
-    Once no caller waits for them, at most `_REMEMBERED_KEYS` keys are kept to be tried again. The chunks of the others stay
+    Once no caller waits for them, at most `_REMEMBERED_KEYS` keys are kept for retries. The chunks of the others stay
     in the tier, and this process neither reads nor writes them there until the cache is closed (`KeyTraffic.refuse`).
     """
 
     def __init__(self, tier: Tier, deadline_s: float) -> None:
-        """`deadline_s` is how long one removal may take before it counts as slow, and how long a write waits for it."""
+        """`deadline_s` is the time after which a removal counts as slow, and the longest time that a write waits for it."""
         self.tier = tier
         self.breaker = Breaker(BreakerSettings(slow_s=deadline_s))
         self._deadline_s = deadline_s
         self._wanted: dict[ChunkKey, tuple[Request, ...]] = {}
-        """Keys to be removed, with the requests that they belong to and that are not told yet."""
+        """Keys to remove, with the requests to notify."""
         self._due: deque[ChunkKey] = deque()
-        """Keys with nothing in flight, to be tried now."""
+        """Keys with no operation in flight, to be tried now."""
         self._failed: dict[ChunkKey, None] = {}
-        """Keys to be tried again."""
+        """Keys to be retried."""
         self._called = False
-        """True if the next one is tried whatever the breaker says: each forget tries one."""
+        """True if the next removal is tried whatever the breaker says: each forget tries one key."""
         self._lanes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
-        """Why the latest one that failed did."""
+        """The error of the latest failed removal."""
         self._progress = asyncio.Event()
         """Set when a removal has ended or failed."""
         self._closed = False
@@ -76,7 +77,10 @@ class Removals:
         return len(self._wanted)
 
     async def ended(self, key: ChunkKey) -> bool:
-        """Wait until `key` is not to be removed. Return False where that has failed, or takes longer than the deadline."""
+        """Wait until `key` is no longer to be removed.
+
+        Return False if the removal fails, or takes longer than the deadline.
+        """
         try:
             async with asyncio.timeout(self._deadline_s):
                 while self.tier.traffic.refuses(key):
@@ -89,7 +93,7 @@ class Removals:
         return True
 
     def request(self, keys: int) -> Request:
-        """Begin a request for so many keys, all different. The caller says with `leave` when it stops waiting for it."""
+        """Begin a request for `keys` distinct keys. The caller calls `leave` when it stops waiting for it."""
         request = Request(asyncio.get_running_loop().create_future(), keys)
         if keys:
             self._called = True
@@ -98,8 +102,7 @@ class Removals:
         return request
 
     def want(self, keys: Sequence[ChunkKey], request: Request) -> None:
-        """Begin to remove some of the keys of `request`, or join removals in flight: since those were wanted nothing was
-        written."""
+        """Begin to remove some of the keys of `request`, or join removals in flight, which cover all earlier writes."""
         for key in keys:
             before = self._wanted.get(key)
             if before is None:
@@ -114,7 +117,7 @@ class Removals:
         self._add_lanes()
 
     def leave(self, request: Request) -> None:
-        """Say that no caller waits for `request` any more. Keys that are too many to be remembered are given up."""
+        """Record that no caller waits for `request` any more. Keys beyond the limit are given up."""
         request.over = True
         excess = len(self._wanted) - _REMEMBERED_KEYS
         if excess <= 0 or self._closed:
@@ -134,7 +137,7 @@ class Removals:
             )  # fmt: skip
 
     async def settled(self) -> None:
-        """Wait until each key that was forgotten is removed, or that has failed."""
+        """Wait until the removal of each forgotten key has succeeded or failed once."""
         while len(self._failed) < len(self._wanted) and not self._closed:
             self._progress.clear()
             await self._progress.wait()
@@ -155,7 +158,7 @@ class Removals:
         self._tell(self._wanted, CacheClosed(f"{self.tier.name}: the cache was closed before a chunk was removed"))
 
     def _begin(self, key: ChunkKey) -> None:
-        """Called when the last read or write of a key that is to be removed has ended."""
+        """Called when the last read or write of a key to remove has ended."""
         if not self._closed:
             self._due.append(key)
             self._add_lanes()
@@ -174,7 +177,7 @@ class Removals:
                 if not removed % _AT_ONCE:
                     await asyncio.sleep(0)
         finally:
-            # Now, not when callbacks run: what is due in between would find a lane that takes no more.
+            # Now and not in a callback: a key due in between would rely on a lane that takes no more keys.
             task = asyncio.current_task()
             assert task is not None
             self._lanes.discard(task)
@@ -197,7 +200,7 @@ class Removals:
             await self.tier.remove(key)
             took_s = loop.time() - began_s
             if traffic.questions or traffic.answered != answered:
-                # Look-ups may have seen the chunk before it went, and told the tier's index since, or tell it only now.
+                # Lookups may have seen the chunk before its removal, and update the tier's index later.
                 if traffic.questions:
                     await asyncio.wait(list(traffic.questions))
                 await self.tier.remove(key)
@@ -216,7 +219,7 @@ class Removals:
         self._add_lanes()
 
     def _end(self, key: ChunkKey) -> None:
-        """Let the tier be asked for a key that was removed, or given up."""
+        """Allow operations on a key whose removal has succeeded or was given up."""
         self._tell([key], None)
         del self._wanted[key]
         self.tier.traffic.removed(key)
@@ -226,7 +229,7 @@ class Removals:
         self._tell(keys, error)
 
     def _tell(self, keys: Iterable[ChunkKey], error: Exception | None) -> None:
-        """Tell the requests of `keys` that these are settled."""
+        """Notify the requests of `keys` that these are settled."""
         for key in keys:
             requests, self._wanted[key] = self._wanted[key], ()
             for request in requests:
@@ -241,7 +244,7 @@ class Removals:
             self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self._retry)
 
     def _retry(self) -> None:
-        """Try again those that failed, when the breaker allows it."""
+        """Retry the failed removals when the breaker allows it."""
         self._timer = None
         if not self.breaker.would_allow(asyncio.get_running_loop().time()):
             self._retry_later()

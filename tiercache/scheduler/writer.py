@@ -1,6 +1,6 @@
-"""Write-behind: each tier has a bounded queue of leases and writes as many of them at a time as it takes on.
+"""Write-behind: each tier has a bounded queue of leases and its own limit of concurrent writes.
 
-`FanOut` offers what is put to all tiers that lack it, side by side.
+`FanOut` offers stored chunks to all tiers that lack them, concurrently.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tiercache.tiers.cpu import CpuTier
 logger = logging.getLogger("tiercache.writer")
 
 _FORGOTTEN_AT_ONCE = 256
-"""Keys that one `forget` handles in one turn of the loop."""
+"""Keys that a `forget` handles in one iteration of the loop."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,18 @@ class WriterSettings:
     queue_bytes: int
     queue_items: int = 65536
     on_full: str = "wait"
-    """wait: a `put` waits up to `wait_s` for room, for all of its chunks together, then skips. skip: the chunk is not
-    written to this tier. replace: the oldest queued chunk is not."""
+    """wait, skip or replace.
+
+    With wait, a `put` waits up to `wait_s` for room, for all of its chunks together, then skips. With skip, the chunk
+    is not written to this tier. With replace, the oldest queued chunk is dropped instead."""
     wait_s: float = 1.0
     attempts: int = 3
     first_pause_s: float = 0.05
-    """The pause before the second attempt; it doubles for each further one."""
+    """Pause in seconds before the second attempt; it doubles for each further attempt."""
     deadline_s: float = 30.0
     """A write that takes longer is abandoned: it counts as failed, and its memory stays leased until it ends."""
     most_at_once: int = 65536
-    """Writes at a time, whatever the tier takes on. It limits how much of the arena abandoned writes can keep."""
+    """Limit of concurrent writes, whatever the tier allows. It bounds the arena memory that abandoned writes can keep."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ class WriterStatistics:
     skipped: int = 0
     replaced: int = 0
     dropped: int = 0
-    """Chunks that were given up: the breaker was open, or every attempt failed."""
+    """Chunks given up because the breaker was open, or every attempt failed."""
     declined: int = 0
     """Chunks that the tier did not want: larger than its cap, or not admitted."""
     retried: int = 0
@@ -62,7 +64,7 @@ class WriterStatistics:
     writing: int = 0
     breaker: str = BreakerState.CLOSED.value
     seconds: Distribution = field(default_factory=lambda: Distribution.of(SECONDS))
-    """How long writes took that stored their chunk."""
+    """Durations of successful writes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,17 +75,17 @@ class _Write:
     lease: Lease
     task: asyncio.Task[None] | None = None
     began_s: float = 0.0
-    """The loop time at which the tier began with this attempt."""
+    """The loop time at which the tier began this attempt."""
     timer: asyncio.TimerHandle | None = None
     """Runs while the tier writes."""
     abandoned: bool = False
     wanted: bool = False
-    """The tier has come to want the chunk since it was offered."""
+    """True if the tier has come to want the chunk since it was offered."""
     ended: bool = False
 
 
 class TierWriter:
-    """Owns the leases in its queue. All methods belong to the event loop."""
+    """Owns the leases in its queue. Bound to the event loop."""
 
     def __init__(self, tier: Tier, settings: WriterSettings, breaker: BreakerSettings | None = None) -> None:
         self.tier = tier
@@ -93,14 +95,14 @@ class TierWriter:
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
         self._writing: set[_Write] = set()
         self._latest: dict[ChunkKey, _Write] = {}
-        """The latest write of each key in `_writing`, which waits for an earlier one: that has bytes that were forgotten."""
+        """The latest write of each key in `_writing`; it waits for an earlier write of forgotten bytes."""
         self._abandoned: set[_Write] = set()
         self.removals = Removals(tier, settings.deadline_s)
         self._room = asyncio.Event()
         self._line = asyncio.Lock()
-        """Held by the call that is the first in line for room."""
+        """Held by the first caller that waits for room."""
         self._waiting = 0
-        """Calls in line."""
+        """Number of callers that wait for room."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
@@ -109,7 +111,7 @@ class TierWriter:
 
     @property
     def pending(self) -> int:
-        """Chunks queued or being written."""
+        """Number of chunks queued or being written."""
         return len(self._queue) + len(self._writing)
 
     @property
@@ -118,13 +120,15 @@ class TierWriter:
         return [write.task for write in self._abandoned if write.task is not None]
 
     def holds(self, key: ChunkKey) -> bool:
-        """Return True if the bytes of `key` that were put since it was last forgotten are queued or being written."""
+        """Return True if the latest bytes of `key`, put since its last `forget`, are queued or being written."""
         return key in self._queue or (key in self._latest and self._latest[key].lease.findable)
 
     def enqueue_nowait(self, lease: Lease, *, first: bool = False) -> bool:
-        """Queue `lease` if there is room, or the policy makes room, and no call is in line for room but the caller, if it
-        is the `first`. Return True when the writer has taken care of the lease, be it by dropping it, and False when the
-        caller may wait for room with `enqueue`."""
+        """Queue `lease` if there is room, or the policy makes room, and no other call waits for room.
+
+        The waiting call itself passes `first`. Returns True if the writer has taken the lease, even to drop it, and
+        False if the caller may wait for room with `enqueue`.
+        """
         if self._closed or self._hangs or self._is_refused():
             self.counters.dropped += 1
             lease.release()
@@ -155,9 +159,11 @@ class TierWriter:
         return True
 
     async def enqueue(self, leases: deque[Lease], wait_budget: WaitBudget) -> None:
-        """Queue `leases` in their order, waiting for room as configured and as long as `wait_budget` lasts; the others are
-        skipped. Calls are served in the order in which they came. Takes the leases out of the deque, and takes care of all
-        of them in any case, cancellation included."""
+        """Queue `leases` in order, waiting for room as configured within `wait_budget`; skip the others.
+
+        Calls are served in order of arrival. Takes the leases out of the deque, and owns all of them in any case,
+        cancellation included.
+        """
         loop = asyncio.get_running_loop()
         until_s = wait_budget.until_s(loop.time(), self.settings.wait_s)
         self._waiting += 1
@@ -172,30 +178,34 @@ class TierWriter:
                         self._room.clear()
                         await self._room.wait()
         except TimeoutError:
-            pass  # the put had no more time for it
+            pass  # the put had no time left for it
         finally:
             self._waiting -= 1
             self.skip(leases)
 
     def skip(self, leases: deque[Lease]) -> None:
-        """Do not write these: there is no room for them. Takes them out of the deque."""
+        """Skip the writes of `leases` for lack of room. Takes them out of the deque."""
         self.counters.skipped += len(leases)
         while leases:
             leases.pop().release()
 
     def forget(self, keys: Sequence[ChunkKey], request: Request) -> None:
-        """Remove `keys` from the queue, and from the tier once their reads and writes in flight have ended. The tier is not
-        asked for them until then, and what is put of them is written after the removal."""
+        """Remove `keys` from the queue, and from the tier once their reads and writes in flight have ended.
+
+        The tier does not serve them until then, and later puts of them are written after the removal.
+        """
         self._release([lease for lease in map(self._queue.discard, keys) if lease is not None])
         self.removals.want(keys, request)
 
     async def drained(self) -> None:
-        """Wait until all is written or given up. Cancelling it changes nothing."""
+        """Wait until all chunks are written or given up. Cancellation changes nothing."""
         await self._idle.wait()
 
     async def close(self, until_s: float) -> int:
-        """Stop. Chunks still queued are given up; writes in flight may end until the loop time `until_s`, and are abandoned
-        then. Return how many chunks were not written."""
+        """Stop, and return how many chunks were not written.
+
+        Queued chunks are given up; writes in flight may end until the loop time `until_s`, and are abandoned then.
+        """
         self._closed = True
         self.removals.close()
         unwritten = len(self._queue)
@@ -219,11 +229,13 @@ class TierWriter:
         counters.writing = len(self._writing)
         return counters
 
-    # Writing
+    # Writes
 
     def _start_writes(self) -> None:
-        """Begin queued writes, as many at a time as the tier takes on. Abandoned ones count: they occupy its threads. While
-        one of them probes the tier the others wait in the queue."""
+        """Begin queued writes up to the tier's limit, which includes abandoned writes, since they occupy its threads.
+
+        While a write probes the tier, the others wait in the queue.
+        """
         now_s = asyncio.get_running_loop().time()
         while self._queue and len(self._writing) + len(self._abandoned) < self._places:
             if not self.breaker.allows(now_s):
@@ -236,7 +248,7 @@ class TierWriter:
             self._latest[key] = write = _Write(key, lease, began_s=now_s)
             self._writing.add(write)
             write.task = asyncio.create_task(self._write(write), name=f"tiercache-write-{self.tier.name}")
-            write.task.add_done_callback(partial(self._end, write))  # where it is cancelled before its first step
+            write.task.add_done_callback(partial(self._end, write))  # for a task that is cancelled before its first step
 
     async def _write(self, write: _Write) -> None:
         answered = False
@@ -250,7 +262,7 @@ class TierWriter:
             self._end(write)
 
     def _end(self, write: _Write, task: asyncio.Task[None] | None = None) -> None:
-        """Give back what a write holds, once nothing touches its memory any more. Idempotent."""
+        """Release the resources of a write once its memory is no longer in use. Idempotent."""
         if write.ended:
             return
         write.ended = True
@@ -260,8 +272,11 @@ class TierWriter:
         self._start_writes()
 
     async def _attempt(self, write: _Write) -> bool:
-        """Write a chunk, with retries. Return False if it is given up, True if the tier answered, or if the chunk was
-        forgotten and its removal has ended."""
+        """Write a chunk, with retries.
+
+        Returns False if it is given up, True if the tier answered, or if the chunk was forgotten and its removal has
+        ended.
+        """
         loop, lease, counters = asyncio.get_running_loop(), write.lease, self.counters
         tier = self.tier
         send = tier.write_device if lease.on_device and isinstance(tier, DeviceTier) else tier.write
@@ -327,7 +342,7 @@ class TierWriter:
             self._drop_queue()
 
     def _abandon(self, write: _Write) -> None:
-        """Wait no longer for a write. It keeps its memory and its place in the tier until it ends."""
+        """Stop waiting for a write. It keeps its memory and its place in the tier until it ends."""
         write.abandoned = True
         if write.timer is not None:
             write.timer.cancel()
@@ -349,26 +364,28 @@ class TierWriter:
 
     @property
     def _hangs(self) -> bool:
-        """Every place in the tier is taken by an abandoned write."""
+        """True if abandoned writes occupy every place in the tier."""
         return len(self._abandoned) >= self._places
 
     @property
     def _places(self) -> int:
-        """Writes at a time, abandoned ones included."""
+        """Limit of concurrent writes, including abandoned writes."""
         return min(self.tier.traits.write_concurrency, self.settings.most_at_once)
 
     @property
     def _stalls(self) -> bool:
-        """The tier has begun no write for as long as it may take to answer, or is being probed: no `put` waits for it."""
+        """True if the tier has begun no write within its deadline, or is being probed: no `put` waits for it."""
         now_s = asyncio.get_running_loop().time()
         patience_s = self.tier.patience_s
         return self.breaker.probing(now_s) or (patience_s is not None and now_s - self._moved_at_s > patience_s)
 
-    # The queue
+    # Queue
 
     def _needed_again(self, key: ChunkKey) -> None:
-        """Count another request for a chunk that is here already as an access. The tier may want by now what it is about to
-        decline."""
+        """Count another request for a pending chunk as an access.
+
+        The tier may now want a chunk that it was about to decline.
+        """
         if self.tier.used([key]) and key in self._latest:
             self._latest[key].wanted = True
 
@@ -386,8 +403,11 @@ class TierWriter:
 
 @dataclass(frozen=True)
 class FlushReport:
-    """Chunks by tier and by what became of them during a flush or a close. `pending` were neither written nor given up at
-    its end; `declined` were offered to the tier, which did not admit them or had them already."""
+    """Chunks by tier and outcome of a flush or a close.
+
+    `pending` chunks were neither written nor given up at its end; `declined` chunks were offered to the tier, which did
+    not admit them or had them already.
+    """
 
     written: dict[str, int] = field(default_factory=dict)
     pending: dict[str, int] = field(default_factory=dict)
@@ -400,19 +420,22 @@ class FlushReport:
 
 
 class FanOut:
-    """All writers of a cache. `keeps(key)` returns True if this cache is to write `key`: where several caches hold the same
-    bytes above the same tiers, one of them writes."""
+    """All writers of a cache.
+
+    `keeps(key)` returns True if this cache writes `key`: if several caches hold the same bytes above the same tiers,
+    only one writes.
+    """
 
     def __init__(self, writers: list[TierWriter], keeps: Callable[[ChunkKey], bool] = lambda key: True) -> None:
         self.writers = writers
         self._keeps = keeps
 
     async def offer(self, leases: Sequence[Lease], wait_budget: WaitBudget, staged: Sequence[Lease] = ()) -> None:
-        """Queue chunks for every tier that lacks them. Uses up the leases, also when cancelled.
+        """Queue chunks for every tier that lacks them. Consumes the leases, also when cancelled.
 
-        Each writer gets a lease of its own: on device memory where a chunk is `staged` there and the tier writes from it.
-        All writers are offered everything before any of them is waited for, and those with full queues are waited for side
-        by side, as long as the put's `wait_budget` lasts. A writer skips what does not fit then.
+        Each writer gets its own lease: on device memory if a chunk is `staged` there and the tier writes from it. All
+        writers are offered everything before any wait, and full queues are awaited concurrently, within the put's
+        `wait_budget`. A writer skips chunks that do not fit then.
         """
         waiting: dict[TierWriter, deque[Lease]] = {}
         nearest = list({lease.key: lease for lease in (*leases, *staged)}.values()) if staged else leases
@@ -440,8 +463,7 @@ class FanOut:
                 writer.skip(left)  # of a call that was cancelled before its first step
 
     def used(self, keys: Sequence[ChunkKey], cpu: CpuTier) -> None:
-        """Tell the tiers that a request was served with `keys`. Queue those that are hot and that a tier wants only now, as
-        it did not take them when they were put."""
+        """Record an access of a request to `keys` in the tiers. Queue hot chunks that a tier has come to want by it."""
         for writer in self.writers:
             for key in filter(self._keeps, writer.tier.used(keys)):
                 own = cpu.lease(key, writes=True)
@@ -449,16 +471,19 @@ class FanOut:
                     writer.skip(deque([own]))
 
     def continued(self, keys: Sequence[ChunkKey]) -> None:
-        """Tell the tiers that a session that has come back needs `keys`."""
+        """Tell the tiers that a continued session needs `keys`."""
         for writer in self.writers:
             writer.tier.continued(keys)
 
     async def forget(
         self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[Sequence[ChunkKey]], None]
     ) -> None:
-        """Remove chunks from every tier, waiting up to `timeout_s` for that; see `TierCache.forget`. `from_memory` is called
-        with the keys of a part in the step that keeps the tiers from being asked for them: nothing that begins in between
-        finds a chunk in a tier and brings it back. A cancellation leaves no key out."""
+        """Remove chunks from every tier, waiting up to `timeout_s`; see `TierCache.forget`. A cancellation leaves no
+        key out.
+
+        `from_memory` is called with the keys of a part in the same step that makes the tiers refuse them, so that no
+        operation in between finds a chunk in a tier and restores it.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         keys = list(dict.fromkeys(keys))
@@ -493,7 +518,7 @@ class FanOut:
             )
 
     async def flush(self, timeout_s: float) -> FlushReport:
-        """Drain all queues, each for up to `timeout_s`, side by side. Cancelling it changes nothing."""
+        """Drain all queues concurrently, each for up to `timeout_s`. Cancellation changes nothing."""
         before = self.counts()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -501,21 +526,21 @@ class FanOut:
         return self.report(before)
 
     async def drained(self) -> None:
-        """Wait until all is written or given up. Cancelling it changes nothing."""
+        """Wait until all chunks are written or given up. Cancellation changes nothing."""
         for writer in self.writers:
             await writer.drained()
 
     async def removed(self) -> None:
-        """Wait until what was forgotten is removed from every tier, or that has failed. Cancelling it changes nothing."""
+        """Wait until the removal of every forgotten chunk has succeeded or failed once. Cancellation changes nothing."""
         for writer in self.writers:
             await writer.removals.settled()
 
     def counts(self) -> dict[str, WriterStatistics]:
-        """Return what was counted up to now, by tier."""
+        """Return the counts so far, by tier."""
         return {writer.tier.name: replace(writer.counters) for writer in self.writers}
 
     def report(self, before: dict[str, WriterStatistics]) -> FlushReport:
-        """Return what has happened since `counts` returned `before`, and what is still to be written."""
+        """Return the changes since `counts` returned `before`, and the pending chunks."""
         since = [(writer.tier.name, before[writer.tier.name], writer.counters) for writer in self.writers]
         return FlushReport(
             written={name: now.written - then.written for name, then, now in since},
@@ -525,5 +550,5 @@ class FanOut:
         )
 
     async def close(self, until_s: float) -> None:
-        """Stop all writers side by side; see `TierWriter.close`."""
+        """Stop all writers concurrently; see `TierWriter.close`."""
         await asyncio.gather(*(writer.close(until_s) for writer in self.writers))

@@ -1,4 +1,4 @@
-"""What users and we test tiers with: `TierContract`, fault injection, a clock that jumps; `hf3fs`, an emulator of 3FS."""
+"""Tools to test tiers: `TierContract`, fault injection, a clock that jumps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["FaultyTier", "JumpingClockLoop", "MemoryTier", "TierContract", "chun
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the emulator's daemon, and peers' Pythons that have no pytest, live in this package too."""
+    """Import on first use, since a Python without pytest uses some modules of this package."""
     if name not in _HOME:
         raise AttributeError(f"module 'tiercache.testing' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"tiercache.testing.{_HOME[name]}"), name)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 _GRACE_S = 0.03
-"""Real time, or as much as the timer asks for if that is less, in which nothing arrives before the clock jumps."""
+"""Real seconds, at most the time to the next timer, without an event before the clock jumps."""
 _BEGAN_S = 1_000.0
 
 
@@ -33,14 +33,17 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 def _others_wait() -> bool:
-    """Return True if each other thread of this process waits for a lock, an event or another process, thus neither computes
-    nor waits for a processor or a disk. A thread may wake another between two looks, so both looks must find the same."""
+    """Return True if each other thread of this process waits for a lock, an event or another process.
+
+    Such threads neither compute nor wait for a processor or a disk. A thread may wake another between two checks, so
+    both checks must have the same result.
+    """
     first = _waiting_threads()
     return first is not None and first == _waiting_threads()
 
 
 def _waiting_threads() -> dict[str, list[str]] | None:
-    """Return for each other thread how often it was switched, or None if one of them runs."""
+    """Return the number of switches of each other thread, or None if any of them runs."""
     own = str(threading.get_native_id())
     switches = {}
     for thread in os.listdir("/proc/self/task"):
@@ -57,9 +60,12 @@ def _waiting_threads() -> dict[str, list[str]] | None:
 
 
 class JumpingClockLoop(asyncio.SelectorEventLoop):
-    """Use with `asyncio.Runner(loop_factory=JumpingClockLoop)`. Timers fire in order, at once. The clock is purely virtual:
-    real time does not move it, however slow the machine is. It stands while threads compute or use a disk, and while `busy`
-    returns True, which a test sets where threads wait for another process that will answer."""
+    """Use with `asyncio.Runner(loop_factory=JumpingClockLoop)`. Timers fire in order, at once.
+
+    The clock is purely virtual: real time does not move it, however slow the machine is. It stands while threads
+    compute or use a disk, and while `busy` returns True, which a test sets if threads wait for another process that
+    will answer.
+    """
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()

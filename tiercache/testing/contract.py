@@ -1,5 +1,4 @@
-"""The tests that every tier passes. Subclass `TierContract`, say how your tier is made, and run pytest with pytest-asyncio,
-in any mode.
+"""The tests that every tier passes: subclass `TierContract`, implement `make_tier`, and run pytest with pytest-asyncio.
 
 ```python
 class TestMyTier(TierContract):
@@ -40,22 +39,24 @@ def chunk(number: int, length_bytes: int = CHUNK_BYTES) -> tuple[ChunkKey, np.nd
 
 
 class TierContract:
-    """Tests that each tier passes. `chunk_bytes` is the largest payload that `make_tier`'s tier takes."""
+    """Tests that each tier passes. `chunk_bytes` is the largest payload of `make_tier`'s tier."""
 
     chunk_bytes = CHUNK_BYTES
     pytestmark = pytest.mark.asyncio
 
     async def make_tier(self, place: Path) -> Tier:
-        """Return a tier that is not open yet and keeps its data (if it keeps data) at `place`."""
+        """Return a tier that is not open yet and keeps its data (if any) at `place`."""
         raise NotImplementedError("say how your tier is made")
 
     async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
-        """Return a tier that has room for `chunks` chunks, and for `tenant_chunks` of each tenant (0: no quota), as
-        `make_tier` does; None for a tier without a cap, or without quotas."""
+        """Return a tier with room for `chunks` chunks, and for `tenant_chunks` of each tenant (0: no quota).
+
+        Otherwise as `make_tier`. Return None for a tier without a cap, or without quotas.
+        """
         return None
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        """Change one bit of the stored payload without the tier's knowledge. Return False when that cannot be done."""
+        """Change one bit of the stored payload without the tier's knowledge. Return False if that is impossible."""
         return False
 
     @pytest_asyncio.fixture
@@ -161,7 +162,7 @@ class TierContract:
         await tier.close()
 
     async def test_opening_that_is_cancelled_leaves_no_task(self, tmp_path: Path) -> None:
-        """A tier that was never open need not be closed."""
+        """Check that a tier that was never open need not be closed."""
         before = asyncio.all_tasks()
         for steps in range(12):
             tier = await self.make_tier(tmp_path)

@@ -1,4 +1,4 @@
-"""Tiers that misbehave on command. They are real tiers: what they store, they store."""
+"""Tiers with controllable faults. They are real tiers that store their chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiercache.tiers.base import Tier, TierStatistics, Traits
 
 
 class MemoryTier(Tier):
-    """The smallest tier that keeps the contract: a dictionary. For tests of what lies above a tier."""
+    """The smallest tier that satisfies the contract: a dictionary. For tests of the layers above a tier."""
 
     def __init__(self, name: str = "memory", traits: Traits | None = None) -> None:
         self.name = name
@@ -23,10 +23,10 @@ class MemoryTier(Tier):
         self.counters = TierStatistics()
 
     async def open(self) -> None:
-        """Nothing to open."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def contains(self, key: ChunkKey) -> bool:
         return key in self.chunks
@@ -59,10 +59,10 @@ class MemoryTier(Tier):
 
 
 class FaultyTier(WrappedTier):
-    """Any tier, with faults in front of it.
+    """A tier with faults in front of it.
 
-    `fail_reads` / `fail_writes` are exceptions to raise, one an operation, before the tier is asked. `gate`, while it is
-    not set, holds every operation back (a hung device); `entered` counts operations that have begun.
+    `fail_reads` / `fail_writes` are exceptions to raise, one per operation, before the tier is called. `gate`, while it
+    is not set, blocks every operation, like a hung device; `entered` counts operations that have begun.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -75,7 +75,7 @@ class FaultyTier(WrappedTier):
         self._arrived = asyncio.Condition()
 
     async def until_entered(self, operations: int) -> None:
-        """Wait until so many operations have begun."""
+        """Wait until `operations` operations have begun."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: self.entered >= operations)
 

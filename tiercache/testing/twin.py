@@ -1,5 +1,7 @@
-"""Host memory as an accelerator that works late: its streams are threads, and what they are given has not ended when the
-call that gave it returns. Code that forgets an event fails on it. It can be lost, as a GPU is that falls off its bus."""
+"""Host memory as an accelerator with asynchronous work: its streams are threads, and work ends after its call returns.
+
+Code that forgets an event fails on it. The device can be lost, like a GPU that falls off its bus.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _LOOK_S = 0.05
 
 
 class TwinStream:
-    """A daemon thread that runs what it is given, in order."""
+    """A daemon thread that runs its work in order."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -42,7 +44,7 @@ class TwinEvent:
 
 
 class TwinDriver(Driver):
-    """`total_bytes` is the memory that it pretends to have, `can_pin` what `pin` answers."""
+    """A driver that reports `total_bytes` of memory, and `can_pin` as the result of `pin`."""
 
     name = "twin"
 
@@ -54,7 +56,7 @@ class TwinDriver(Driver):
         self._idle = self.make_stream()
 
     def lose(self) -> None:
-        """From now on nothing works, and what was enqueued never ends."""
+        """Fail all operations from now on; enqueued work never ends."""
         self._lost.set()
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ class TwinDriver(Driver):
         self.synchronize(event)
 
     def _give(self, stream: Stream, work: Callable[[], Any]) -> None:
-        """A lost device does nothing with what it already has."""
+        """Enqueue work. A lost device does not run it."""
         stream.enqueue(lambda: None if self._lost.is_set() else work())
 
     def _await(self, event: TwinEvent) -> None:

@@ -1,4 +1,4 @@
-"""A tier in front of another one."""
+"""A tier in front of another tier."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Back ends. Each is an async coroutine-driven `Tier`; `TierContract` in `tiercache.testing` says what that means."""
+"""Storage tiers. Each is a `Tier`; `TierContract` in `tiercache.testing` specifies it."""

@@ -1,4 +1,4 @@
-"""The contract between the cache and anything that stores chunks."""
+"""The contract between the cache and its storage tiers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from tiercache.memory.arena import Arena
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a tier that the scheduler plans with."""
+    """The properties of a tier that the scheduler uses."""
 
     durable: bool = False
-    """Chunks outlive this process."""
+    """True if chunks outlive this process."""
     shared: bool = False
-    """Other processes may add and remove chunks: an unknown key is worth a `probe`."""
+    """True if other processes may add and remove chunks, so that a `probe` for an unknown key is worthwhile."""
     read_concurrency: int = 4
     write_concurrency: int = 4
     prefetches_apart: bool = False
-    """Prefetches have places of their own, as many as reads, and give way to reads: see `Tier.prefetch`."""
+    """True if prefetches have separate places, as many as reads, and give way to reads: see `Tier.prefetch`."""
 
 
 @dataclass
 class TierStatistics:
-    """Counters since `open`, in chunks and payload bytes. `resident` and `occupied_bytes` (physical) are the state now."""
+    """Counters since `open`, in chunks and payload bytes.
+
+    `resident` and `occupied_bytes` (physical) are the current state.
+    """
 
     reads: int = 0
     read_bytes: int = 0
@@ -41,22 +44,23 @@ class TierStatistics:
     writes: int = 0
     written_bytes: int = 0
     stored_bytes: int = 0
-    """The bytes that `written_bytes` took after compression; 0 where the tier never compresses. Chunks that another process
-    stored first count as well."""
+    """Bytes of `written_bytes` after compression; 0 if the tier never compresses.
+
+    Includes chunks that another process stored first."""
     write_failures: int = 0
     evicted: int = 0
     corrupt: int = 0
     read_again: int = 0
-    """Reads that failed verification and were tried once more."""
+    """Reads that failed verification and were tried again."""
     strays: int = 0
     resident: int = 0
     occupied_bytes: int = 0
     mapped_bytes: int = 0
-    """Bytes that this process has mapped now, in a tier whose chunks are mapped."""
+    """Bytes currently mapped by this process, in a tier whose chunks are mapped."""
     unlinked_bytes: int = 0
-    """Mapped bytes whose files were deleted since. They take memory that no `occupied_bytes` counts."""
+    """Mapped bytes whose files have been deleted. They use memory that no `occupied_bytes` counts."""
     tenants: dict[str, TenantStatistics] = field(default_factory=dict)
-    """Tenants by their tags in hex, where they have quotas; see `tiercache.core.tenants.shown`."""
+    """Tenants by their tags in hex, if they have quotas; see `tiercache.core.tenants.shown`."""
 
 
 class _Offered:
@@ -72,14 +76,14 @@ class _Offered:
 
 
 class Tier(ABC):
-    """A place for chunks.
+    """A store of chunks.
 
-    All methods are called on one event loop and must not block it: what may take longer than a dictionary look-up runs in a
-    thread or is awaited. Every payload is a uint8 vector in page-aligned memory whose length is padded to 4096 bytes. A tier
-    may transfer the padding, and returns only payload lengths.
+    All methods are called on one event loop and must not block it: anything slower than a dictionary lookup runs in a
+    thread or is awaited. Every payload is a uint8 vector in page-aligned memory whose length is padded to 4096 bytes. A
+    tier may transfer the padding, and returns only payload lengths.
 
-    Cancellation: a cancelled `read` or `write` may go on in its thread, but raises CancelledError only when the tier no
-    longer touches the payload's memory. The scheduler does not cancel: it stops waiting and keeps the memory.
+    Cancellation: a cancelled `read` or `write` may continue in its thread, but raises CancelledError only when the tier
+    no longer uses the payload's memory. The scheduler does not cancel: it stops waiting and keeps the memory.
     """
 
     name: str
@@ -87,12 +91,13 @@ class Tier(ABC):
     reads: bool = True
     """False if the configuration excludes the tier from reads."""
     writes: bool = True
-    """False if the configuration excludes the tier from writes. Set before `open`. Such a tier changes nothing in its
-    storage: it evicts and removes nothing, corrupt chunks included."""
+    """False if the configuration excludes the tier from writes. Set before `open`.
+
+    Such a tier changes nothing in its storage: it evicts and removes nothing, corrupt chunks included."""
     patience_s: float | None = None
-    """The time after which a get goes on with the next tier; None: as long as its deadline allows."""
+    """Seconds after which a get continues with the next tier; None means the deadline of the get."""
     open_s: float = 30.0
-    """The time that `open` may take. After that the cache cancels it, and the start fails."""
+    """Limit in seconds for `open`. After it the cache cancels `open`, and the start fails."""
 
     @property
     def serves_device(self) -> bool:
@@ -101,23 +106,22 @@ class Tier(ABC):
 
     @cached_property
     def traffic(self) -> KeyTraffic:
-        """The operations in flight by key, so that a removal has its key to itself. The scheduler keeps it; a tier does not
-        need it."""
+        """The operations in flight by key, so that a removal excludes others on its key. Used only by the scheduler."""
         return KeyTraffic()
 
     def use_arena(self, arena: Arena) -> None:  # noqa: B027 - most tiers need not know
-        """Called before `open` with the memory that payloads lie in, for tiers that register it."""
+        """Called before `open` with the memory that holds payloads, for tiers that register it."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Make the tier usable. Raises TierUnavailable or ConfigError with what to do about it."""
+        """Make the tier usable. Raises TierUnavailable or ConfigError that says what to do."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Give back everything that the tier holds. Idempotent; does not wait for operations that hang."""
+        """Release everything that the tier holds. Idempotent; does not wait for operations that hang."""
 
     def describe(self) -> str:
-        """Return a phrase for a log line that says what and where the tier is."""
+        """Return a phrase for a log line with the kind and place of the tier."""
         return self.name
 
     @abstractmethod
@@ -125,65 +129,71 @@ class Tier(ABC):
         """Return True if the tier knows that it has `key`, from memory. On shared tiers it may be wrong either way."""
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:  # noqa: B027 - most tiers are never asked to
-        """Call `on_change` on the loop, with little delay, whenever the answer of `contains` changes for a key, also where
-        another process is the cause. A key may be named though nothing has changed. Called once the tier is open."""
+        """Call `on_change` on the loop soon after the answer of `contains` changes for a key.
+
+        This includes changes by other processes, and may include keys without a change. Called once the tier is open.
+        """
 
     def offers(self, key: ChunkKey) -> bool:
         """Return True if the tier contains `key` and it is not being removed."""
         return self.contains(key) and not self.traffic.refuses(key)
 
     def offered(self) -> Sequence[Container[ChunkKey]]:
-        """Return containers that have the keys which `offers` is True for: a dictionary spares a call for each key. They are
-        valid until something else runs on the loop."""
+        """Return containers of the keys that `offers` is True for: a dictionary avoids a call for each key.
+
+        They are valid until other code runs on the loop.
+        """
         return (_Offered(self.offers),)
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many of `keys`, from the first on without a gap, the tier knows that it has."""
+        """Return the length of the prefix of `keys` that the tier knows it has."""
         for position, key in enumerate(keys):
             if not self.contains(key):
                 return position
         return len(keys)
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """Like `prefix`, but ask the storage about keys that memory does not know. Only called on shared tiers."""
+        """Return the result of `prefix` after asking the storage about unknown keys. Only called on shared tiers."""
         return self.prefix(keys)
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return for each key by itself whether the storage has it. Override it where one request can ask for many."""
+        """Return for each key if the storage has it. Override it if one request can ask for many."""
         return [bool(await self.probe([key])) for key in keys]
 
     @abstractmethod
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Read and verify the chunk into `into` (uint8, at least the padded payload). Return the payload's length, or None
-        for a miss. The caller zeroes the padding.
+        """Read and verify the chunk into `into` (uint8, at least the padded payload).
 
-        Raises CorruptChunk when verification fails; by then the chunk is gone from the tier, or not offered any more where
-        the tier is only read. Raises TierUnavailable or OSError when the tier failed.
+        Returns the payload's length, or None for a miss. The caller zeroes the padding. Raises CorruptChunk if
+        verification fails; by then the chunk has been removed from the tier, or is no longer offered if the tier is
+        read-only. Raises TierUnavailable or OSError if the tier failed.
         """
 
     async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Like `read`, for a chunk without a waiter: it may take a little longer so that reads go first."""
+        """Read as `read` does, for a chunk without a waiter: it may take a little longer so that reads go first."""
         return await self.read(key, into)
 
     def hurry(self, key: ChunkKey) -> None:  # noqa: B027 - most tiers prefetch as they read
-        """Called when a prefetch in flight has got a waiter."""
+        """Called when a prefetch in flight has gained a waiter."""
 
     @abstractmethod
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         """Store `payload[:payload_bytes]`; `payload` itself is padded with zeroes to a multiple of 4096 bytes.
 
-        Return True when the chunk is stored or was there already, False when the tier declines it. Raises TierFull when
-        there is no room and nothing to evict, TierUnavailable or OSError when the tier failed. A partial write is never
+        Returns True if the chunk is stored or was there already, False if the tier declines it. Raises TierFull if
+        there is no room and nothing to evict, TierUnavailable or OSError if the tier failed. A partial write is never
         visible.
         """
 
     def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """Called when a request was served with `keys` by any tier, or put keys that are here. Return those that the tier
-        lacks and wants now."""
+        """Called when a request was served with `keys` by any tier, or put `keys` that are resident.
+
+        Returns the keys that the tier lacks and now wants.
+        """
         return ()
 
     def continued(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - most tiers take everything
-        """Called when a session that has come back at least once needs `keys`, some of which may still have to be put."""
+        """Called when a session with a further turn needs `keys`, some of which may still have to be put."""
 
     @abstractmethod
     async def remove(self, key: ChunkKey) -> bool:
@@ -197,9 +207,9 @@ class Tier(ABC):
 class DeviceTier(Tier):
     """A tier that also moves chunks between its storage and device memory.
 
-    Payloads are tensors uint8[n] in a slot of the device pool, padded like host payloads. The tier may use the 4096 bytes
-    before a payload, which belong to the slot too: a chunk's header lies there, as it does in a file. Cancellation is that
-    of `read` and `write`.
+    Payloads are tensors uint8[n] in a slot of the device pool, padded like host payloads. The tier may use the 4096
+    bytes before a payload, which belong to the slot too: they hold the chunk's header, as in a file. Cancellation is as
+    in `read` and `write`.
     """
 
     @property
@@ -209,8 +219,8 @@ class DeviceTier(Tier):
 
     @abstractmethod
     async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
-        """Like `read`, verification included, into device memory. The tier zeroes the padding."""
+        """Read as `read` does, verification included, into device memory. The tier zeroes the padding."""
 
     @abstractmethod
     async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
-        """Like `write`, from device memory that no stream is writing to."""
+        """Write as `write` does, from device memory that no stream is writing to."""

@@ -50,7 +50,7 @@ class Packed:
 
     @property
     def payload(self) -> np.ndarray:
-        """uint8[header.payload_bytes]."""
+        """The stored payload without padding, uint8[header.payload_bytes]."""
         return self.padded[: self.header.payload_bytes]
 
     def __enter__(self) -> Packed:
@@ -61,7 +61,7 @@ class Packed:
 
 
 class Compression:
-    """The compression of one tier. All methods may be called in any thread.
+    """The compression of a tier. All methods may be called in any thread.
 
     `mode` is none, lz4, zstd or auto (zstd where `CompressionChoice` says so). Compressed payloads are read in every mode.
     Memory: one buffer of a chunk's length for each concurrent write, and one for each thread that reads compressed chunks,
@@ -69,11 +69,14 @@ class Compression:
     """
 
     def __init__(self, mode: str = "none", item_bytes: int = 1, *, concurrency: int = 4, tier: str = "") -> None:
-        """`item_bytes` is the length of a number of the KV, `concurrency` the number of writes at a time, `tier` the name in
-        messages. Raises ConfigError if the library is missing, except for `auto`, which then stores plain payloads."""
+        """`item_bytes` is the length of a number of the KV, `concurrency` the number of concurrent writes.
+
+        `tier` is the name in messages. Raises ConfigError if the library is missing, except for `auto`, which then
+        stores plain payloads.
+        """
         self.mode = mode
         self.stored_bytes = 0
-        """The total length of all payloads that were sent, after compression."""
+        """Total length of all payloads sent, after compression."""
         self._item = np.dtype(f"u{item_bytes}")
         self._lock = threading.Lock()
         self._choice = CompressionChoice(concurrency) if mode == "auto" else None
@@ -92,8 +95,10 @@ class Compression:
                 self._choice = None
 
     def pack(self, key: ChunkKey, fingerprint: bytes, padded: np.ndarray, payload_bytes: int) -> Packed:
-        """Compress the first `payload_bytes` of `padded` (uint8). Returns the chunk in a buffer, or in `padded` itself if it
-        is stored plain; then the padding is as the caller left it."""
+        """Compress the first `payload_bytes` of `padded` (uint8).
+
+        Returns the chunk in a buffer, or in `padded` itself if it is stored plain; then the padding is unchanged.
+        """
         plain = padded[:payload_bytes]
         codec = self._next_codec(plain)
         if codec is not Codec.PLAIN:
@@ -162,7 +167,7 @@ def compress(plain: np.ndarray, codec: Codec, item: np.dtype[Any], into: np.ndar
 
 
 def unpacked(header: Header, into: np.ndarray) -> int:
-    """Decompress the payload of `header`, whose stored bytes are in `into` and match the header's checksum, in place.
+    """Decompress the payload of `header` in place. Its stored bytes are in `into` and match the header's checksum.
 
     Return the plain length. Writes nothing outside of `into`. Raises CorruptChunk if a frame is invalid, or the plain
     payload does not fit or match its checksum; TierUnavailable if the library is missing.
@@ -223,7 +228,7 @@ def _scratch(size_bytes: int) -> np.ndarray:
 
 
 def _pages(size_bytes: int) -> np.ndarray:
-    """Return memory aligned to 4096 bytes, on huge pages where the system has them."""
+    """Return memory aligned to 4096 bytes, on huge pages if the system has them."""
     memory = mmap.mmap(-1, size_bytes)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

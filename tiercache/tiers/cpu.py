@@ -1,10 +1,10 @@
-"""The CPU tier: the hot cache, and the staging memory of everything that passes through.
+"""The CPU tier: the hot cache, and the staging memory of all transfers.
 
-Residency is decided synchronously on the loop. A chunk is resident while it has a slot. A lease keeps the slot from being
-reused, and every chunk that a write queue still has to write is leased by it.
+Residency is decided synchronously on the loop. A chunk is resident while it has a slot. A lease keeps the slot from
+being reused, and a write queue leases every chunk that it still has to write.
 
-A tenant at its quota gets the next slot from its own coldest leaf, or waits, and other tenants do not wait for it. Pins and
-prefetches take a part of the quota at most, as they do of the whole hot cache, so that reads and writes find room.
+A tenant at its quota gets the next slot from its own coldest leaf, or waits, and other tenants do not wait for it. Pins
+and prefetches use at most a part of the quota, as of the whole hot cache, so that reads and writes find room.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from tiercache.tiers.base import Tier, TierStatistics
 
 
 class SlotQuotas:
-    """The slots of each tenant: also those that are being filled, and those of removed chunks that are still leased."""
+    """The slots of each tenant, including those being filled, and those of removed chunks that are still leased."""
 
     def __init__(self, quota_bytes: int, slots: int, slot_bytes: int, prefetch_share: float) -> None:
-        """`quota_bytes` is every tenant's; `prefetch_share` the part of it for pins and prefetches."""
+        """`quota_bytes` is every tenant's quota, and `prefetch_share` its part for pins and prefetches."""
         self.shares = Shares(quota_bytes)
         self.slots = quota_bytes // slot_bytes
-        """The quota of a tenant."""
+        """Quota of a tenant in slots."""
         self._slot_bytes = slot_bytes
         self._owners: list[Tenant | None] = [None] * slots
         self._most_pinned = int(prefetch_share * self.slots)
         self._pinned: dict[Tenant, int] = {}
-        """Slots that are pinned, or being read into for a prefetch."""
+        """Slots per tenant that are pinned, or being read into for a prefetch."""
 
     def owner(self, slot: Slot) -> Tenant | None:
         return self._owners[slot]
@@ -87,7 +87,7 @@ class SlotQuotas:
 
 
 class CpuTier(LeaseOwner, Tier):
-    """Slots, residents, leases. Chunks come by `publish`, so `write` declines them."""
+    """Slots, residents, leases. Chunks arrive by `publish`, so `write` declines them."""
 
     name = "cpu"
 
@@ -101,9 +101,9 @@ class CpuTier(LeaseOwner, Tier):
         quota_bytes: int = 0,
         prefetch_share: float = 1.0,
     ) -> None:
-        """`keep` is `local_cpu`: without it a chunk goes when its last lease ends.
+        """`keep` is `local_cpu`: without it a chunk is removed when its last lease ends.
 
-        `quota_bytes` limits each tenant, 0 for none; pins and prefetches may take `prefetch_share` of a quota.
+        `quota_bytes` limits each tenant, 0 means no limit; pins and prefetches may use `prefetch_share` of a quota.
         """
         super().__init__()
         self.pool = pool
@@ -118,7 +118,7 @@ class CpuTier(LeaseOwner, Tier):
         self.tombstones = Tombstones()
         """Chunks that were forgotten while puts and reads are in flight."""
         self.wait_queue = WaitQueue(self._take_slot, self.abandon, self._blocks_only_itself)
-        """The waiters for a slot."""
+        """Waiters for a slot."""
         self._statistics = TierStatistics()
         self._on_change: Callable[[ChunkKey], None] | None = None
 
@@ -141,7 +141,7 @@ class CpuTier(LeaseOwner, Tier):
 
     @property
     def residents(self) -> Collection[ChunkKey]:
-        """The keys that `contains` is True for: a look into it costs no call."""
+        """The keys that `contains` is True for: a lookup in it costs no call."""
         return self._entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
@@ -154,8 +154,10 @@ class CpuTier(LeaseOwner, Tier):
         self._on_change = on_change
 
     def lease(self, key: ChunkKey, *, writes: bool = False, counted: bool = False) -> Lease | None:
-        """Return a lease on a resident chunk, or None. A reader's lease is an access unless that is `counted` already; a
-        writer's is none."""
+        """Return a lease on a resident chunk, or None.
+
+        A reader's lease is an access unless that is `counted` already; a writer's is not.
+        """
         if (entry := self._entries.get(key)) is None:
             return None
         return self.begin_lease(entry, WRITE) if writes else self.serve(entry, READ, counted=counted)
@@ -166,41 +168,45 @@ class CpuTier(LeaseOwner, Tier):
         return None if entry is None else self.begin_lease(entry, PREFETCH)
 
     def access(self, keys: Sequence[ChunkKey], *, prefix: bool = True) -> int:
-        """Refresh the residents among `keys`, which follow one another where they are a prefix. Return the time of the
-        access, which `publish` takes for the chunks that are missing."""
+        """Refresh the residents among `keys`, which follow one another if they are a `prefix`.
+
+        Returns the time of the access, which `publish` needs for the missing chunks.
+        """
         return self._order.access(keys, prefix=prefix)
 
     def renew(self, keys: Sequence[ChunkKey]) -> None:
-        """Make the residents among `keys`, a prefix that is expected soon, as recent as an access would. None is counted."""
+        """Make the residents among `keys`, an expected prefix, as recent as an access would, without counting an access."""
         self._order.renew(keys)
 
     def link(self, keys: Sequence[ChunkKey], time: int | None = None) -> None:
-        """Record that `keys` follow one another in a prefix: none is evicted before those behind it. `time` is what `access`
-        returned for them."""
+        """Record that `keys` follow one another in a prefix: no key is evicted before its descendants.
+
+        `time` is the result of `access` for them.
+        """
         self._order.link(keys, time)
 
     # Slots
 
     @property
     def most_slots(self) -> int:
-        """The slots that one tenant may have."""
+        """Limit of slots for a tenant."""
         return self.pool.count if self._quotas is None else min(self.pool.count, self._quotas.slots)
 
     @property
     def obtainable(self) -> int:
-        """Slots that are free or evictable now."""
+        """Number of slots that are free or evictable now."""
         return self.pool.free + self._order.evictable
 
     def spares(self, key: ChunkKey) -> bool:
-        """Return True if a resident may be pinned: reads and writes have enough slots besides."""
+        """Return True if a resident may be pinned: enough slots are left for reads and writes."""
         pinnable = self._quotas is None or self._quotas.may_pin(tenant_of(key))
         return pinnable and self.budget.allows(PREFETCH, self.obtainable)
 
     def try_reserve(self, purpose: Purpose, key: ChunkKey | None = None) -> Slot | None:
-        """Return a slot to fill, evicting the first victim when none is free; None when the budget does not allow it or
-        others wait already. `key` is the key of the chunk to be.
+        """Return a slot to fill, evicting the first victim if none is free.
 
-        The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
+        Returns None if the budget does not allow it or others wait already. `key` is the key of the chunk to fill. The
+        slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
         waiting = self.wait_queue.waiting[purpose]
         if waiting and any(not self._blocks_only_itself(purpose, turn.key) for turn in waiting):
@@ -208,7 +214,7 @@ class CpuTier(LeaseOwner, Tier):
         return self._take_slot(purpose, key)
 
     def try_reserve_all(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
-        """Reserve slots to write `keys`, all different, up to the first one that gets none; see `try_reserve`."""
+        """Reserve slots to write distinct `keys`, up to the first key without a slot; see `try_reserve`."""
         if self._quotas is not None:
             reserved: dict[ChunkKey, Slot] = {}
             for key in keys:
@@ -228,14 +234,15 @@ class CpuTier(LeaseOwner, Tier):
         return dict(zip(keys, slots, strict=False))
 
     async def reserve(self, purpose: Purpose, timeout_s: float, key: ChunkKey | None = None) -> Slot | None:
-        """Reserve a slot as `try_reserve` does, waiting up to `timeout_s` for leases to end. Cancelled, it holds nothing.
+        """Reserve a slot as `try_reserve` does, waiting up to `timeout_s` for leases to end. Holds nothing if
+        cancelled.
 
-        Raises CacheClosed when the cache is closed meanwhile.
+        Raises CacheClosed if the cache is closed meanwhile.
         """
         slot = self.try_reserve(purpose, key)
         if slot is None:
             if timeout_s <= 0:
-                await asyncio.sleep(0)  # a caller that is refused again and again must not keep the loop
+                await asyncio.sleep(0)  # a caller that is refused repeatedly must not block the loop
             until_s = asyncio.get_running_loop().time() + timeout_s
             slot = await self.wait_queue.wait(purpose, lambda: until_s, key)
             if slot is None and self.wait_queue.closed:
@@ -251,11 +258,10 @@ class CpuTier(LeaseOwner, Tier):
         parent: ChunkKey | None = None,
         time: int | None = None,
     ) -> Lease:
-        """Make a filled slot the chunk `key`, and take a lease of that purpose. `parent` is the chunk before it in its
-        prefix, `time` that of its access.
+        """Publish a filled slot as the chunk `key`, and return a lease of that purpose.
 
-        When the key is resident by now, the first copy stays and the slot is free again: leases on the first copy go on, and
-        equal keys have equal bytes.
+        `parent` is the previous chunk in its prefix, `time` the time of its access. If the key is resident by now, the
+        first copy stays and the slot is freed: leases on the first copy continue, and equal keys have equal bytes.
         """
         quotas = self._quotas
         if quotas is not None and purpose is PREFETCH:
@@ -282,7 +288,7 @@ class CpuTier(LeaseOwner, Tier):
     def publish_all(
         self, fills: Mapping[ChunkKey, Fill], parents: Mapping[ChunkKey, ChunkKey], times: Mapping[ChunkKey, int]
     ) -> None:
-        """Publish what a put has filled, without leases: no tier writes it, so it may be evicted at once."""
+        """Publish the filled slots of a put, without leases: no tier writes them, so they may be evicted at once."""
         for key, (slot, payload_bytes, _) in fills.items():
             if key in self._entries:
                 self._free(slot)
@@ -297,7 +303,7 @@ class CpuTier(LeaseOwner, Tier):
         self.wait_queue.serve()
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
-        """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""
+        """Release a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""
         if self._quotas is not None and purpose is PREFETCH:
             self._quotas.pin(self._quotas.owner(slot), -1)
         self.budget.give_back(purpose)
@@ -305,8 +311,10 @@ class CpuTier(LeaseOwner, Tier):
         self.wait_queue.serve()
 
     def forget(self, key: ChunkKey) -> bool:
-        """Make `key` invisible at once, and discard what operations in flight bring of it. Its slot is free when its leases
-        have ended."""
+        """Make `key` invisible at once, and discard the results of operations in flight on it.
+
+        Its slot is free when its leases have ended.
+        """
         self.tombstones.forget([key])
         return self._drop(key)
 
@@ -323,7 +331,7 @@ class CpuTier(LeaseOwner, Tier):
         return True
 
     def clear(self) -> int:
-        """Remove every chunk that is not being written; return how many. Chunks in flight arrive."""
+        """Remove every chunk that is not being written, and return their number. Chunks in flight arrive later."""
         clean = [key for key, entry in self._entries.items() if purpose_of(entry.leases) is not WRITE]
         for key in clean:
             self._drop(key)
@@ -397,7 +405,7 @@ class CpuTier(LeaseOwner, Tier):
             self.wait_queue.serve()
 
     def _count(self, entry: Resident, change: int) -> None:
-        """Change the leases of a chunk that others lease as well."""
+        """Change the number of leases on a chunk with further leases."""
         before = purpose_of(entry.leases)
         entry.leases += change
         after = purpose_of(entry.leases)
@@ -405,7 +413,7 @@ class CpuTier(LeaseOwner, Tier):
             assert before is not None and after is not None
             self.budget.give_back(before)
             self.budget.take(after)
-            self.wait_queue.serve()  # a slot that counts for another purpose may leave one to a waiter
+            self.wait_queue.serve()  # a slot that counts for another purpose may free another for a waiter
 
     def _changed(self, key: ChunkKey) -> None:
         if self._on_change is not None:
@@ -417,7 +425,7 @@ class CpuTier(LeaseOwner, Tier):
         self.pool.give_back(slot)
 
     def _evict(self, most: int, tenant: Tenant | None = None) -> list[Slot]:
-        """Evict the coldest leaves, of one tenant where it is given. Return their slots, `most` or as many as there are."""
+        """Evict the coldest leaves, of `tenant` if given. Return at most `most` slots."""
         slots: list[Slot] = []
         while len(slots) < most and (victim := self._order.pop_victim(tenant)) is not None:
             victim.hot = False
@@ -452,7 +460,7 @@ class CpuTier(LeaseOwner, Tier):
     # Quotas
 
     def _tenant_at_quota(self, key: ChunkKey | None) -> Tenant | None:
-        """Return the tenant of `key` if it has to give up a chunk of its own for this one."""
+        """Return the tenant of `key` if it has to evict its own chunk for `key`."""
         if self._quotas is None:
             return None
         tenant = b"" if key is None else tenant_of(key)
@@ -485,5 +493,5 @@ class StagingTier(CpuTier):
 
     async def _copy(self, into: np.ndarray, view: Tensor) -> None:
         device, lane = self.device, self.device.storing
-        # However long that takes: the caller gives the memory to others when this has ended.
+        # Without a deadline, since the caller reuses the memory after this.
         await wait_shielded(device.run(lane, device.driver.copy, host_tensor(into), view, lane.stream))

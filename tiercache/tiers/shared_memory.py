@@ -63,7 +63,7 @@ class Mapped:
         self.leases = 0
         self.hot = True
         self.file: MappedFile | None = file
-        """None once it is unmapped."""
+        """None once the chunk is unmapped."""
         self.length_bytes = file.memory.nbytes
         self.unlinked = False
         """True once the file has lost its name."""
@@ -72,9 +72,9 @@ class Mapped:
 class Mappings(LeaseOwner):
     """The mapped chunks of a tier, and the owner of the leases on them.
 
-    Keeps at most `most_bytes` and `most_chunks` of chunks without a lease, and unmaps the least recently used one first.
-    All methods belong to the event loop. `unmap` drops a list of mapped files in a thread, which takes a part of the time
-    that copying them would take.
+    Keeps at most `most_bytes` and `most_chunks` of chunks without a lease, and unmaps the least recently used first.
+    All methods belong to the event loop. `unmap` drops a list of mapped files in a thread, which is faster than copying
+    them.
     """
 
     def __init__(self, unmap: Callable[[list[MappedFile]], None]) -> None:
@@ -85,9 +85,9 @@ class Mappings(LeaseOwner):
         """Chunks that were forgotten while others are being mapped."""
         self.mapped_bytes = 0
         self.unlinked_bytes = 0
-        """Mapped bytes of deleted files, which no capacity counter has. They are freed with their last leases."""
+        """Mapped bytes of deleted files, which no capacity counter includes. They are freed with their last leases."""
         self.on_gone: Callable[[ChunkKey], None] | None = None
-        """Called when a chunk is not found here any more."""
+        """Called when a chunk can no longer be found here."""
         self._entries: OrderedDict[ChunkKey, Mapped] = OrderedDict()
         self._unmap = unmap
         self._unmapping: list[MappedFile] = []
@@ -98,7 +98,7 @@ class Mappings(LeaseOwner):
         self.most_bytes = most_bytes
 
     def close(self) -> None:
-        """Drop all chunks. Leased ones stay mapped until their leases end."""
+        """Drop all chunks. Leased chunks stay mapped until their leases end."""
         self._closed = True
         self.clear()
         self.hand_over()
@@ -110,7 +110,7 @@ class Mappings(LeaseOwner):
         return key in self._entries
 
     def keys(self) -> list[ChunkKey]:
-        """Return the keys of the chunks that are found here."""
+        """Return the keys of the chunks that can be found."""
         return list(self._entries)
 
     def get(self, key: ChunkKey) -> Mapped | None:
@@ -128,7 +128,7 @@ class Mappings(LeaseOwner):
         return self.serve(entry, purpose, counted=False)
 
     def add(self, key: ChunkKey, file: MappedFile, purpose: Purpose, *, findable: bool) -> Lease:
-        """Add a chunk that was just mapped and return its first lease. If it is not `findable`, no look-up finds it."""
+        """Add a chunk that was just mapped and return its first lease. If it is not `findable`, no lookup finds it."""
         entry = self._entries.get(key) if findable else None
         if entry is not None and entry.file is not None and entry.file.inode != file.inode:
             self._remove(entry)
@@ -162,13 +162,14 @@ class Mappings(LeaseOwner):
         if not entry.leases and (entry.unlinked or not entry.hot):
             self._drop(entry)
 
-    # Chunks that go
+    # Removal of chunks
 
     def lost(self, key: ChunkKey, *, replaced: bool = False) -> bool:
-        """Record that the file of a chunk has lost its name. Return True if nothing holds the chunk, so that it is unmapped.
+        """Record that the file of a chunk has lost its name. Return True if the chunk has no lease, so that it is
+        unmapped.
 
-        A leased chunk is found until its leases end, since its memory is taken until then in any case, but not if another
-        file has `replaced` its own.
+        A leased chunk can be found until its leases end, since its memory is in use until then in any case, except if
+        another file has `replaced` its own.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -180,19 +181,19 @@ class Mappings(LeaseOwner):
         return not entry.leases
 
     def forget(self, key: ChunkKey) -> None:
-        """Make a chunk invisible at once, one that is being mapped included."""
+        """Make a chunk invisible at once, including a chunk that is being mapped."""
         self.tombstones.forget([key])
         entry = self._entries.get(key)
         if entry is not None:
             self._remove(entry)
 
     def clear(self) -> None:
-        """Drop all chunks; leased ones are unmapped when their leases end."""
+        """Drop all chunks; leased chunks are unmapped when their leases end."""
         for entry in list(self._entries.values()):
             self._drop(entry)
 
     def hand_over(self) -> None:
-        """Have dropped files unmapped now."""
+        """Pass dropped files to `unmap` now."""
         taken, self._unmapping = self._unmapping, []
         if taken:
             self._unmap(taken)
@@ -233,7 +234,7 @@ class Mappings(LeaseOwner):
 
     def _unmap_soon(self, file: MappedFile) -> None:
         if not self._unmapping and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon(self.hand_over)  # with the others that are dropped in this turn
+            self._loop.call_soon(self.hand_over)  # with the others dropped in this iteration
         self._unmapping.append(file)
 
 
@@ -244,7 +245,7 @@ class MappingIO(PosixIO):
         super().__init__(directories)
         self.mappings = Mappings(lambda files: directories.metadata.later(files.clear))
         self._doubted: dict[ChunkKey, None] = {}
-        """Mapped chunks whose names are to be looked up."""
+        """Mapped chunks whose names have to be checked."""
         self._checking: asyncio.Task[None] | None = None
 
     async def prepare(self) -> None:
@@ -254,8 +255,10 @@ class MappingIO(PosixIO):
     def map(
         self, files: ChunkFiles, key: ChunkKey, mapped: list[MappedFile], *, ahead: bool = False
     ) -> asyncio.Future[int | None]:
-        """Map and verify a chunk, with the result of `read`, and append it to `mapped`. With `ahead`, other maps go first,
-        for a while."""
+        """Map and verify a chunk, with the result of `read`, and append it to `mapped`.
+
+        With `ahead`, other maps go first, for a while.
+        """
 
         def by(path: str) -> int:
             file = map_chunk_file(path, key, self._directories.fingerprint, files.access)
@@ -274,7 +277,7 @@ class MappingIO(PosixIO):
         self.check(keys)
 
     def check(self, keys: Iterable[ChunkKey]) -> None:
-        """Look soon whether the files of `keys` that are mapped still have their names."""
+        """Check soon if the files of mapped `keys` still have their names."""
         self._doubted.update((key, None) for key in keys if key in self.mappings)
         if self._doubted and self._checking is None and not self._directories.closed:
             self._checking = self._directories.begin(self._check(), "check-mappings")
@@ -284,7 +287,7 @@ class MappingIO(PosixIO):
             while self._doubted:
                 keys, self._doubted = list(self._doubted), {}
                 await self._unmap_lost(keys)
-        except TierUnavailable as error:  # no thread could be started; the next sweep looks at all
+        except TierUnavailable as error:  # no thread could be started; the next sweep checks all
             logger.debug("mappings could not be checked: %s", error)
         finally:
             self._checking = None
@@ -293,11 +296,11 @@ class MappingIO(PosixIO):
         unmapped = await self._unmap_lost(self.mappings.keys())
         if unmapped:
             self.mappings.hand_over()
-            await self._directories.metadata.submit(int)  # the one thread has unmapped them by then
+            await self._directories.metadata.submit(int)  # the single thread has unmapped them before this
         return unmapped
 
     async def _unmap_lost(self, keys: Sequence[ChunkKey]) -> int:
-        """Unmap those of `keys` whose files have lost their names. Return how many are unmapped; others are leased."""
+        """Unmap the keys whose files have lost their names. Return how many are unmapped; others are leased."""
         directory, mappings, unmapped = self._directories.all[0], self.mappings, 0
         for start in range(0, len(keys), _STEP):
             entries = [entry for key in keys[start : start + _STEP] if (entry := mappings.get(key)) is not None]
@@ -321,7 +324,7 @@ class SharedMemoryTier(FileTier):
     """Maps chunk files. A mapped chunk is leased without waiting, and nothing is copied to the hot cache."""
 
     maps_ahead: bool = False
-    """True if chunks that other processes store are mapped in the background. The reader sets it."""
+    """True if chunks that other processes store are mapped in the background. Set by the reader."""
 
     def __init__(self, settings: SharedMemorySettings, fingerprint: bytes) -> None:
         super().__init__("shared_memory", "shared_memory_path", settings, fingerprint, MappingIO)
@@ -332,7 +335,7 @@ class SharedMemoryTier(FileTier):
         self.mappings.on_gone = self._changed
         self._listener: Callable[[ChunkKey], None] | None = None
         self._stored: asyncio.Queue[ChunkKey] = asyncio.Queue(_MAX_KEYS_AHEAD)
-        """Chunks that other processes have stored, to be mapped ahead."""
+        """Chunks of other processes to map ahead."""
 
     async def open(self) -> None:
         await super().open()
@@ -354,7 +357,7 @@ class SharedMemoryTier(FileTier):
         return [*super().offered(), self.mappings] if self.traffic.refuses_none else super().offered()
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return Tier.prefix(self, keys)  # asks `contains`, which also knows what is mapped
+        return Tier.prefix(self, keys)  # uses `contains`, which also covers mapped chunks
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._listener = on_change
@@ -390,7 +393,7 @@ class SharedMemoryTier(FileTier):
                 return None
             findable = not mappings.tombstones.forgot(key, epoch)
             if findable and key not in directory.index:
-                directory.add(key, file_bytes(length))  # the news of a deletion are of known chunks
+                directory.add(key, file_bytes(length))  # news of a deletion arrive only for known chunks
             lease = mappings.add(key, mapped[0], purpose, findable=findable)
         finally:
             mappings.tombstones.end(epoch)
@@ -408,7 +411,7 @@ class SharedMemoryTier(FileTier):
             self._stored.put_nowait(key)
 
     async def _map_ahead(self) -> None:
-        """Map what other processes store, one chunk at a time, so that its first get finds it verified."""
+        """Map chunks of other processes one at a time, so that their first get finds them verified."""
         directory = self.directories.all[0]
         while True:
             key = await self._stored.get()
@@ -438,7 +441,7 @@ class SharedMemoryTier(FileTier):
         return counters
 
     def _changed(self, key: ChunkKey) -> None:
-        """Called when a key has entered or left the index, and when a chunk is not found among the mappings any more."""
+        """Called when a key has entered or left the index, and when a chunk can no longer be found among the mappings."""
         entry = self.mappings.get(key)
         if entry is not None:
             is_known = super().contains(key)
@@ -457,7 +460,7 @@ def max_mappings(limit: Path = Path("/proc/sys/vm/max_map_count")) -> int:
 
 
 def require_memory(directory: Path, cap_bytes: int) -> None:
-    """Raise ConfigError unless the directory lies in memory with room for `cap_bytes`. Blocks."""
+    """Raise ConfigError unless the directory is in memory with room for `cap_bytes`. Blocks."""
     mount = mount_of(directory)
     if mount.kind not in MEMORY_KINDS:
         raise ConfigError(
@@ -475,5 +478,5 @@ def require_memory(directory: Path, cap_bytes: int) -> None:
 
 
 def _inodes(files: ChunkFiles, keys: Sequence[ChunkKey]) -> list[Inode | None]:
-    """Return what has the names of these chunks now. For a worker thread."""
+    """Return the current inodes of these chunks' names. Runs on a worker thread."""
     return [inode_at(files.path(key)) for key in keys]

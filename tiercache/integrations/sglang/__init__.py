@@ -1,5 +1,4 @@
-"""The storage back end of SGLang's HiCache, for `--hicache-storage-backend dynamic` and, in
-`--hicache-storage-backend-extra-config`:
+"""Store pages of SGLang's HiCache. Use `--hicache-storage-backend dynamic` and, in `--hicache-storage-backend-extra-config`:
 
 ```json
 {"backend_name": "tiercache", "module_path": "tiercache.integrations.sglang", "class_name": "TierCacheStorage",
@@ -20,7 +19,7 @@ __all__ = ["TierCacheStorage"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import SGLang when its class is asked for: what is pure is tested without it."""
+    """Import SGLang when its class is requested, so that the pure modules work without it."""
     if name != "TierCacheStorage":
         raise AttributeError(f"module 'tiercache.integrations.sglang' has no attribute {name!r}")
     from tiercache.integrations.sglang.identity import TESTED

@@ -1,7 +1,7 @@
-"""The arguments of SGLang's server that may change KV: all but those that are known to be harmless.
+"""Select the arguments of SGLang's server that may change KV: all except those known to be harmless.
 
-An argument that a new version brings counts by itself. What counts and does not matter costs hits after it was changed; what
-matters and does not count would cost answers.
+Arguments of new versions are included by default. A superfluous argument costs hits after a change; a missing argument
+would cost correct answers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BY_CONTENT = (
     "model_path", "revision", "download_dir", "speculative_draft_model_path", "speculative_draft_model_revision",
     "lora_paths",
 )  # fmt: skip
-"""The content of these is in the layout, wherever it lies (`identity.py`)."""
+"""Arguments whose files are identified by content in the layout (`identity.py`)."""
 
 _IN_LAYOUT = ("page_size", "tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
-"""The layout has what comes of them: the page, and the part of the KV that a rank has."""
+"""Arguments whose effect is in the layout: the page, and the part of the KV that a rank holds."""
 
 _HARMLESS = """
     host port grpc_port grpc_mode grpc_worker_threads grpc_response_timeout_secs smg_grpc_mode smg_http_sidecar_port
@@ -102,16 +102,16 @@ _HARMLESS = """
     allowed_media_domains media_url_max_file_size_mb mm_preprocess_cache_size_mb limit_mm_data_per_request
     enable_mm_global_cache mm_global_cache_backend mm_feature_transport
 """
-"""Addresses, names and keys; templates and sampling, which change tokens and not their KV; logs and figures; how requests
-take turns, and how much memory there is for what; storage; CUDA graphs; how weights are read; other servers; media."""
+"""Addresses, names and keys; templates and sampling, which change tokens and not their KV; logs and metrics; scheduling
+and memory sizes; storage; CUDA graphs; loading of weights; other servers; media."""
 DO_NOT_COUNT = frozenset((*_BY_CONTENT, *_IN_LAYOUT, *_HARMLESS.split()))
 
 _PATHS = ("_path", "_file", "_config", "_location", "_map")
-"""How arguments end that may name a file of the working directory."""
+"""Suffixes of arguments that may name a file in the working directory."""
 
 
 def arguments_in_effect() -> Mapping[str, Any] | None:
-    """Return SGLang's arguments of this process, as it has resolved them; None in a program that uses its parts."""
+    """Return SGLang's resolved arguments of this process; None in a program that only uses SGLang's parts."""
     try:
         from sglang.srt.runtime_context import get_context
 
@@ -119,14 +119,14 @@ def arguments_in_effect() -> Mapping[str, Any] | None:
         server = context.server_args
     except (ImportError, ValueError):
         return None
-    # The record itself has what the operator wrote; what SGLang has made of it, and changed since, is beside it.
+    # The record holds the operator's values; the resolved values are stored separately.
     is_beside = hasattr(context, "resolved_server_args_dict")
     found: Mapping[str, Any] = context.resolved_server_args_dict() if is_beside else vars(server)
     return found
 
 
 def digest_of(arguments: Mapping[str, Any]) -> str:
-    """Return 32 hex digits for all that count, with the content of files and weights that they name. Raises OSError."""
+    """Return 32 hex digits over all included arguments and the contents that they name. Raises OSError."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(arguments.keys() - DO_NOT_COUNT):
         value = arguments[name]
@@ -135,7 +135,7 @@ def digest_of(arguments: Mapping[str, Any]) -> str:
 
 
 def _ordered(value: Any) -> Any:
-    """Return `value` in a fixed order: that of a set differs from one start to the next."""
+    """Return `value` in a fixed order, since the order of a set differs between runs."""
     if isinstance(value, (set, frozenset)):
         return sorted(repr(_ordered(one)) for one in value)
     if isinstance(value, Mapping):
@@ -146,7 +146,7 @@ def _ordered(value: Any) -> Any:
 
 
 def _contents(name: str, value: Any) -> list[str]:
-    """Return digests of what a path names: another file may come to lie there."""
+    """Return digests of the contents at a path, since the file there may change."""
     texts = value if isinstance(value, (list, tuple)) else [value]
     named = [text for text in texts if isinstance(text, str) and (os.sep in text or name.endswith(_PATHS))]
     places = [Path(text).expanduser() for text in named if os.path.exists(os.path.expanduser(text))]
@@ -164,5 +164,5 @@ def _content(place: Path) -> list[str]:
 
 
 def _all_weights(place: Path) -> str:
-    """Identify weights of any format, with the code beside them."""
+    """Return the identity of weights of any format, and of the code beside them."""
     return identity_of_model(place, "any", with_code=True)

@@ -1,4 +1,4 @@
-"""Figures of transfers for SGLang's metrics: pages, and speed."""
+"""Count transfers for SGLang's metrics: pages and speed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from typing import Any
 
 _KEPT = 1024
-"""Transfers since the last look, at most; the oldest go."""
+"""Largest number of transfers kept since the last `take`; the oldest are dropped."""
 
 
 class TransferFigures:
-    """Noted by SGLang's storage threads, taken by its scheduler. `wanted` is `--enable-metrics`."""
+    """Filled by SGLang's storage threads, emptied by its scheduler. `wanted` is `--enable-metrics`."""
 
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
@@ -24,8 +24,8 @@ class TransferFigures:
         self._note(self._stored, pages, payload_bytes, seconds)
 
     def take(self) -> Any:
-        """Return a StorageMetrics of what was noted since the last call, or None without metrics. Speeds are in GiB/s, as in
-        SGLang's other back ends."""
+        """Return a StorageMetrics of the transfers since the last call, or None without metrics. Speeds are in GiB/s,
+        as in SGLang's other back ends."""
         if not self._wanted:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics

@@ -1,9 +1,8 @@
-"""Names of the pages that this process stores after SGLang has cleared its storage: a generation of its own.
+"""Generations: separate page names for this process after SGLang has cleared its storage.
 
-SGLang's storage is cleared when weights were replaced in memory. What is computed from then on is not what the files say
-that are in the layout, so it may not have their names: another engine, or the next start, would take it for theirs.
-SGLang does not say which weights they are now, so the names are this process's own until it ends,
-however often the storage is attached.
+SGLang clears its storage after weights were replaced in memory. KV computed from then on does not match the weight
+files in the layout, so it must not share names with other engines or with the next start. SGLang does not report the
+new weights, so the names are private to this process until it ends, however often the storage is attached.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _current = b""
 
 
 def current() -> bytes:
-    """Return this process's generation; empty until `begin` was called."""
+    """Return this process's generation; empty until the first call of `begin`."""
     return _current
 
 
 def begin() -> bytes:
-    """Begin a generation: what was stored before is not found any more, nor by others what is stored from now on."""
+    """Begin a generation: earlier pages are no longer found, and other processes do not find later pages."""
     global _current
     _current = os.urandom(_GENERATION_BYTES)
     return _current
@@ -50,7 +49,7 @@ class UnderWay:
                 self._ended.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until all that have begun by now have ended. Return False after `limit_s` seconds."""
+        """Wait until all calls that have begun by now have ended. Return False after `limit_s` seconds."""
         with self._ended:
             begun = set(self._calls)
             return self._ended.wait_for(lambda: begun.isdisjoint(self._calls), limit_s)

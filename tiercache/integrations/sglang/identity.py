@@ -1,13 +1,12 @@
-"""The layout that names the KV's bytes, from what SGLang says of itself: the storage's configuration, the server's arguments
-and the pools.
+"""Make the layout that identifies the KV's bytes from SGLang's storage configuration, server arguments and pools.
 
-What a pool's pages mean is in the names of its chunks (`HostPool.describe`). The rest is here: which weights and adapters,
-by their content where they are files on this machine; what of the server's arguments may change what they compute
-(`arguments.py`); the version; and which part of the KV this rank holds.
+The names of chunks describe a pool's pages (`HostPool.describe`). The layout covers the rest: weights and adapters, by
+content if they are files on this machine; the server arguments that may change the result (`arguments.py`); the
+version; and the part of the KV that this rank holds.
 
-SGLang names the pages of an adapter that it loads at start by the adapter's name and path. It means the content, which may
-be another one at the next start. An adapter that is loaded later, or loaded again, gets a random name: its pages are this
-engine's alone.
+SGLang names the pages of an adapter loaded at start by the adapter's name and path, but the contents there may differ
+at the next start. An adapter that is loaded or reloaded later gets a random name, so its pages are private to this
+engine.
 """
 
 from __future__ import annotations
@@ -40,17 +39,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache.sglang")
 
 TESTED = ("0.5.23",)
-"""Versions whose pools, cache controllers and back-end factory the tests drive (tests/sglang)."""
+"""Versions whose pools, cache controllers and back-end factory are tested in tests/sglang."""
 _GRAIN_NS = 2_000_000_000
-"""The most by which clocks of file systems are taken to be wrong."""
+"""Largest assumed error of file system clocks."""
 
 
 def for_process(config: Config, storage: HiCacheStorageConfig) -> Config:
-    """Return the configuration with a socket and shared memory for each process of a server.
+    """Return the configuration with a separate socket and shared memory for each process of a server.
 
-    Pages come from and go to host memory: no device is used, unless a tier needs one."""
+    Pages move through host memory, so no device is used unless a tier needs it.
+    """
     ranks = [(storage.dp_rank, storage.dp_rank + 1)]
-    if storage.is_mla_model:  # of others the layout tells ranks apart
+    if storage.is_mla_model:  # otherwise the layout separates ranks
         ranks.append((storage.tp_rank, storage.tp_size))
     if config.control_socket is not None:
         config = replace(config, control_socket=str(socket_path(config.control_socket, *ranks)))
@@ -64,8 +64,10 @@ def for_process(config: Config, storage: HiCacheStorageConfig) -> Config:
 def make_layout(
     config: HiCacheStorageConfig, pools: Sequence[HostPool], page_tokens: int, model_id: str | None
 ) -> Layout:
-    """A chunk is a page of a pool, and slots are made for the largest. Raises ConfigError where nothing says which model it
-    is. `model_id` stands for the weights."""
+    """Return the layout: a chunk is a page of a pool, and slots fit the largest page.
+
+    `model_id` stands for the weights. Raises ConfigError if the model cannot be identified.
+    """
     from sglang.version import __version__
 
     if __version__ not in TESTED:
@@ -88,7 +90,7 @@ def make_layout(
 
 
 def _told(server: Mapping[str, Any] | None, version: str) -> list[tuple[str, str]]:
-    """Return what the server was told besides its model."""
+    """Return the identity of the server's arguments other than the model."""
     if server is None:
         return []
     cache = server.get("download_dir")
@@ -101,7 +103,7 @@ def _told(server: Mapping[str, Any] | None, version: str) -> list[tuple[str, str
 
 
 def shard_of(config: HiCacheStorageConfig) -> tuple[int, int]:
-    """Which part of the model's KV this process holds, and of how many. Ranks that hold the same (MLA) are one."""
+    """Return the index and the number of the parts of the model's KV for this process. Ranks with equal KV share a part."""
     rank, shards = 0, 1
     for _, number, count in _parts(config):
         rank, shards = rank * count + number, shards * count
@@ -109,14 +111,13 @@ def shard_of(config: HiCacheStorageConfig) -> tuple[int, int]:
 
 
 def _parts(config: HiCacheStorageConfig) -> list[tuple[str, int, int]]:
-    """Return kinds of ranks that the KV is divided among, with number and count of each: two of four is another part of the
-    heads than of the layers."""
+    """Return kind, rank and count for each way to divide the KV: part two of four differs between heads and layers."""
     parts = [("pp", config.pp_rank, config.pp_size), ("attn_cp", config.attn_cp_rank, config.attn_cp_size)]
     return parts if config.is_mla_model else [*parts, ("tp", config.tp_rank, config.tp_size)]
 
 
 def model_of(config: HiCacheStorageConfig, server: Mapping[str, Any] | None, version: str) -> str:
-    """Return what stands for the model's weights in a layout: their content, or what is known of it."""
+    """Return the identity of the model's weights: their contents, or what is known of them."""
     if server is None:
         if not config.model_name:
             raise ConfigError(
@@ -130,7 +131,7 @@ def model_of(config: HiCacheStorageConfig, server: Mapping[str, Any] | None, ver
 
 
 def _draft(server: Mapping[str, Any], version: str) -> str:
-    """Return the identity of a speculative decoder's own model, whose KV may lie in the same pages, or in other pools."""
+    """Return the identity of the draft model, whose KV may be in the same pages or in other pools."""
     if not (path := server.get("speculative_draft_model_path")):
         return ""
     load_format = server.get("speculative_draft_load_format") or server["load_format"]
@@ -158,7 +159,7 @@ def _weights(model: str, revision: str | None, load_format: str, server: Mapping
 
 
 def _place_of(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """Return the file or directory, or the snapshot in the Hugging Face cache if `model` is a name. Asks no server."""
+    """Return the file or directory, or the snapshot in the Hugging Face cache if `model` is a name. Contacts no server."""
     place = Path(model).expanduser()
     if place.exists():
         return place
@@ -172,10 +173,10 @@ def _place_of(model: str, revision: str | None, cache: str | None) -> Path | Non
 
 
 def identity_of_adapters(lora_paths: Any, place_of: Callable[[str], Path | None], since_ns: int) -> str:
-    """Return what of `lora_paths`, SGLang's argument, names pages: names, paths and the content of the adapters.
+    """Return the names, paths and contents of the adapters in SGLang's argument `lora_paths`.
 
-    `place_of` finds the directory of a path. The engine loaded what lies there after `since_ns`. If that cannot be
-    known, the result is random: nothing is shared then, also not with the next start or with other ranks.
+    `place_of` finds the directory of a path. The engine has loaded the adapters after `since_ns`. If their contents
+    then are unknown, the result is random, so that pages are shared neither with the next start nor with other ranks.
     """
     try:
         known = sorted((name, path, _content(path, place_of, since_ns)) for name, path in _named(lora_paths))
@@ -186,14 +187,14 @@ def identity_of_adapters(lora_paths: Any, place_of: Callable[[str], Path | None]
 
 
 def began_ns() -> int:
-    """Return the time at which this process began, on the clock that files have."""
+    """Return the start time of this process on the clock of file times."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(ago_s * 1e9)
 
 
 def _named(lora_paths: Any) -> Sequence[tuple[str, str]]:
-    """Return name and path of each, from all the forms that SGLang takes. Raises TypeError for another."""
+    """Return name and path of each adapter from any form that SGLang accepts. Raises TypeError for another form."""
     if isinstance(lora_paths, dict):
         return [(str(name), str(path)) for name, path in lora_paths.items()]
     found = []

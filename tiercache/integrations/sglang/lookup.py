@@ -1,4 +1,4 @@
-"""Find what is stored of the pages that SGLang asks for. Coroutines run on the cache's loop."""
+"""Look up pages for SGLang. Coroutines run on the cache's loop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ASKED_TOGETHER = 32
 
 
 async def prefix(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> int:
-    """Count the `keys` from the first on without a gap, as far as it is known after `timeout_s` seconds."""
+    """Return the length of the prefix of `keys` that is known to be present after at most `timeout_s` seconds."""
     chunks, _ = await cache.parts.reader.lookup(keys, asyncio.get_running_loop().time() + timeout_s)
     return chunks
 
 
 async def present(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> list[bool]:
-    """Find which of `keys` there are, gaps included. What is not known after `timeout_s` seconds counts as missing."""
+    """Return for each of `keys` if it is present. Keys without an answer in `timeout_s` seconds count as missing."""
     found = [False] * len(keys)
 
     async def ask(start: int) -> None:
@@ -47,10 +47,10 @@ async def present(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) 
 
 
 async def forget_all(cache: TierCache, deadline_s: float) -> int:
-    """Remove every chunk of the cache's layout from every tier; returns how many there were.
+    """Remove every chunk of the cache's layout from every tier, and return their number.
 
-    Raises TierUnavailable when that took longer than `deadline_s` seconds, and where a tier cannot say what it holds: a
-    server's chunks go only if they are also known here.
+    Raises TierUnavailable after `deadline_s` seconds, and if a tier cannot list its chunks: a server's chunks are
+    removed only if they are known here.
     """
     until_s = asyncio.get_running_loop().time() + deadline_s
     keys = set(cache.cpu.residents)
@@ -76,9 +76,10 @@ async def forget_all(cache: TierCache, deadline_s: float) -> int:
 
 @dataclass(frozen=True)
 class PoolPages:
-    """The pages of a prefix that a pool beside the KV has.
+    """The pages of a prefix in a pool other than the KV pool.
 
-    Without a `window` every page of a prefix is needed, with one the last so many: a state at its end is a window of 1.
+    Without a `window` every page of a prefix is needed; otherwise the last `window` pages, so a state at the end has
+    window 1.
     """
 
     name: str
@@ -86,7 +87,7 @@ class PoolPages:
     window: int | None = None
 
     def restorable(self, pages: int) -> list[int]:
-        """Return the lengths of prefixes, in pages and ascending, of which the pool has what it takes."""
+        """Return the prefix lengths, in pages and ascending, for which the pool has all needed pages."""
         if self.window is None:
             first_gap = next((page for page in range(pages) if not self.present[page]), pages)
             return list(range(1, first_gap + 1))
@@ -100,8 +101,7 @@ class PoolPages:
 
 @dataclass(frozen=True)
 class Restorable:
-    """`pages` of KV can be used; `by_pool` is how far each pool reaches by itself, `prefixes`
-    are all lengths that could be."""
+    """`pages` of KV can be used. `by_pool` is the reach of each pool alone, `prefixes` are all possible lengths."""
 
     pages: int
     by_pool: dict[str, int]
@@ -109,7 +109,7 @@ class Restorable:
 
 
 def restorable(kv_pages: int, pools: Sequence[PoolPages]) -> Restorable:
-    """Find what is restorable of a prefix whose KV is there for `kv_pages`. `by_pool` lacks pools that reach nowhere."""
+    """Return the restorable prefixes if `kv_pages` pages of KV are present. `by_pool` leaves out pools without any page."""
     by_pool: dict[str, int] = {}
     prefixes = list(range(1, kv_pages + 1))
     for pool in pools:
@@ -122,8 +122,10 @@ def restorable(kv_pages: int, pools: Sequence[PoolPages]) -> Restorable:
 
 
 class PageNaming:
-    """The control socket of a cache in SGLang names pages by their keys alone. SGLang hashes tokens itself, in a way that
-    changes with speculation, LoRA and salt, so tokens are refused."""
+    """Map prefixes in SGLang's cache by chunk keys alone.
+
+    Token ids are refused: SGLang's hashes of tokens depend on speculation, LoRA and salt.
+    """
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := given_keys(prefix)) is None:

@@ -1,8 +1,8 @@
-"""SGLang's host pools: where the pages of one lie, how they are named, and the calls that copy a page into a chunk and back.
+"""SGLang's host pools: the memory and names of their pages, and the calls that copy a page to and from a chunk.
 
-Pages are copied by the cache's threads, straight between a slot of the arena and the pool's own memory, where the pool says
-at which addresses a page lies (`PiecePool`; for layouts that put a page first that is one piece, or one for K and one for
-V). Others give a page as a tensor of its own, which is one copy more (`FlatPool`).
+The cache's threads copy pages directly between arena slots and the pool's memory if the pool reports the addresses of a
+page (`PiecePool`; a page-first layout has one piece, or separate pieces for K and V). Other pools return a page as a
+new tensor, which is one more copy (`FlatPool`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _GEOMETRY = (
     "temporal_dtype", "temporal_state_elem_size", "conv_dtype", "conv_state_elem_sizes", "conv_state_shapes",
     "item_bytes", "dcp_size", "dcp_rank",
 )  # fmt: skip
-"""Attributes of pools that tell the meaning of a page's bytes; each kind has some of these."""
+"""Attributes of pools that determine the meaning of a page's bytes; each kind has some of these."""
 _BY_HEADS = ("MHATokenToKVPoolHost", "MHATokenToKOnlyPoolHost", "MambaPoolHost")
-"""Classes of pools of which each tensor-parallel rank has its own part, also where the model's KV is the same for all."""
+"""Classes of pools that each tensor-parallel rank has its own part of, even if the model's KV is equal on all ranks."""
 
 
 class HostPool(ABC):
-    """One pool of SGLang's, by the name that it has there. `page_tokens` are the indices that one page takes in a transfer,
-    `page_bytes` is what a page has. Both are read once: a pool does not change its layout."""
+    """A pool of SGLang by its registered name. `page_tokens` is the number of indices per page in a transfer.
+
+    `page_bytes` is the size of a page. Both are read once, since a pool does not change its layout.
+    """
 
     def __init__(self, name: str, host: Any) -> None:
         self.name = name
@@ -53,28 +55,27 @@ class HostPool(ABC):
 
     @property
     def by_heads(self) -> bool:
-        """True if its pages differ from one tensor-parallel rank to the next, whatever the model's other pools do."""
+        """True if pages differ between tensor-parallel ranks, independent of the model's other pools."""
         return any(kind.__name__ in _BY_HEADS for kind in type(self._host).__mro__)
 
     def describe(self) -> str:
-        """Return everything about the pool that changes a page's bytes."""
+        """Return all properties of the pool that change a page's bytes."""
         known = [(name, str(getattr(self._host, name))) for name in _GEOMETRY if hasattr(self._host, name)]
         return json.dumps([self.name, type(self._host).__qualname__, type(self).__name__, self.page_bytes, known])
 
     @abstractmethod
     def sources(self, indices: Any, lending: Lending) -> list[Source]:
-        """Return a call for each page of `indices` (a tensor; whole pages) that copies it into a slot."""
+        """Return a call for each page of `indices` (a tensor of whole pages) that copies it into a slot."""
 
     @abstractmethod
     def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
-        """Return a call for each page of `indices` that fills it from a chunk. The call raises ValueError for a chunk of
-        another length."""
+        """Return a call for each page of `indices` that fills it from a chunk. Calls raise ValueError for a wrong length."""
 
 
 class PiecePool(HostPool):
-    """A page is a few pieces of the pool's memory, at addresses that the pool says itself.
+    """A pool whose page is a few pieces of memory at addresses that the pool reports.
 
-    Raises LayoutError for a pool that does not say them, or says others than its memory has.
+    Raises LayoutError if the pool reports none, or addresses outside of its memory.
     """
 
     def __init__(self, name: str, host: Any) -> None:
@@ -121,7 +122,7 @@ class PiecePool(HostPool):
         return [sink(page) for page in self._pages(indices)]
 
     def _pages(self, indices: Any) -> list[list[np.ndarray]]:
-        """Return the pieces of each page, as uint8 views of the pool's memory."""
+        """Return the pieces of each page as uint8 views of the pool's memory."""
         try:
             addresses, lengths = self._host.get_page_buffer_meta(indices)
         except (AttributeError, NotImplementedError, ValueError, TypeError) as error:
@@ -146,7 +147,7 @@ class PiecePool(HostPool):
 
 
 class FlatPool(HostPool):
-    """A page is a tensor that the pool makes, or takes."""
+    """A pool that copies a page to or from a tensor."""
 
     def __init__(self, name: str, host: Any) -> None:
         super().__init__(name, host)
@@ -178,7 +179,7 @@ class FlatPool(HostPool):
 
 
 def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
-    """Return the pool, by pieces if it says them. Raises LayoutError for a pool whose pages cannot be had at all."""
+    """Return the pool, by pieces if it reports them. Raises LayoutError for a pool without access to its pages."""
     if by_pieces:
         try:
             return PiecePool(name, host)
@@ -195,7 +196,7 @@ def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
 
 
 def _buffers(host: Any) -> list[Any]:
-    """Return the tensors that a pool's pages lie in."""
+    """Return the tensors that hold a pool's pages."""
     found = host.get_hybrid_pool_buffer() if hasattr(host, "get_hybrid_pool_buffer") else [host.kv_buffer]
     return [buffer for each in found for buffer in (each if isinstance(each, (list, tuple)) else [each])]
 
@@ -219,13 +220,13 @@ def _check_length(chunk: np.ndarray, expected_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class StoredPool:
-    """A pool, and how its pages are called."""
+    """A pool with the names of its pages."""
 
     pool: HostPool
     namespace: bytes
     tenant: Tenant
     writes: bool
-    """False where another rank writes the same pages."""
+    """False if another rank writes the same pages."""
 
     def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
         """Return the keys of pages. SGLang's hashes are chained SHA-256 over tokens, LoRA and cache salt, in hex."""
@@ -238,9 +239,12 @@ class StoredPool:
 def stored_pool(
     pool: HostPool, storage: HiCacheStorageConfig, layout: bytes, tenant: Tenant, generation: bytes
 ) -> StoredPool:
-    """Name a pool below the layout's namespace. `generation` is empty unless SGLang has cleared.
+    """Return the pool with names below the layout's namespace. `generation` is empty unless SGLang has cleared its
+    storage.
 
-    Pools that tensor-parallel ranks have their own parts of are told apart by rank, all others by the layout."""
+    The rank is part of the names in pools that are divided among tensor-parallel ranks; the layout separates all
+    others.
+    """
     apart = pool.by_heads and storage.is_mla_model
     meaning = pool.describe() + (f" tp {storage.tp_rank} of {storage.tp_size}" if apart else "")
     namespace = hashlib.blake2b(generation + meaning.encode(), digest_size=KEY_BYTES, key=layout).digest()
@@ -249,12 +253,12 @@ def stored_pool(
 
 
 def shares_pages(storage: HiCacheStorageConfig) -> bool:
-    """Return True if other ranks read what one writes, which they cannot under names that are a process's own."""
+    """Return True if other ranks read this rank's pages, which is impossible under names private to a process."""
     return bool(storage.is_mla_model and storage.tp_size > 1)
 
 
 def pages_among(keys: Sequence[ChunkKey], chunks: int) -> int:
-    """Count the `keys` from the first on that are there if the first `chunks` of the different ones among them are."""
+    """Return the length of the prefix of `keys` that is present if the first `chunks` distinct keys are present."""
     seen: set[ChunkKey] = set()
     for position, key in enumerate(keys):
         seen.add(key)

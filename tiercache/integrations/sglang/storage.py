@@ -1,7 +1,7 @@
-"""The back end that SGLang's cache controller calls, from threads of its own.
+"""The storage back end that SGLang's cache controller calls from its own threads.
 
-All its calls are synchronous; the cache lives on a loop thread (`CacheThread`). Calls that move pages return when no thread
-touches SGLang's memory any more, whatever came of them: a page that is copied to after that could be another request's.
+All calls are synchronous; the cache runs on a loop thread (`CacheThread`). Calls that move pages return only after the
+last thread has stopped using SGLang's memory, even on failure, since SGLang may reuse a page for another request.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ logger = logging.getLogger("tiercache.sglang")
 T = TypeVar("T")
 
 _KV = str(PoolName.KV)
-"""SGLang's names of pools are texts as well, and equal to them."""
+"""SGLang's pool names are strings and compare equal to them."""
 _SGLANGS_OWN = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-"""Keys of the extra configuration that are not ours. SGLang takes out others before it hands it over."""
+"""Keys of the extra configuration that belong to SGLang, which removes others itself."""
 _MARGIN_S = 2.0
-"""Time for the cache's thread to answer, beyond the cache's own deadline."""
+"""Seconds for the cache's thread to answer, in addition to the cache's own deadline."""
 _COPY_S = 10.0
-"""Copies in flight are waited for, however long, with a line in the log after each such time."""
+"""Period in seconds of the log line while copies are in flight. The wait for them has no limit."""
 _CLEAR_S = 60.0
 
 
 class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types that mypy sees
-    """Loaded by `module_path` and `class_name` of the extra configuration, whose other keys are those of a tiercache.yaml;
-    `TIERCACHE_CONFIG_FILE` and the environment count as well.
+    """Loaded by `module_path` and `class_name` of the extra configuration.
 
-    The cache is opened once SGLang has shown its pools, and what cannot work fails there: ConfigError or LayoutError. Later
-    nothing raises but `clear`: a page that cannot be had or stored is a miss, with a line in the log.
+    Its other keys are those of a tiercache.yaml; `TIERCACHE_CONFIG_FILE` and the environment apply as well. The cache
+    opens once SGLang has registered its pools, and raises ConfigError or LayoutError then. Later only `clear` raises: a
+    page that cannot be loaded or stored is a miss, with a line in the log.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = dict(storage_config.extra_config or {})
         self._by_pieces = bool(extra.get("interface_v1", 0))
-        """True if pages of the KV come and go by their indices; else as tensors, which are ordered in another way."""
+        """True if pages of the KV are passed by indices; otherwise as tensors, whose order differs."""
         overrides = {key: value for key, value in extra.items() if key not in _SGLANGS_OWN}
         is_first = storage_config.tp_rank == 0
         self._config = for_process(Config.load(overrides=overrides, quiet=not is_first), storage_config)
@@ -84,14 +84,14 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._largest_bytes = 0
         self.figures = TransferFigures(storage_config.enable_storage_metrics)
 
-    # What SGLang registers
+    # Registration
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         self._hosts[_KV] = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A pool that comes when the cache is open already, a draft model's, must have pages that fit into its slots."""
+        """Register a pool. If the cache is already open, as for a draft model's pool, its pages must fit into the slots."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name in self._hosts:
@@ -108,7 +108,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 self._add(pool, self._thread)
 
     def on_host_pools_registered(self) -> None:
-        """Open the cache. Reads the model's weights where no digest of them is kept yet."""
+        """Open the cache. Reads the model's weights if no digest of them is cached."""
         pools = [
             make_pool(name, host, by_pieces=self._by_pieces or name != _KV)
             for name, host in self._hosts.items()
@@ -123,7 +123,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._thread = thread = CacheThread(self._config, layout, name="tiercache-sglang", naming=PageNaming())
         for pool in pools:
             self._add(pool, thread)
-        # A server that just exits would leave its last pages unwritten.
+        # A server that exits without `close` would not write its last pages.
         atexit.register(self.close)
         logger.info("pages of %s; %s", ", ".join(pool.name for pool in pools), thread.cache.describe())
 
@@ -135,23 +135,23 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return stored_pool(pool, self._storage, layout, tenant, own)
 
     def _pool(self, name: str) -> StoredPool:
-        """Raises CacheClosed before there is a cache, LayoutError where the pool is not stored."""
+        """Return the pool. Raises CacheClosed before the cache is open, LayoutError if the pool is not stored."""
         _ = self._open
         if name not in self._stored:
             raise LayoutError(f"pool {name} is not stored; stored are {', '.join(self._stored)}")
         return self._stored[name]
 
     def _is_logical(self, name: str) -> bool:
-        """An anchor that has indices and no memory: other pools hold what it stands for."""
+        """Return True for an anchor, which has indices and no memory: other pools hold its contents."""
         return bool(name == _KV and getattr(self._hosts.get(name), "kv_buffer", self) is None)
 
-    # Asking
+    # Lookup
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Count the `keys` from the first on without a gap, by `lookup_timeout_ms` at the latest."""
+        """Return the length of the prefix of `keys` that is present, after at most `lookup_timeout_ms`."""
         if self._is_logical(_KV):
             return len(keys)
         return self._or_else(0, "a look-up", lambda: self._prefix(_KV, keys, self._lookup_s))
@@ -162,8 +162,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Find the prefixes of `keys` that all pools can restore, by `lookup_timeout_ms` at the latest. Pools of block
-        groups, which never shorten a hit, are not looked at."""
+        """Find the prefixes of `keys` that all pools can restore, within `lookup_timeout_ms`. Ignores pools of block
+        groups, which never shorten a hit."""
         until_s = time.monotonic() + self._lookup_s
 
         def ask() -> PoolTransferResult:
@@ -204,13 +204,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Load pages of the KV, and return which arrived. Pages behind the first that did not may have been written to."""
+        """Load pages of the KV, and return which were loaded. Pages after the first failure may be overwritten."""
         return self._move(_KV, keys, host_indices, self._load)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store pages of the KV, and return which are in the cache now. They are copied when this returns."""
+        """Store pages of the KV, and return which are in the cache. The copies are complete at return."""
         return self._move(_KV, keys, host_indices, self._store)
 
     def batch_get_v2(
@@ -269,7 +269,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return pages_among(keys, pages)
 
     def _lend(self, moving: Coroutine[Any, Any, int], lending: Lending, limit_s: float) -> int:
-        """Run `moving` while it has SGLang's pages, and take them back."""
+        """Run `moving` while it uses SGLang's pages, and revoke their use afterwards."""
         try:
             return self._wait(moving, limit_s)
         finally:
@@ -284,7 +284,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Fill tensors of a page each; None from the first on that did not arrive."""
+        """Fill one tensor per page; from the first missing page on, the result is None."""
         self._require_tensors(target_locations, "target_locations")
         limit_s = float(self._config.blocking_timeout_secs)
 
@@ -301,7 +301,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store a tensor for each key. Return True if all are in the cache now."""
+        """Store a tensor for each key. Return True if all are in the cache."""
         self._require_tensors(values, "values")
         limit_s = float(self._config.blocking_timeout_secs)
 
@@ -309,7 +309,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             stored = self._pool(_KV)
             if not stored.writes:
                 return len(keys)
-            # Some pools give pages as views of their own memory.
+            # Some pools return pages as views of their own memory.
             lending, names = Lending(), stored.keys(keys)
             payloads = [source_of(value) for value in values]
             items = [
@@ -329,21 +329,20 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if tensors is None or any(tensor is None for tensor in tensors):
             raise TypeError(f"{name}: expected a tensor for each key; addresses are not taken")
 
-    # Upkeep
+    # Maintenance
 
     def clear(self) -> bool:
-        """Remove the pages of this model and rank from every tier, also those of earlier runs.
+        """Remove the pages of this model and rank from every tier, including those of earlier runs.
 
-        SGLang does not say whether weights were replaced, so from here on this process stores and finds pages under names of
-        its own, until it ends; also where this raises. Raises TierUnavailable where some pages are left, which another
-        process may find.
+        SGLang does not report if weights were replaced, so this process uses private page names from here on until it
+        ends, even if this raises. Raises TierUnavailable if some pages are left, which another process may find.
         """
         thread, until_s = self._open, time.monotonic() + _CLEAR_S
         own = generation.begin()
         self._stored = {name: self._named(one.pool, thread, own) for name, one in self._stored.items()}
         if shares_pages(self._storage):
             logger.warning("cleared; ranks share pages (MLA), so nothing is stored or found until SGLang starts anew")
-        # What still has the names from before would be stored behind the removal.
+        # Stores with the earlier names could end after the removal.
         if not self._under_way.wait(_CLEAR_S):
             raise TierUnavailable(f"clear: pages were still being stored after {_CLEAR_S:.0f} s")
         left_s = max(0.0, until_s - time.monotonic())
@@ -356,7 +355,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return self.figures.take()
 
     def close(self) -> None:
-        """Write what is queued, for up to `close_timeout_s`, and end the cache. Idempotent."""
+        """Write the queued pages, for up to `close_timeout_s`, and close the cache. Idempotent."""
         atexit.unregister(self.close)
         if self._thread is None:
             return
@@ -371,7 +370,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return self._thread
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """Raises TimeoutError when the cache's thread does not answer."""
+        """Return the coroutine's result. Raises TimeoutError if the cache's thread does not answer."""
         future = self._open.submit(coroutine)
         try:
             return future.result(limit_s + _MARGIN_S)

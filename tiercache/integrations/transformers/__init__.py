@@ -1,5 +1,4 @@
-"""transformers: the prefix of a conversation comes from tiercache, the rest is computed, and what is new is stored behind
-the answer.
+"""Use tiercache with transformers: load the prefix of a conversation, compute the rest, and store new KV after the answer.
 
 ```python
 kv = ModelKv(model, chunk_tokens=config.chunk_size)
@@ -7,7 +6,7 @@ async with TierCache.open(config, kv.layout) as cache, Generator(cache, kv) as g
     answer = await generator.generate(ids, GenerationConfig(max_new_tokens=64), salt=tenant)
 ```
 
-`PrefixCache` alone is for those who call the model themselves: `load` gives a `transformers.Cache`, `store` takes it back.
+Programs that call the model themselves use `PrefixCache`: `load` returns a `transformers.Cache`, `store` stores from it.
 """
 
 from tiercache.integrations.needed import needed

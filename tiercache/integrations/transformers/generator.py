@@ -1,4 +1,4 @@
-"""`generate` for an event loop: one model, one thread that computes, and prefixes from tiercache."""
+"""Run `generate` from an event loop: one model, one compute thread, and prefixes from tiercache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiercache.integrations.transformers.model_kv import ModelKv, positions, pre
 from tiercache.integrations.transformers.prefix_cache import PrefixCache
 
 _STORES = 2
-"""Conversations that may wait to be stored, each with its KV. Before more are computed, one has to be done."""
+"""Largest number of conversations that wait to be stored, each with its KV. Further requests wait before they compute."""
 
 _COMPUTE_AGAIN = (
     "prompt_lookup_num_tokens",
@@ -34,7 +34,7 @@ _COMPUTE_AGAIN = (
     "cache_implementation",
     "is_assistant",
 )
-"""Settings of ways to decode that do not begin behind a cache that is filled: tokens would be computed twice."""
+"""Settings of decoding methods that do not continue a filled cache and would compute tokens twice."""
 _WHY = "it does not go on behind a cache that is filled"
 
 _ONE_ANSWER = ("num_beams", "num_return_sequences")
@@ -43,12 +43,12 @@ _ONE_ANSWER = ("num_beams", "num_return_sequences")
 @dataclass(frozen=True)
 class Answer:
     ids: list[int]
-    """Prompt and answer."""
+    """Token ids of the prompt and the answer."""
     prompt_tokens: int
     hit_tokens: int
     """Tokens of the prompt that were loaded instead of computed."""
     hit_by_tier: dict[str, int]
-    """The tiers that these were found in."""
+    """Loaded tokens by source tier."""
 
     @property
     def new_ids(self) -> list[int]:
@@ -56,11 +56,11 @@ class Answer:
 
 
 class Generator:
-    """Answers one request after the other, in the order in which they come. `async with`, or `await close()` at the end.
+    """Answers requests one after another, in order of arrival. Use `async with`, or `await close()` at the end.
 
-    A prompt is computed a chunk at a time, whether some of it came from the cache or not: so the numbers are the same, bit
-    for bit, as long as what is stored was computed as a prompt (what was generated was computed a token at a time, and
-    rounds otherwise), and a request that is cancelled ends within a chunk.
+    A prompt is computed chunk by chunk even after a miss. So results are identical bit for bit, as long as the stored
+    KV was computed as a prompt (generated tokens are computed one by one and round differently), and a cancelled
+    request ends within a chunk.
     """
 
     def __init__(self, cache: TierCache, kv: ModelKv) -> None:
@@ -92,17 +92,15 @@ class Generator:
         streamer: Any = None,
         cached: bool = True,
     ) -> Answer:
-        """Go on behind `ids`: load what is known of them, compute the rest, and store what is new behind the answer.
+        """Continue `ids`: load the stored prefix, compute the rest, and store the new KV after the answer.
 
-        `settings` as for the model's own `generate` (one conversation: no beams, no batch, and no assisted or
-        contrastive decoding, for which a ValueError is raised; its `prefill_chunk_size` and `use_cache` have no effect).
-        `streamer` is told the tokens on the model's thread, and is to be one that hands them over to the loop, such
-        as AsyncTextIteratorStreamer; it is ended once, however the request ends. `cached=False` neither loads nor
-        stores. Cancelled, the model stops after the token or chunk that it is at, and what was computed is stored.
-        Raises what `generate` raises, and LayoutError where the weights changed before all was computed: nothing is
-        stored then, and there is no answer, since some of it would be the old model's and some the new one's.
-        `cached=False` does not look at the weights. Raises CacheClosed when the generator is closed before the answer
-        is there; what was computed is stored.
+        `settings` are those of the model's own `generate` for a single conversation. Beams, batches, and assisted or
+        contrastive decoding raise ValueError; `prefill_chunk_size` and `use_cache` have no effect. `streamer` gets the
+        tokens on the model's thread and has to pass them to the loop, as AsyncTextIteratorStreamer does; it is ended
+        once, however the request ends. `cached=False` neither loads nor stores, and does not check the weights.
+        Cancellation stops the model after the current token or chunk, and the computed KV is stored. Raises the errors
+        of `generate`; LayoutError if the weights changed during the computation, in which case nothing is stored; and
+        CacheClosed if the generator is closed before the answer, in which case the computed KV is stored.
         """
         told = None if streamer is None else _EndedOnce(streamer)
         try:
@@ -133,7 +131,7 @@ class Generator:
                 first = self.prefixes.keys(ids[: self.kv.chunk_tokens], salt=salt)
                 await self._settled(first)
                 past = await self.prefixes.load(ids, salt=salt) if cached else TieredCache(self.kv, salt)
-                self._check_open()  # this has waited
+                self._check_open()  # the generator may have been closed during the wait
                 computing = asyncio.get_running_loop().run_in_executor(
                     self._thread, self._compute_checked, past, ids, settings, streamer, stop, cached
                 )
@@ -143,7 +141,7 @@ class Generator:
                 if streamer is not None:
                     streamer.is_of_the_thread = True
                 computed = await asyncio.shield(computing)
-                if stop.is_set():  # by `close`, and the answer is cut off
+                if stop.is_set():  # `close` cut the answer off
                     raise CacheClosed("the generator was closed while it answered")
         finally:
             stop.set()
@@ -155,18 +153,20 @@ class Generator:
             raise CacheClosed("the generator is closed")
 
     async def close(self) -> None:
-        """Stop what is computed, whose requests get CacheClosed, and wait until what was computed is stored. Idempotent. The
-        cache stays open."""
+        """Stop the computation, whose requests raise CacheClosed, and wait until the computed KV is stored.
+
+        Idempotent. The cache stays open.
+        """
         self._closed = True
         for stop in self._stops:
             stop.set()
         await asyncio.to_thread(self._thread.shutdown)
-        await asyncio.sleep(0)  # the callbacks that begin to store
+        await asyncio.sleep(0)  # let the callbacks start their stores
         if self._stores:
             await asyncio.wait(self._stores)
 
     async def _settled(self, first: list[ChunkKey]) -> None:
-        """Wait until the thread is free, there is room for another conversation, and what begins alike is stored."""
+        """Wait for the thread, for room to store another conversation, and for stores with the same first chunk."""
         if self._computing is not None:
             await asyncio.wait([self._computing])
         if alike := [task for task, key in self._stores.items() if key == first]:
@@ -175,7 +175,7 @@ class Generator:
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
 
     def _store(self, past: TieredCache, first: list[ChunkKey], done: asyncio.Future[list[int]]) -> None:
-        """Begin to store what the thread has computed."""
+        """Start to store the computed KV."""
         if not done.cancelled() and done.exception() is None:
             task = asyncio.get_running_loop().create_task(self.prefixes.store(past, done.result()))
             self._stores[task] = first
@@ -188,10 +188,10 @@ class Generator:
                 {"message": "what was generated could not be stored", "exception": error, "task": task}
             )
 
-    # In the model's thread
+    # On the model's thread
 
     def _compute_checked(self, *request: Any) -> list[int]:
-        """Compute. The last argument says whether the weights have to be those of what is stored."""
+        """Compute. The last argument tells if the weights must match the stored KV."""
         *what, cached = request
         streamer: _EndedOnce | None = what[3]
         try:
@@ -211,7 +211,7 @@ class Generator:
         streamer: _EndedOnce | None,
         stop: threading.Event,
     ) -> list[int]:
-        """Return all ids; of a request that was stopped in its prompt, those that were computed."""
+        """Return all ids, or the computed ids of a request that was stopped within its prompt."""
         model = self.kv.model
         prompt = torch.tensor([ids], device=model.device)
         whole = (len(ids) - 1) // self.kv.chunk_tokens * self.kv.chunk_tokens
@@ -221,7 +221,7 @@ class Generator:
             prefill(model, past, prompt, begin + self.kv.chunk_tokens)
         answered = model.generate(
             prompt,
-            attention_mask=torch.ones_like(prompt),  # else it is guessed from tokens that look like padding
+            attention_mask=torch.ones_like(prompt),  # otherwise it is guessed from tokens that look like padding
             generation_config=settings,
             past_key_values=past,
             streamer=streamer,
@@ -233,17 +233,17 @@ class Generator:
 
 
 def _settings(model: Any, settings: GenerationConfig | None) -> GenerationConfig:
-    """Return a copy of `settings` that goes on behind a filled cache. Raises ValueError if there is none.
+    """Return a copy of `settings` that continues a filled cache. Raises ValueError if that is impossible.
 
-    What `settings` leave open, `generate` takes from the model's own.
+    Unset values come from the model's own settings, as in `generate`.
     """
     own = model.generation_config
     settings = copy.copy(settings or own)
     settings.use_cache = True
     settings.return_dict_in_generate = False
-    settings.prefill_chunk_size = None  # it would compute the prefix again, behind itself
+    settings.prefill_chunk_size = None  # it would compute the prefix again, after itself
     found = {name: _first(getattr(settings, name, None), getattr(own, name, None)) for name in _COMPUTE_AGAIN}
-    found["prefill_chunk_size"] = getattr(own, "prefill_chunk_size", None)  # which None does not override
+    found["prefill_chunk_size"] = getattr(own, "prefill_chunk_size", None)  # None does not override it
     if found["cache_implementation"] == "hybrid":
         found["cache_implementation"] = None  # `generate` ignores it, and old models still have it
     for name, value in found.items():
@@ -262,7 +262,7 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 
 class _Stopped(StoppingCriteria):  # type: ignore[misc]
-    """Stop when the answer is not waited for any more."""
+    """Stop when no caller waits for the answer."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -272,13 +272,13 @@ class _Stopped(StoppingCriteria):  # type: ignore[misc]
 
 
 class _EndedOnce(BaseStreamer):  # type: ignore[misc]
-    """End a streamer however a request ends: `generate` does so only at its own end, and a reader would wait for ever."""
+    """End a streamer however a request ends: `generate` does so only on success, and a reader would wait for ever."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
         self._is_ended = False
         self.is_of_the_thread = False
-        """The model's thread ends it."""
+        """True if the model's thread ends the streamer."""
 
     def put(self, value: Any) -> None:
         self._streamer.put(value)

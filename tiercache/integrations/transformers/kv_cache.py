@@ -1,4 +1,4 @@
-"""The `transformers.Cache` that a model fills: what a hit brought is in it, and what is computed can be stored from it."""
+"""The `transformers.Cache` that a model fills, starting from a hit; new KV is stored from it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tiercache.integrations.transformers.parts import Part
 class TieredCache(DynamicCache):  # type: ignore[misc]
     """The KV of a conversation, for `generate` and for a model's `forward`. `PrefixCache.load` makes it.
 
-    Besides what attention needs it keeps the KV that has left a sliding window, from the hit on: there it takes as much
-    memory as a cache of full attention.
+    It also keeps the KV that has left a sliding window since the hit, so it uses as much memory as a cache of full
+    attention.
     """
 
     def __init__(self, kv: ModelKv, salt: str) -> None:
@@ -31,11 +31,11 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
         self.kv = kv
         self.salt = salt
         self.hit_tokens = 0
-        """Tokens that came from the cache."""
+        """Tokens loaded from the cache."""
         self.hit_by_tier: dict[str, int] = {}
-        """The tiers in which the look-up found them."""
+        """Loaded tokens by the tier in which the lookup found them."""
         self.stored_keys: list[ChunkKey] = []
-        """Keys of the chunks that are known to be stored: the hit's, and what followed it."""
+        """Keys of the chunks that are known to be stored: those of the hit and of later stores."""
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[0] != 1:
@@ -47,8 +47,10 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def take(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], keys: Sequence[ChunkKey]) -> None:
-        """Begin with the hit `keys`: keys and values of each layer, as much of them as it needs. Copies to the layers' own
-        devices, so not for an event loop."""
+        """Start with the hit `keys`: keys and values of each layer, as many as it needs.
+
+        Copies to the layers' devices, so do not call it on an event loop.
+        """
         self.stored_keys = list(keys)
         self.hit_tokens = len(keys) * self.kv.chunk_tokens
         for layer, device, (key_states, value_states) in zip(self.layers, self.kv.devices, tensors, strict=True):
@@ -60,7 +62,7 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
                 layer.keys, layer.values = key_states, value_states
 
     def fill(self, part: Part, chunk: int, slot: np.ndarray) -> None:
-        """Copy a chunk of what was computed into `slot`."""
+        """Copy a chunk of computed KV into `slot`."""
         memory = torch.from_numpy(slot).view(self.kv.dtype)
         begin, tokens = chunk * self.kv.chunk_tokens, self.kv.chunk_tokens
         offset = 0
@@ -72,7 +74,7 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
 
 
 class _WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """Keeps what it was given since it began, too."""
+    """A sliding window layer that also keeps all KV since its start."""
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
@@ -81,10 +83,10 @@ class _WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def _forget(self) -> None:
         self._first_token = 0
         self._kept: list[torch.Tensor] = []
-        """Keys and values from there on; the tensors grow by doubling and are longer than what they hold."""
+        """Keys and values since the start; the tensors grow by doubling and are longer than their contents."""
 
     def begin_behind(self, tokens: int, key_states: Any, value_states: Any) -> None:
-        """After `tokens` tokens, of which these states are the last."""
+        """Start after `tokens` tokens, the last of which have these states."""
         self.cumulative_length = self._first_token = tokens
         self.keys = key_states[:, :, -self.sliding_window + 1 :, :]
         self.values = value_states[:, :, -self.sliding_window + 1 :, :]
@@ -111,7 +113,7 @@ class _WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._forget()
 
     def kept(self, begin: int, end: int) -> list[torch.Tensor]:
-        """Keys and values of these tokens."""
+        """Return keys and values of these tokens."""
         assert self._first_token <= begin <= end <= self.cumulative_length
         return [states[:, :, begin - self._first_token : end - self._first_token, :] for states in self._kept]
 
@@ -123,14 +125,14 @@ def _longer(states: torch.Tensor, tokens: int, like: torch.Tensor) -> torch.Tens
 
 
 def _computed(layer: Any, begin: int, end: int) -> list[torch.Tensor]:
-    """Keys and values of these tokens."""
+    """Return keys and values of these tokens."""
     if isinstance(layer, _WindowLayer):
         return layer.kept(begin, end)
     return [states[:, :, begin:end, :] for states in (layer.keys, layer.values)]
 
 
 class Landing:
-    """Host memory that a hit is loaded into: for each layer as many chunks as it needs."""
+    """Host memory for loading a hit: for each layer as many chunks as it needs."""
 
     def __init__(self, kv: ModelKv, chunks: int) -> None:
         self._kv = kv
@@ -142,7 +144,7 @@ class Landing:
             self.tensors.append((keys, values))
 
     def land(self, part: Part, chunk: int, payload: np.ndarray) -> None:
-        """Copy a chunk to where its layers want it. Raises ValueError where it has another length."""
+        """Copy a chunk to the memory of its layers. Raises ValueError for a wrong length."""
         tokens = self._kv.chunk_tokens
         if payload.nbytes != part.bytes_per_token * tokens:
             raise ValueError(f"expected a chunk of {part.bytes_per_token * tokens} bytes, found {payload.nbytes}")

@@ -1,9 +1,9 @@
-"""The KV of a transformers model: its shape, and what it depends on.
+"""The KV of a transformers model: its shape, and its fingerprint.
 
-The fingerprint has the weights themselves, as they lie in memory (a model that was fine-tuned, merged or quantised is
-another one, wherever its files lie), the numbers of its modules, the configuration, the data type, the implementations of
-attention and experts and the version of transformers. How many heads and numbers there are in which layer, the model is
-asked: it computes a few tokens.
+The fingerprint covers the weights as they lie in memory (a fine-tuned, merged or quantised model is a different model,
+wherever its files are), the numbers of its modules, the configuration, the data type, the implementations of attention
+and experts, and the version of transformers. The number and size of heads by layer come from the model itself, which
+computes a few tokens.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from tiercache.integrations.transformers.parts import SEES_EVERYTHING, LayerKv, 
 
 _FORMAT = "parts of layers; of each layer keys, then values; head, token, number"
 _CHANGING_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings of which the same token gets another key when the text has become longer."""
+"""Rotary embeddings that change a token's key when the text becomes longer."""
 _TOKENS = 12
 _PIECE_TOKENS = 4
 _ROUNDING = 64
-"""Of as many smallest steps of a type two KVs of a token may be apart, relative to their length, that were computed in
-kernels of other shapes; but never by more than the root of such a step. (106 small models, in float32: 9 at most.)"""
+"""Largest relative difference of a token's KV between kernels of different shapes, in smallest steps of the type.
+
+It is at most the square root of such a step."""
 
 
 class ModelKv:
-    """Reads all weights once (about a second a GB and core) and computes a few dozen tokens: not for an event loop.
+    """Shape and fingerprint of a model's KV. Reads all weights once (about a second per GB and core), so not on an
+    event loop.
 
-    Raises LayoutError for a model whose KV is not that of its token ids alone, depends on how a prompt is divided, or is
-    kept in another way than by layers of plain attention, with or without a window; and for one with hooks or packed
-    weights, which could change it without a trace. A deep copy of it is itself.
+    Raises LayoutError for a model whose KV depends on more than token ids, or on how a prompt is divided, or is kept in
+    other ways than layers of plain attention, with or without a window; and for hooks or packed weights, which could
+    change it without a trace. A deep copy returns the same object.
     """
 
     def __init__(self, model: Any, *, chunk_tokens: int = 256) -> None:
@@ -69,7 +71,7 @@ class ModelKv:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelKv:
-        """Return itself: a copy of a cache belongs to the same model."""
+        """Return itself, since a copy of a cache belongs to the same model."""
         return self
 
     @property
@@ -77,12 +79,13 @@ class ModelKv:
         return self.layout.chunk_tokens
 
     def check_unchanged(self) -> None:
-        """Raise LayoutError if weights were written to, exchanged or put into training since, got a hook, or a
-        configuration or a public number of a module is another one. About 20 microseconds a weight.
+        """Raise LayoutError if the model has changed: weights, training mode, hooks, configurations, public numbers of
+        modules.
 
-        Writes that torch does not count (through `.data` or numpy, or to tensors of inference mode) are seen in a sample of
-        about 256 numbers a weight. Not seen are such writes to other numbers, such as a few rows of an embedding,
-        and those that are taken back before the next look: make another ModelKv after them.
+        Takes about 20 microseconds per weight. Writes that torch does not count (through `.data` or numpy, or to
+        tensors of inference mode) are detected in a sample of about 256 numbers per weight. Such writes to other
+        numbers, such as a few rows of an embedding, and writes that are undone before the next check are not detected:
+        make another ModelKv after them.
         """
         check_modules(self.model)
         if state_of(self.model) != self._state:
@@ -125,15 +128,15 @@ def _layer_kv(layer: Any, dtype: torch.dtype) -> LayerKv:
 def probe(model: Any) -> list[Any]:
     """Return the layers of a cache after one token. Leaves nothing in the model.
 
-    Raises LayoutError where the model cannot be asked; where it keeps KV in another way than by layers of plain attention;
-    and where KV depends on later tokens, on how a prompt is divided, or on whether the model is called or `generate` is.
+    Raises LayoutError if the model cannot be called with token ids; if it keeps KV in other ways than layers of plain
+    attention; and if KV depends on later tokens, on how a prompt is divided, or on the use of `generate`.
     """
     try:
         layers = _layers(model, _computed(model, [0]))
         _check_same(model)
     except LayoutError:
         raise
-    except Exception as error:  # whatever models raise that have no such cache, or want more than token ids
+    except Exception as error:  # errors of models without such a cache, or with other required inputs, have any type
         raise LayoutError(
             f"{type(model).__name__} does not compute KV of token ids alone: {type(error).__name__}: {error}"
         ) from error
@@ -141,7 +144,7 @@ def probe(model: Any) -> list[Any]:
 
 
 def _computed(model: Any, ids: list[int], pieces: bool = False) -> DynamicCache:
-    """Compute with the model as it is when called, or in pieces as `generate` does."""
+    """Compute with the called model, or in pieces as `generate` does."""
     past = DynamicCache(config=model.config)
     prompt = torch.tensor([ids], device=model.device)
     if pieces:
@@ -178,8 +181,10 @@ def _check_same(model: Any) -> None:
 
 
 def _alike(one: DynamicCache, other: DynamicCache, tokens: int) -> bool:
-    """Compare the first `tokens`, in each layer and piece. Most of a piece is enough: where experts are chosen, rounding may
-    send a token to another one."""
+    """Compare the first `tokens`, in each layer and piece.
+
+    Most of a piece is enough: rounding may change the choice of experts for a token.
+    """
     for mine, its in zip(one.layers, other.layers, strict=True):
         for states, others in ((mine.keys, its.keys), (mine.values, its.values)):
             seen = min(states.shape[2], others.shape[2])  # a window may have dropped some
@@ -194,7 +199,7 @@ def _alike(one: DynamicCache, other: DynamicCache, tokens: int) -> bool:
 
 
 def _apart(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return how far each token's states are apart, relative to their length."""
+    """Return the difference of each token's states, relative to their length."""
     states, others = (one[0].transpose(0, 1).flatten(1).double() for one in (states, others))
     return (states - others).norm(dim=1) / states.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -204,20 +209,24 @@ def _accepts(model: Any, argument: str) -> bool:
 
 
 def positions(model: Any, tokens: int) -> dict[str, torch.Tensor]:
-    """Return what `generate` is to be told so that the first token has position 0, and each the next one.
+    """Return the arguments of `generate` that give the first token position 0, and each following token the next
+    position.
 
-    Left to itself a model may take others: Qwen2-VL goes on behind a cache with what it remembers of an earlier image.
+    A model may choose others by default: Qwen2-VL continues from the remembered positions of an earlier image.
     """
     return {"position_ids": torch.arange(tokens, device=model.device)[None]} if _accepts(model, "position_ids") else {}
 
 
 def prefill(model: Any, past: Any, prompt: torch.Tensor, end: int) -> None:
-    """Compute the tokens of `prompt` behind those that `past` holds, up to `end`: as `generate` would if all before `end`
-    were its prompt. Only the last token's logits are asked for, where a model can do that."""
+    """Compute the tokens of `prompt` after those in `past`, up to `end`, as `generate` would for a prompt that ends
+    there.
+
+    Computes only the last token's logits if the model supports it.
+    """
     ids = prompt[:, :end]
     known = {**positions(model, end), **({"logits_to_keep": 1} if _accepts(model, "logits_to_keep") else {})}
     if not _accepts(model, "attention_mask"):
-        known["attention_mask"] = torch.ones_like(ids)  # `generate` leaves out one that hides nothing, but not here
+        known["attention_mask"] = torch.ones_like(ids)  # `generate` drops a mask that hides nothing, but not here
     new_tokens = end - past.get_seq_length()
     with torch.no_grad():
         inputs = model.prepare_inputs_for_generation(

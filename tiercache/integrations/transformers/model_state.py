@@ -1,6 +1,6 @@
-"""All of a model that changes its KV: a digest of it for keys, and a number that changes with it.
+"""Digest of everything in a model that changes its KV, for keys, and a number that changes with it.
 
-What can be neither hashed nor watched is refused: hooks, modules with a `forward` of their own, packed weights.
+Refuses everything that can be neither hashed nor watched: hooks, modules with a `forward` of their own, packed weights.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import torch
 from tiercache.errors import LayoutError
 
 _NOT_OF_THE_KV = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Fields of a configuration that say where it lies, or what is known better from the model."""
+"""Fields of a configuration that give a location, or a value that the model reports more reliably."""
 _NOT_OF_A_MODULE = ("training", "name_or_path")
-"""The first is looked at apart; the second says where it lies."""
+"""Attributes to ignore: `training` is checked separately, and the other gives a location."""
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _TRUSTED = ("transformers", "accelerate")
-"""Packages whose hooks move or look at what modules compute, and do not change it."""
+"""Packages whose hooks move or inspect the results of modules without changing them."""
 _PLAIN = (bool, int, float, str)
 _HASHING_THREADS = 4
 _SAMPLE = 256
-"""Numbers of each weight, about, that are looked at to see that it is what it was."""
+"""Approximate sample size per weight for detecting changes."""
 
 
 def check_modules(model: Any) -> None:
-    """Raise LayoutError for a module in training, or one that does not compute what its class and weights say."""
+    """Raise LayoutError for a module in training, or if its computation differs from its class and weights."""
     for name, module in model.named_modules():
         own = vars(module)
         if own["training"]:
             raise LayoutError(
                 f"{name or 'the model'} is in training, where dropout makes other KV of the same tokens: call model.eval()"
             )
-        kinds = _HOOKS[:1] if module is model else _HOOKS  # what comes behind all of it changes nothing
+        kinds = _HOOKS[:1] if module is model else _HOOKS  # hooks after the whole model change nothing
         if any(own[kind] and not all(map(_is_trusted, own[kind].values())) for kind in kinds):
             raise LayoutError(f"{name or 'the model'} has a hook, which may change KV without a trace: remove it")
         if "forward" in own and not _is_placed(own):
@@ -60,10 +60,11 @@ def _is_placed(own: dict[str, Any]) -> bool:
 
 
 def state_of(model: Any) -> int:
-    """Return a number that changes when a weight is written to or moved, or when a number of a module or a configuration
-    changes, such as the implementation of attention.
+    """Return a number that changes with any write to or move of a weight, and with numbers of modules and
+    configurations.
 
-    Writes through `.data` or numpy, and to tensors of inference mode, count no version: hence the samples.
+    Writes through `.data` or numpy, and to tensors of inference mode, change no version, which is why samples are
+    included.
     """
     written = []
     samples: dict[tuple[Any, Any], list[torch.Tensor]] = {}
@@ -78,7 +79,10 @@ def state_of(model: Any) -> int:
 
 
 def check_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return all that has to be hashed, by name; what is shared, under each. Raises LayoutError if something cannot be."""
+    """Return everything to hash, by name; shared tensors appear under each name.
+
+    Raises LayoutError if something cannot be hashed.
+    """
     weights = sorted([*_weights(model, shared=True), *_saved_beside(model)], key=lambda one: one[0])
     if missing := [name for name, weight in weights if weight.is_meta]:
         raise LayoutError(f"the weights are not in memory and cannot be told from others: {missing[0]}")
@@ -88,7 +92,7 @@ def check_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def digest_of_weights(model: Any) -> str:
-    """Return a digest of the weights, of what modules save beside them, and of their numbers."""
+    """Return a digest of the weights, of other saved state of modules, and of their numbers."""
     weights = check_weights(model)
     once = list({id(weight): weight for _, weight in weights}.values())
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
@@ -103,7 +107,7 @@ def digest_of_config(model: Any) -> str:
 
 
 def implementations(model: Any) -> str:
-    """Return the implementations of attention and experts, by the modules that were told; those of a configuration once."""
+    """Return the implementations of attention and experts by module, with those of a shared configuration once."""
     found = [
         (name, *(str(getattr(config, which, None)) for which in _IMPLEMENTATIONS))
         for name, config in _configurations(model)
@@ -112,13 +116,13 @@ def implementations(model: Any) -> str:
 
 
 def _weights(model: Any, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers, also those that are not saved, such as the frequencies of rotary embeddings."""
+    """Yield parameters and buffers, including unsaved buffers such as the frequencies of rotary embeddings."""
     yield from model.named_parameters(remove_duplicate=not shared)
     yield from model.named_buffers(remove_duplicate=not shared)
 
 
 def _saved_beside(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what modules save that is neither parameter nor buffer: scales of packed weights, and packed weights."""
+    """Yield saved state that is neither parameter nor buffer: scales of packed weights, and packed weights."""
     weights = {name for name, _ in _weights(model, shared=True)}
     for name, value in model.state_dict().items():
         if name not in weights:
@@ -130,7 +134,7 @@ def _saved_beside(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _configurations(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each once, with the name of the first module that has it."""
+    """Yield each configuration once, with the name of the first module that has it."""
     seen = set()
     for name, module in model.named_modules():
         config = vars(module).get("config")
@@ -140,8 +144,10 @@ def _configurations(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(model: Any, shared: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Yield plain numbers and words that classes of modules compute with, such as the epsilon of a norm. Private ones are
-    left out: transformers notes in them what it has done with a module."""
+    """Yield plain numbers and words that modules compute with, such as the epsilon of a norm.
+
+    Leaves out private attributes, in which transformers records its work on a module.
+    """
     for name, module in model.named_modules(remove_duplicate=not shared):
         for key, value in vars(module).items():
             if type(value) in _PLAIN and key[0] != "_" and key not in _NOT_OF_A_MODULE:
@@ -149,12 +155,12 @@ def _attributes(model: Any, shared: bool = False) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
-    """Return True if the bytes in memory are all of it. A parameter with scales beside it may be of another class."""
+    """Return True if the bytes in memory are the whole weight. A parameter with separate scales may have another class."""
     return not weight.is_quantized and weight.layout == torch.strided and type(weight.data) is torch.Tensor
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return every n-th number, for an odd n: else they are all of one column where rows are a power of two long."""
+    """Return every n-th number for an odd n, since an even n samples a single column if rows are a power of two long."""
     step = weight.numel() // _SAMPLE | 1
     if weight.is_contiguous():
         return weight.view(-1)[::step]

@@ -1,4 +1,4 @@
-"""Prefixes of conversations, from a TierCache into a `transformers.Cache` and back."""
+"""Load prefixes of conversations from a TierCache into a `transformers.Cache`, and store them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ Ids = Sequence[int] | np.ndarray
 
 
 class PrefixCache:
-    """Belongs to the event loop of `cache`, which has to be opened with `kv.layout`.
+    """Bound to the event loop of `cache`, which has to be opened with `kv.layout`.
 
-    Chunks are named by token ids, so `ids` have to be all that the model computes KV from: no embeddings, no images, no
-    positions or masks of one's own. A model that remembers the positions of an earlier image, such as Qwen2-VL, has to be
-    told `position_ids` from 0 on. Under autocast the model raises LayoutError. Assisted decoding does not go on behind a
-    hit: it would compute the prefix again.
+    Token ids name the chunks, so the KV must depend on `ids` alone: no embeddings, images, custom positions or masks. A
+    model that remembers the positions of an earlier image, such as Qwen2-VL, needs `position_ids` from 0 on. Under
+    autocast the model raises LayoutError. Assisted decoding cannot continue a hit, since it computes the prefix again.
     """
 
     def __init__(self, cache: TierCache, kv: ModelKv) -> None:
@@ -39,10 +38,11 @@ class PrefixCache:
         self.kv = kv
 
     async def load(self, ids: Ids, *, salt: str = "", deadline_s: float | None = None) -> TieredCache:
-        """Load the longest prefix of `ids` that is stored, in whole chunks, and at least one token less than all: a model
-        has to compute something to go on. Empty on a miss. `salt` is a tenant's; `deadline_s` as for `TierCache.get`.
+        """Load the longest stored prefix of `ids` in whole chunks, at least one token shorter than `ids`.
 
-        Raises LayoutError when the model's weights are not those that `kv` has seen. Cancelled, nothing is kept.
+        The result is empty after a miss. A model has to compute at least one token to continue. `salt` separates
+        tenants; `deadline_s` is as in `TierCache.get`. Raises LayoutError if the model's weights have changed since
+        `kv` read them. Cancellation keeps nothing.
         """
         past = TieredCache(self.kv, salt)
         names = self._names(self.keys(ids[: max(0, len(ids) - 1)], salt=salt))
@@ -62,16 +62,16 @@ class PrefixCache:
             if delivered == len(wanted):
                 await asyncio.to_thread(past.take, landing.tensors, names[0][:chunks])
                 return past
-            # It went since the look-up, or is late. A shorter hit needs more of the windows, so it is read anew.
+            # The chunk was removed after the lookup, or is late. A shorter hit needs more of the windows.
             chunks = wanted[delivered][0]
 
     async def store(self, past: TieredCache, ids: Ids, *, deadline_s: float | None = None) -> int:
-        """Store what was computed since the load, in whole chunks; returns how many tokens of `ids` are hot now.
+        """Store the KV computed since the load, in whole chunks. Return the number of tokens of `ids` that are hot now.
 
-        `ids` are all tokens that `past` holds, and the one behind them where a model has answered it and not been given it
-        (so `generate` leaves it). `past` is read until this returns, and no model may go on with it before. Raises
-        ValueError where its length or its beginning is not that of `ids`; LayoutError, and stores nothing, where `past` is
-        another model's, or the weights are not those any more that `kv` has seen: it may have been computed with either.
+        `ids` are all tokens in `past`, and optionally the next token, which `generate` returns without computing its
+        KV. `past` is read until this returns, and no model may continue it before. Raises ValueError if `past` does not
+        match `ids`. Raises LayoutError, and stores nothing, if `past` is of another model or the weights have changed
+        since `kv` read them.
         """
         if past.kv.layout != self.kv.layout:
             raise LayoutError("what was computed is of another model than what is stored here")
@@ -97,25 +97,30 @@ class PrefixCache:
         return len(past.stored_keys) * self.kv.chunk_tokens
 
     def keys(self, ids: Ids, *, salt: str = "") -> list[ChunkKey]:
-        """Return the names of the whole chunks of `ids`, for all layers. A chunk of a model with sliding windows lies in
-        several chunks of the cache."""
+        """Return the names of the whole chunks of `ids`, for all layers.
+
+        With sliding windows, each name stands for several chunks of the cache.
+        """
         whole = len(ids) // self.kv.chunk_tokens * self.kv.chunk_tokens
         return self.cache.keys(ids[:whole], salt=salt)
 
     def stored_as(self, ids: Ids, *, salt: str = "") -> list[ChunkKey]:
-        """Return the cache's chunks that going on behind `ids` needs, for `prefetch`, `ahead`, `warm_soon` and `forget`."""
+        """Return the cache's chunks needed to continue `ids`, for `prefetch`, `ahead`, `warm_soon` and `forget`."""
         names = self._names(self.keys(ids, salt=salt))
         return [names[part][chunk] for chunk, part in needed(self.kv.parts, len(names[0]), self.kv.chunk_tokens)]
 
     def expect(self, ids: Ids, *, salt: str = "", in_s: float = 0.0) -> PrefetchHandle:
-        """Prefetch what going on behind `ids` needs, for instance when a user begins to type. As `TierCache.prefetch`; with
-        `local_cpu: false` there is nothing to promote into, and the handle has no chunks."""
+        """Prefetch the chunks needed to continue `ids`, for instance when a user begins to type. See
+        `TierCache.prefetch`.
+
+        With `local_cpu: false` there is no hot cache to promote into, and the handle has no chunks.
+        """
         if not self.cache.ahead.promotes:
             return PrefetchHandle(self.cache.ahead, hint((), 0.0, "", 0.0))
         return self.cache.prefetch(self.stored_as(ids, salt=salt), deadline=in_s)
 
     def _names(self, keys: list[ChunkKey]) -> list[list[ChunkKey]]:
-        """Return the names of the chunks of each part. Those of the first are `keys`."""
+        """Return the names of the chunks of each part. Those of the first part are `keys`."""
         if not keys:
             return [[] for _ in self.kv.parts]
         tenant, hashes = tenant_of(keys[0]), [key[:KEY_BYTES] for key in keys]
@@ -123,8 +128,10 @@ class PrefixCache:
         return [keys, *others]
 
     async def _reach(self, names: list[list[ChunkKey]], chunks: int) -> tuple[int, dict[str, int]]:
-        """Count the chunks of the prefix that are there, at most `chunks`, with all that windows see behind them. Return
-        them with tokens by tier, of the layers that see furthest."""
+        """Return the length of the stored prefix, at most `chunks`, with all that windows need, and its tokens by tier.
+
+        The tokens by tier are those of the layers with the longest window.
+        """
         while chunks:
             by_tier: list[dict[str, int]] = []
             for part, keys in zip(self.kv.parts, names, strict=True):

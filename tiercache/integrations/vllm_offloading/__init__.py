@@ -6,8 +6,8 @@
     {"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm_offloading", "config_file": "tiercache.yaml"}]}}
 ```
 
-On vLLM's CPU platform, which has no spec of its own: `"spec_name": "CpuTieringSpec"` and
-`"spec_module_path": "tiercache.integrations.vllm_offloading"`.
+vLLM's CPU platform has no tiering spec, so use `"spec_name": "CpuTieringSpec"` and
+`"spec_module_path": "tiercache.integrations.vllm_offloading"` there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CpuTieringSpec", "TierCacheTier"]
 
 
 def __getattr__(name: str) -> Any:
-    """Importing vLLM takes many seconds; what decides here is of use, and tested, without it."""
+    """Import on first use: importing vLLM takes many seconds, and the pure modules work without it."""
     if name == "TierCacheTier":
         with needed_vllm(name, TESTED_OFFLOADING):
             from tiercache.integrations.vllm_offloading.tier import TierCacheTier

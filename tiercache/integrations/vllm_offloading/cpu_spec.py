@@ -1,4 +1,4 @@
-"""vLLM's tiered offloading on its CPU platform, where vLLM's own copies, which are a GPU's, refuse to run."""
+"""vLLM's tiered offloading on its CPU platform, where vLLM's own copies need a GPU."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tiercache.errors import ConfigError, TierCacheError
 logger = logging.getLogger("tiercache.vllm")
 
 _COPY_S = 60.0
-"""The longest wait for copies in memory. An engine that went on would overwrite what is still read."""
+"""Longest wait for copies in memory. An engine that continued would overwrite blocks that are still read."""
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """Loaded by `"spec_name": "CpuTieringSpec", "spec_module_path": "tiercache.integrations.vllm_offloading"`.
 
-    vLLM's `TieringOffloadingSpec` with copies by a thread; on other platforms it is vLLM's as it is. Raises ConfigError for
-    `canonical_layout`, which the copies do not know.
+    vLLM's `TieringOffloadingSpec` with copies by a thread; identical to vLLM's on other platforms. Raises ConfigError
+    for `canonical_layout`, which the copies do not support.
     """
 
     _worker: OffloadingWorker | None
@@ -57,24 +57,24 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
 
 class _Piece(NamedTuple):
-    """What a block of one group has in consecutive layers: `engine[block]` and `rows[chunk, place]` are of one shape."""
+    """A block of one group in consecutive layers: `engine[block]` and `rows[chunk, place]` have the same shape."""
 
     engine: np.ndarray
-    """(blocks, layers, bytes)"""
+    """uint8 array of shape (blocks, layers, bytes)."""
     rows: np.ndarray
-    """(chunks, blocks of a chunk, layers, bytes)"""
+    """uint8 array of shape (chunks, blocks of a chunk, layers, bytes)."""
 
 
 class _Job(NamedTuple):
     number: int
     copies: list[tuple[np.ndarray, np.ndarray]]
-    """Into, from."""
+    """Pairs of destination and source."""
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]
     """Copies between the engine's blocks and rows of the CPU tier, in memory, by one thread and in order.
 
-    A block's layers are copied in one call where they lie at equal distances, which they do on the CPU platform.
+    A block's layers are copied in one call if they lie at equal distances, as on the CPU platform.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
@@ -112,7 +112,7 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         self._jobs.put(None)
         self._thread.join(_COPY_S)
         if self._thread.is_alive():
-            return  # it may still touch this memory
+            return  # the thread may still use this memory
         self._groups = []
         self._region.cleanup()
 
@@ -123,8 +123,10 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _pairs(self, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec) -> list[tuple[np.ndarray, np.ndarray]]:
-        """What lies in the engine's blocks, and its place in the rows. A group's first block may be in the middle of its
-        first chunk."""
+        """Return pairs of views into the engine's blocks and into the rows.
+
+        A group's first block may be in the middle of its first chunk.
+        """
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
         block_ids, chunk_ids, per_chunk = blocks.block_ids.tolist(), chunks.block_ids.tolist(), self._blocks_per_chunk
         pairs: list[tuple[np.ndarray, np.ndarray]] = []
@@ -152,7 +154,7 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
 
 
 def _bytes_of(tensor: Any, page_bytes: int) -> np.ndarray:
-    """(blocks, page), however far apart the blocks lie."""
+    """Return a view of shape (blocks, page bytes) for any distance between blocks."""
     import torch
 
     found: np.ndarray = tensor.view(torch.uint8).view(-1, page_bytes).numpy()
@@ -162,7 +164,7 @@ def _bytes_of(tensor: Any, page_bytes: int) -> np.ndarray:
 def _pieces(
     refs: list[CanonicalKVCacheRef], engine: list[np.ndarray], rows: list[np.ndarray], pages: list[int], per_chunk: int
 ) -> list[_Piece]:
-    """One for all layers where they lie at equal distances on both sides, else one for each."""
+    """Return a single piece for all layers if they lie at equal distances on both sides, else a piece for each layer."""
     return [
         _piece([engine[ref.tensor_idx] for ref in run], [rows[ref.tensor_idx] for ref in run], run, pages, per_chunk)
         for run in _evenly_spaced(refs, engine, rows, pages)

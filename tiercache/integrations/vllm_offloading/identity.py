@@ -1,8 +1,8 @@
-"""The layout that names the bytes of vLLM's offloaded chunks.
+"""The layout that identifies the bytes of vLLM's offloaded chunks.
 
-A chunk is a row of vLLM's CPU tier: what all ranks keep of it, one after the other. The scheduler's process has neither the
-weights nor the attention layers, so what the connector asks those is known here by the version of vLLM and the kind of
-machine instead: other versions, and other machines, find nothing.
+A chunk is a row of vLLM's CPU tier: the parts of all ranks, concatenated. The scheduler's process has neither the
+weights nor the attention layers that the connector reads, so the layout uses the version of vLLM and the kind of
+machine instead: other versions and other kinds of machines find nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger("tiercache.vllm")
 
 
 def engine_config(engine_id: str) -> VllmConfig | None:
-    """The configuration of the engine that is being made, from those who called us. None where nobody has it.
+    """Return the configuration of the engine under construction from the calling frames, or None if no frame has it.
 
-    vLLM tells its offloading a part of what decides on the bytes (no revision, no load format, no overrides, no
-    quantization). Who makes the tier has all of it.
+    vLLM passes its offloading only a part of what determines the bytes: no revision, load format, overrides or
+    quantization. The code that makes the tier has the whole configuration.
     """
     from vllm.config import VllmConfig
 
@@ -47,10 +47,10 @@ def engine_config(engine_id: str) -> VllmConfig | None:
 def make_layout(
     offloading: OffloadingConfig, row_bytes: int, engine: VllmConfig | None, model_id: str | None
 ) -> Layout:
-    """Of chunks of `row_bytes`. `model_id` stands for the model's content.
+    """Return the layout of chunks of `row_bytes`. `model_id` stands for the model's content.
 
-    Where it cannot be known what the bytes depend on, the layout is this engine's own: nothing is shared, also not with the
-    next start, and that is said. Raises ConfigError where vLLM's hashes may collide.
+    If the inputs that determine the bytes are unknown, the layout is private to this engine, so that nothing is shared,
+    not even with its next start, and a warning says so. Raises ConfigError if vLLM's hashes may collide.
     """
     parallel, cache = offloading.parallel, offloading.cache
     chunk_tokens = max(group.tokens_per_block for group in offloading.groups) * cache.blocks_per_chunk
@@ -83,7 +83,7 @@ def make_layout(
 
 
 def check_hashes(engine: VllmConfig | None) -> None:
-    """Raises ConfigError where two prefixes may be made to have the same names, and names differ with each start."""
+    """Raise ConfigError unless vLLM's block hashes are cryptographic: others may collide or differ with each start."""
     algorithm = engine.cache_config.prefix_caching_hash_algo if engine is not None else CRYPTOGRAPHIC[0]
     if algorithm not in CRYPTOGRAPHIC:
         raise ConfigError(
@@ -93,7 +93,7 @@ def check_hashes(engine: VllmConfig | None) -> None:
 
 
 def say_whose_quotas(config: Config) -> None:
-    """vLLM tells a tier neither a request's salt nor its tenant."""
+    """Warn about quotas, since vLLM tells a tier neither a request's salt nor its tenant."""
     if any(tier.tenant_bytes for tier in plan_of(config)):
         logger.warning(
             "quotas of tenants hold for all requests of this engine together: vLLM does not tell the tiers of its "
@@ -116,7 +116,7 @@ def _of_engine(engine: VllmConfig) -> dict[str, str]:
         getattr(engine.parallel_config, name, None)
         for name in ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
     ]
-    # What is computed, and by which back ends, nobody can be asked here: all that may choose them counts.
+    # The layers and back ends are unknown here, so include every setting that may choose them.
     return settings_of(engine, states_are_known=False) | {
         "attention": digest(engine.attention_config),
         "interleaved": digest(interleaved),
@@ -125,7 +125,7 @@ def _of_engine(engine: VllmConfig) -> dict[str, str]:
 
 
 def _machine() -> str:
-    """What attention back ends are chosen by, which decide on the order of the bytes in a block."""
+    """Return the properties that choose attention back ends, which determine the order of the bytes in a block."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

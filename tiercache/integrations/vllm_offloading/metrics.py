@@ -1,4 +1,4 @@
-"""The cache's own figures in vLLM's `/metrics`, beside those that vLLM counts of every tier by itself."""
+"""Export the cache's figures in vLLM's `/metrics`, in addition to vLLM's own figures of every tier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_offloading_stats(ours: TierCacheStats) -> OffloadingConnectorStats:
         if name in _KNOWN:
             for labels, (counts, sums) in distributions.items():
                 for count, total in zip(counts, sums, strict=True):
-                    # vLLM takes amounts one by one. The mean of a bucket lies in it.
+                    # vLLM accepts single values only. The mean of a bucket lies within it.
                     for _ in range(count):
                         stats.observe_histogram(_name(name), total / count, labels)
     for families in ours.data["gauges"].values():
@@ -43,7 +43,7 @@ _KNOWN = {family.name for family in FAMILIES}
 
 
 def _name(family: str) -> str:
-    """A second engine of the same process registers the names again, and of old ones vLLM removes its own only."""
+    """Add vLLM's prefix: before a second engine registers its names, vLLM unregisters only names with this prefix."""
     return f"vllm:{family}"
 
 

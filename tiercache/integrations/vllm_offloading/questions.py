@@ -1,4 +1,4 @@
-"""What the cache is asked about chunks that memory does not know: on its loop, while vLLM's scheduler goes on."""
+"""Look up chunks that memory does not know, on the cache's loop, without blocking vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiercache.integrations.vllm_offloading.requests import Answer, Name, Questi
 logger = logging.getLogger("tiercache.vllm")
 
 _LEAST_S = 0.002
-"""Nobody is asked for less: timers of a loop may be a millisecond early, and what is left then is none."""
+"""A remaining time below this counts as 0: timers of a loop may be a millisecond early."""
 
 _Asked = tuple[Question, list[list[ChunkKey]]]
 
 
 class Questions:
-    """`ask` and `answers` are called by the scheduler's thread and do not wait."""
+    """Lookups in flight. `ask` and `answers` are called by the scheduler's thread and do not wait."""
 
     def __init__(self, thread: CacheThread) -> None:
         self._thread = thread
@@ -28,7 +28,7 @@ class Questions:
         self._asking: set[asyncio.Task[None]] = set()
 
     def ask(self, asked: Sequence[_Asked]) -> None:
-        """Each question with the keys of its names. What nobody can be asked about any more is missing."""
+        """Start the lookup of each question, with the keys of its names. If the cache is closed, all are missing."""
         if not asked:
             return
         try:
@@ -39,7 +39,7 @@ class Questions:
                 self._answers.append(Answer(question.request_id, missing, 0.0))
 
     def answers(self) -> list[Answer]:
-        """What has come since the last call."""
+        """Return the answers since the last call."""
         found = []
         while self._answers:
             found.append(self._answers.popleft())
@@ -52,7 +52,7 @@ class Questions:
             task.add_done_callback(self._asking.discard)
 
     async def _answer(self, question: Question, keys: list[list[ChunkKey]]) -> None:
-        """All at once, and by one deadline: what the request has not yet waited of `lookup_timeout_ms`."""
+        """Look up all keys concurrently, within the part of `lookup_timeout_ms` that the request has not waited yet."""
         cache, loop = self._thread.cache, self._thread.loop
         began_s = loop.time()
         left_s = cache.config.lookup_timeout_ms / 1000 - question.waited_s

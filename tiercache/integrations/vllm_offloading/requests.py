@@ -1,7 +1,7 @@
-"""What is known of vLLM's requests: which of their chunks were asked for, and what the answers were. Pure: no vLLM.
+"""State of vLLM's requests: which chunks were asked for, and the answers. Pure, without vLLM.
 
-vLLM asks for one chunk at a time, again in each step until all have an answer. What memory knows to be there is said at
-once. The rest is asked in one question a step, by request.
+vLLM asks for one chunk at a time, again in each step until all have an answer. Chunks that memory knows to be present
+are answered at once. The others form one question per step and request.
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ from typing import NamedTuple
 from tiercache.integrations.vllm.hints import Wishes
 
 Name = bytes
-"""vLLM's, of a chunk: the hash of its tokens and all before them, and its group."""
+"""vLLM's name of a chunk: the hash of its tokens and all tokens before them, and its group."""
 _GROUP_BYTES = 4
 _Asked = tuple[Name, int | None]
-"""And where it ends in its prompt, if that is known."""
+"""A name, and the end of the chunk in its prompt if known."""
 
 
 @dataclass
 class TieredRequest:
     wishes: Wishes = field(default_factory=Wishes)
     answers: dict[Name, bool | None] = field(default_factory=dict)
-    """Whether a chunk is there; None while that is being asked. It stays as it is until the request ends, so that a chunk
-    that cannot be loaded is not tried again and again."""
+    """True if a chunk is present; None while the lookup is in flight.
+
+    An answer stays until the request ends, so that a chunk that cannot be loaded is not retried again and again."""
     ends: dict[Name, int] = field(default_factory=dict)
-    """Of a request with wishes: where its chunks end in its prompt."""
+    """Ends of chunks in the prompt, for a request with hints."""
     waited_s: float = 0.0
-    """For answers so far, in seconds: there is one limit for all that it asks."""
+    """Seconds waited for answers so far: one limit applies to all questions of a request."""
     stale: bool = False
-    """Its KV was computed before the cache was reset, perhaps with other weights."""
+    """True if the KV was computed before the cache was reset, perhaps with other weights."""
 
     @property
     def names(self) -> list[Name]:
-        """Of a request with wishes: its chunks, from the first to the last."""
+        """The chunks of a request with hints, from the first to the last."""
         return sorted(self.ends, key=lambda name: self.ends[name])
 
 
 @dataclass(frozen=True)
 class Question:
-    """The chunks of one request that are to be looked for, in the order in which vLLM asked."""
+    """The chunks of one request to look up, in vLLM's order."""
 
     request_id: str
     runs: list[list[Name]]
-    """What lies behind a gap in one of these is of no use. Of windows each chunk is one by itself."""
+    """Runs of names: chunks after a gap in a run are useless. Each chunk of a window is a run of its own."""
     waited_s: float = 0.0
-    """What the request has waited for answers before."""
+    """Seconds that the request has already waited for answers."""
 
 
 class Answer(NamedTuple):
@@ -57,10 +58,10 @@ class Answer(NamedTuple):
 
 
 class TieredRequests:
-    """Belongs to the scheduler's thread. Holds a few bytes a chunk of the requests that vLLM has."""
+    """State of all requests in vLLM. Bound to the scheduler's thread. Holds a few bytes per chunk."""
 
     def __init__(self, is_there: Callable[[Name], bool]) -> None:
-        """`is_there`: whether memory knows that a chunk is there; must not wait."""
+        """`is_there` returns True if memory knows that a chunk is present. It must not wait."""
         self._is_there = is_there
         self._requests: dict[str, TieredRequest] = {}
         self._unasked: dict[str, list[_Asked]] = {}
@@ -77,13 +78,13 @@ class TieredRequests:
         self._requests[request_id] = TieredRequest(wishes)
 
     def end(self, request_id: str) -> TieredRequest | None:
-        """No call for it follows."""
+        """Remove a request and return it. No call for the request follows."""
         self._unasked.pop(request_id, None)
         self._begun.pop(request_id, None)
         return self._requests.pop(request_id, None)
 
     def look_up(self, request_id: str, name: Name, end_token: int | None = None) -> bool | None:
-        """Whether the chunk is there, which ends at that token of its prompt; None: ask again."""
+        """Return True if the chunk, which ends at `end_token` of its prompt, is present; None means ask again."""
         request = self._requests.setdefault(request_id, TieredRequest())
         if request.wishes.at_the_end:
             if request.wishes.session and not request.ends:
@@ -98,7 +99,7 @@ class TieredRequests:
         return None
 
     def questions(self) -> list[Question]:
-        """What is to be asked now: what was looked up since the last call and is not known."""
+        """Return a question per request for the chunks that were looked up since the last call and are unknown."""
         unasked, self._unasked = self._unasked, {}
         return [
             Question(request_id, _runs(asked), self._requests[request_id].waited_s)
@@ -106,7 +107,7 @@ class TieredRequests:
         ]
 
     def answer(self, answer: Answer) -> None:
-        """What a question brought. Of a request that has ended nobody wants to know."""
+        """Record an answer. Ignores answers for requests that have ended."""
         request = self._requests.get(answer.request_id)
         if request is not None:
             request.waited_s += answer.took_s
@@ -115,29 +116,29 @@ class TieredRequests:
                     request.answers[name] = there
 
     def could_not_load(self, request_id: str, names: Iterable[Name]) -> None:
-        """For this request they are misses from now on."""
+        """Count these chunks as misses for this request from now on."""
         request = self._requests.get(request_id)
         if request is not None:
             request.answers.update(dict.fromkeys(names, False))
 
     def stores(self, request_id: str, ends: Mapping[Name, int]) -> None:
-        """Its chunks, and where they end in its prompt."""
+        """Record chunks of the request, with their ends in its prompt."""
         request = self._requests.get(request_id)
         if request is not None and request.wishes.at_the_end:
             request.ends.update(ends)
 
     def forgets(self, request_id: str) -> bool:
-        """Whether it wishes to have forgotten what it stores."""
+        """Return True if the request asks to forget the chunks that it stores."""
         request = self._requests.get(request_id)
         return request is not None and request.wishes.forget
 
     def begun(self) -> list[TieredRequest]:
-        """Requests of sessions whose chunks are known, which they were not at the last call."""
+        """Return the requests of sessions whose chunks have become known since the last call."""
         begun, self._begun = self._begun, {}
         return list(begun.values())
 
     def forget_everything(self) -> None:
-        """The cache was reset. What those compute who are here may come from before."""
+        """Mark all requests as stale after a reset, since their KV may be from before it."""
         self._unasked.clear()
         for request in self._requests.values():
             request.stale = True
@@ -155,7 +156,7 @@ def _runs(asked: list[_Asked]) -> list[list[Name]]:
 
 
 def _continues(before: _Asked, this: _Asked) -> bool:
-    """vLLM walks forward through layers that see every token, and backward through windows."""
+    """Return True if two lookups belong to one run: vLLM walks forward through full attention, backward through windows."""
     (name, end), (next_name, next_end) = before, this
     return (
         end is not None

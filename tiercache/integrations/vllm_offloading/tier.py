@@ -1,7 +1,7 @@
-"""TierCacheTier: what lies below vLLM's CPU tier, as vLLM's `SecondaryTierManager` (0.32).
+"""A tier below vLLM's CPU tier: vLLM's `SecondaryTierManager` (0.32).
 
-All methods run in the scheduler's thread and do not wait, but for `drain_jobs` and `shutdown`, which are there for that. The
-cache lives on a loop thread of its own. Whatever goes wrong is a miss, or a chunk that is not stored.
+All methods run in the scheduler's thread and do not wait, except `drain_jobs` and `shutdown`. The cache runs on a loop
+thread of its own. A failure is a miss, or a chunk that is not stored.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache.vllm")
 
 _MARGIN_S = 30.0
-"""What a transfer takes beyond its deadline at the longest, unless the machine hangs."""
+"""Longest time of a transfer beyond its deadline, unless the machine hangs."""
 
 
 _Move = Callable[[TierCache, Transfer], Coroutine[Any, Any, Ended]]
@@ -73,21 +73,22 @@ _Move = Callable[[TierCache, Transfer], Coroutine[Any, Any, Ended]]
 
 @dataclass(frozen=True)
 class _Job:
-    """What is known of a transfer that vLLM waits for."""
+    """State of a transfer that vLLM waits for."""
 
     request_id: str
     names: list[bytes]
     ends: dict[bytes, int]
-    """Where the chunks end in the prompt."""
+    """Ends of the chunks in the prompt."""
     is_load: bool
     is_prefix: bool
 
 
 class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
-    """Loaded by `"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm_offloading"` in `secondary_tiers`.
+    """Loaded by `"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm_offloading"` in
+    `secondary_tiers`.
 
-    Configuration comes from `config_file` there (by default `TIERCACHE_CONFIG_FILE` / `LMCACHE_CONFIG_FILE`), the
-    environment, and the other keys beside it. Raises ConfigError at start for what cannot work.
+    Reads `config_file` there (by default `TIERCACHE_CONFIG_FILE` / `LMCACHE_CONFIG_FILE`), the environment, and the
+    other keys beside it. Raises ConfigError at start for an invalid configuration.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -117,12 +118,12 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._config = config
         wanted = Locality(locality) if locality is not None else None
         self.thread = CacheThread(config, layout)
-        # Not before: who holds a view when this raises keeps vLLM from giving its memory back.
+        # Assigned last: a view held by a failed instance would prevent vLLM from freeing its memory.
         self._rows: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
         self._namespace = self.thread.cache.namespace
         self._tag = tenant_tag(config.tenant_salt)
         cache = self.thread.cache
-        # Of what is behind a server nobody knows how far away it is.
+        # The distance of a server's storage is unknown.
         is_local = all(tier.name in MEDIA for tier in cache.tiers)
         self.locality = wanted or (Locality.LOCAL if is_local else None)
         self._at_hand = [reader for reader in cache.parts.reader.tiers if reader.tier.name in MEDIA]
@@ -137,7 +138,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
         self._watch = ChunkWatch(self.thread, lambda tier: "", MOST_CHUNKS) if tells else None
-        # An engine that just exits would leave its last chunks unwritten.
+        # An engine that exits without `shutdown` would not write its last chunks.
         atexit.register(self.shutdown)
         logger.info("chunks of %.2f MiB below vLLM's CPU tier; %s", self.block_size_bytes / 2**20, cache.describe())
 
@@ -162,7 +163,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     @survives(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request uses these: they stay longest, and come from the tiers below into the hot cache."""
+        """Record an access by a request: these chunks are evicted last, and are promoted into the hot cache."""
         self.thread.loop.call_soon_threadsafe(self._use, self._keys(list(keys)))
 
     def _use(self, keys: list[ChunkKey]) -> None:
@@ -174,7 +175,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.end(req_context.req_id)
         if request is not None and request.wishes.at_the_end:
-            # What it was told before a reset has no names any more.
+            # Chunks from before a reset no longer have names.
             names = [] if request.stale else request.names
             self._turns.follow([RequestEnded(req_context.req_id, request.wishes, names)], self._storing)
 
@@ -208,7 +209,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin(job_metadata, _job(job_metadata), load)
 
     def _begin(self, metadata: TransferJob, job: _Job, move: _Move) -> concurrent.futures.Future[Ended] | None:
-        """`move` the chunks on the cache's loop. Whatever happens, the job ends."""
+        """Run `move` on the cache's loop. The job ends in any case."""
         rows = dict(zip(metadata.keys, metadata.chunk_ids.tolist(), strict=True))
         try:
             assert self._rows is not None
@@ -230,15 +231,15 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return future
 
     def _end(self, job_id: int, job: _Job) -> None:
-        """Without having done anything."""
+        """End the job without a transfer."""
         self._jobs[job_id] = job
         self._ended.begin()
         self._ended.end(_nothing(job_id, job))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         if self._jobs:
-            # vLLM's `LLM` steps again and again when it has nothing to compute (its server lets others run). The cache's
-            # threads, which wait for Python's lock in turn, would get it after 5 ms each time.
+            # vLLM's `LLM` steps in a busy loop when it has nothing to compute (its server yields), so release the GIL
+            # here: the cache's threads would otherwise wait 5 ms each for it.
             time.sleep(0)
         return [self._result(ended) for ended in self._ended.take()]
 
@@ -258,10 +259,10 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def drain_jobs(self) -> None:
-        """Until nothing touches vLLM's memory any more. vLLM calls it when it resets its caches, as it does when weights are
-        replaced; it does not say which. So from here on nothing is found that was stored before.
+        """Wait until no copy uses vLLM's memory. Chunks stored before are not found afterwards.
 
-        Raises TierCacheError where the machine hangs in a copy: vLLM must not give that memory to anybody.
+        vLLM calls this when it resets its caches, for instance after weights were replaced, without giving the reason.
+        Raises TierCacheError if the machine hangs in a copy: vLLM must not reuse that memory.
         """
         self._wait()
         self._namespace = self.thread.cache.namespace + os.urandom(16)
@@ -278,10 +279,10 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         if not self._ended.wait(limit_s):
             raise TierCacheError(f"a copy between vLLM's CPU tier and the cache has not ended within {limit_s:.0f} s")
 
-    # What vLLM asks of it besides
+    # Other calls of vLLM
 
     def has_pending_work(self) -> bool:
-        """True: one more step is wanted, with which routers are told what has come and gone."""
+        """Return True if another step is needed to report stored and removed chunks to routers."""
         return self._watch is not None and self._watch.has_news
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -308,9 +309,9 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return as_offloading_stats(new) if new is not None else None
 
     def shutdown(self) -> None:
-        """Write what is queued, for up to `close_timeout_s`. Idempotent.
+        """Write the queued chunks, for up to `close_timeout_s`. Idempotent.
 
-        Raises TierCacheError where the machine hangs in a copy: vLLM keeps its memory mapped then.
+        Raises TierCacheError if the machine hangs in a copy, in which case vLLM keeps its memory mapped.
         """
         atexit.unregister(self.shutdown)
         self._closed = True
@@ -318,15 +319,17 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
         logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")
         self._wait()
-        # A view of ours would keep vLLM from giving its memory back.
+        # A remaining view would prevent vLLM from freeing its memory.
         self._rows = None
 
     def _keys(self, names: list[bytes]) -> list[ChunkKey]:
         return keys_from_hashes(self._namespace, names, self._tag)
 
     def _is_known(self, name: bytes) -> bool:
-        """Whether memory knows that the chunk is in a tier of this host that is well. Looks into dictionaries of the cache's
-        loop, which another thread may do; what it sees is a hint, as it is on the loop."""
+        """Return True if memory knows that the chunk is in a healthy tier of this host.
+
+        Reads dictionaries of the cache's loop from another thread, so the answer is a hint.
+        """
         (key,) = self._keys([name])
         if self.thread.cache.cpu.contains(key):
             return True
@@ -336,7 +339,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 def _job(metadata: TransferJob) -> _Job:
     context = metadata.req_context
     ends = {name: context.get_offload_key_position(name) or 0 for name in metadata.keys}
-    # In the order of the prompt, which vLLM's sets do not have.
+    # Restore the order of the prompt, which vLLM's sets lack.
     names = sorted(ends, key=lambda name: (get_offload_group_idx(name), ends[name]))
     groups = {get_offload_group_idx(name) for name in names}
     return _Job(context.req_id, names, ends, metadata.is_promotion, len(groups) == 1)

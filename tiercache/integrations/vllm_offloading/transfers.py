@@ -1,7 +1,7 @@
-"""Chunks between vLLM's CPU tier and the cache: what moves them, on the cache's loop, and what became of it.
+"""Move chunks between vLLM's CPU tier and the cache, on the cache's loop, and report the results.
 
-vLLM may give a row to somebody else as soon as a transfer is reported to have ended. So it is reported when nothing touches
-the row any more, however late that is; everything else has a deadline.
+vLLM may reuse a row as soon as a transfer is reported as ended. So the report waits until no copy uses the row, without
+limit; everything else has a deadline.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _Copy = Callable[[int, np.ndarray], None]
 
 @dataclass(frozen=True)
 class Transfer:
-    """The chunks of one job of vLLM's, and the rows of its CPU tier that they belong in."""
+    """The chunks of one vLLM job, and their rows in its CPU tier."""
 
     job_id: int
     keys: Sequence[ChunkKey]
     rows: Sequence[np.ndarray]
-    """uint8 vectors, one a key. Nobody else writes to them until the transfer has ended."""
+    """uint8 vectors, one per key. No other code writes to them until the transfer has ended."""
     is_prefix: bool = False
-    """Whether the chunks follow one another."""
+    """True if each chunk is followed by the next."""
 
 
 @dataclass(frozen=True)
 class Ended:
     job_id: int
     done: Sequence[bool]
-    """By chunk: of a load, whether it is in its row; of a store, whether it is in the cache."""
+    """Per chunk: True if a load has filled its row, or if a stored chunk is in the cache."""
     seconds: float
 
 
 class _Copies:
-    """Copies between rows and slots of the arena, which run on the cache's threads."""
+    """Copies between rows and slots of the arena on the cache's threads."""
 
     def __init__(self, rows: Sequence[np.ndarray]) -> None:
         self.done = [False] * len(rows)
@@ -53,7 +53,7 @@ class _Copies:
         self._under_way = 0
         self._lock = threading.Lock()
         self._idle: asyncio.Event | None = None
-        """Made by whoever waits for the last of them."""
+        """Made by the waiter for the last copy."""
         self._loop = asyncio.get_running_loop()
 
     def into_row(self, position: int, chunk: np.ndarray) -> None:
@@ -78,7 +78,7 @@ class _Copies:
                     self._loop.call_soon_threadsafe(self._idle.set)
 
     async def ended(self) -> None:
-        """Until none is under way. Usually that is so; the cache leaves one behind where the machine hangs in it."""
+        """Wait until no copy is in flight. The cache leaves a copy behind only if the machine hangs in it."""
         with self._lock:
             if not self._under_way:
                 return
@@ -87,7 +87,7 @@ class _Copies:
 
 
 async def store(cache: TierCache, transfer: Transfer) -> Ended:
-    """Copy rows into the cache. Tiers below are written from there, behind it. Never raises but for cancellation."""
+    """Copy rows into the cache, which writes them to the tiers below later. Raises only CancelledError."""
     began_s = time.monotonic()
     copies = _Copies(transfer.rows)
     stored = 0
@@ -96,20 +96,22 @@ async def store(cache: TierCache, transfer: Transfer) -> Ended:
             (key, row.nbytes, _bound(copies.from_row, position))
             for position, (key, row) in enumerate(zip(transfer.keys, transfer.rows, strict=True))
         ]
-        # A slot that does not come free soon is not worth holding vLLM's memory for.
+        # Waiting longer for a free slot is not worth holding vLLM's memory.
         stored = await cache.put_from(items, deadline_s=cache.config.queue_wait_s, prefix=transfer.is_prefix)
     except Exception as error:
         logger.warning("storing %d chunks failed: %r", len(transfer.keys), error)
     finally:
         await copies.ended()
-    # Those that were there already were not copied.
+    # Chunks that were already present were not copied.
     done = copies.done if stored < len(transfer.keys) else [True] * len(transfer.keys)
     return Ended(transfer.job_id, done, time.monotonic() - began_s)
 
 
 async def load(cache: TierCache, transfer: Transfer) -> Ended:
-    """Copy verified chunks into rows: all that can be had within `blocking_timeout_secs`, also those behind one that
-    cannot. Never raises but for cancellation."""
+    """Copy verified chunks into rows within `blocking_timeout_secs`, also those after a missing chunk.
+
+    Raises only CancelledError.
+    """
     began_s = time.monotonic()
     until_s = began_s + cache.config.blocking_timeout_secs
     copies = _Copies(transfer.rows)
@@ -118,7 +120,7 @@ async def load(cache: TierCache, transfer: Transfer) -> Ended:
         while left and (left_s := until_s - time.monotonic()) > 0:
             sinks = [_bound(copies.into_row, position) for position in left]
             found = await cache.get_to([transfer.keys[position] for position in left], sinks, deadline_s=left_s)
-            # The one at the gap is not there. What lies behind it may be, and may have been read already.
+            # The chunk at the gap is missing. Later chunks may be present, and may have been read already.
             left = [position for position in left[found + 1 :] if not copies.done[position]]
     except Exception as error:
         logger.warning("loading %d chunks failed: %r", len(transfer.keys), error)
@@ -132,7 +134,7 @@ def _bound(copy: _Copy, position: int) -> Callable[[np.ndarray], None]:
 
 
 class EndedTransfers:
-    """What has ended and vLLM was not told of. Filled on the cache's loop, emptied by the scheduler's thread."""
+    """Ended transfers that vLLM has not been told about. Filled on the cache's loop, emptied by the scheduler's thread."""
 
     def __init__(self) -> None:
         self._ended: deque[Ended] = deque()
@@ -156,6 +158,6 @@ class EndedTransfers:
         return ended
 
     def wait(self, timeout_s: float) -> bool:
-        """Until none is under way; whether that came to be."""
+        """Wait until no transfer is in flight. Return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._under_way, timeout_s)

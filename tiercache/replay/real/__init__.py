@@ -1,1 +1,1 @@
-"""A trace played for real, through a cache with memory and files, beside its simulation."""
+"""Replay a trace for real, through a cache with memory and files, beside its simulation."""

@@ -1,4 +1,4 @@
-"""How fast this machine's memory and disk are, through the cache itself."""
+"""Measure the speed of this machine's memory and disk through the cache."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a simulation is told of a machine."""
+    """Speeds of a machine, as input of a simulation."""
 
     ram_bytes_per_s: float
-    """Delivered from the hot cache in one batch."""
+    """Delivery from the hot cache in one batch."""
     flash_bytes_per_s: float
-    """What a chunk of a batch that lies on the disk takes longer than a hot one."""
+    """Read rate of a chunk on disk within a batch, beyond the time of a hot chunk."""
     flash_latency_s: float
-    """What a get of a single chunk takes longer than that."""
+    """Extra time of a get of a single chunk on disk."""
 
 
 async def calibrated(chunk_bytes: int, directory: Path) -> Speeds:
-    """Medians of gets of one chunk and of 32 chunks, hot and cold. Needs an empty directory, and a second or two."""
+    """Return medians of gets of one chunk and of 32 chunks, hot and cold. Needs an empty directory, and a second or two."""
     contents = Contents(chunk_bytes)
     keys = [blake2b(b"%d" % number, digest_size=KEY_BYTES).digest() for number in range(_CHUNKS)]
     parts = [keys[start : start + _BATCH] for start in range(0, _CHUNKS, _BATCH)]

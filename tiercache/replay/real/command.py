@@ -1,4 +1,4 @@
-"""`tiercache replay --real`: measured beside simulated."""
+"""Run `tiercache replay --real`: measured beside simulated figures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tiercache.replay.setting import Setting, SettingError
 class RealOptions:
     directory: Path
     chunk_bytes: int
-    """Of a block of the trace, in place of what its KV would take."""
+    """Bytes per block of the trace, in place of the size of its KV."""
     speed_up: float
 
 
 @dataclass
 class Compared:
-    """One trace."""
+    """Results of one trace."""
 
     setting: Setting
     speed_up: float
@@ -54,8 +54,11 @@ class Compared:
 
 
 def compare(requests: Iterable[Request], known: Survey, setting: Setting, options: RealOptions) -> Compared:
-    """Play `requests` one by one, then in time, through caches of `setting`'s size. Raises SettingError for what cannot be
-    played, ReplayFailed where the cache fails. Files lie in the directory meanwhile, and are removed at the end."""
+    """Replay `requests` one by one, then in time, through caches of `setting`'s size.
+
+    Removes its files from the directory at the end. Raises SettingError for a setting that cannot be replayed, and
+    ReplayFailed if the cache fails.
+    """
     _check(setting, known, options)
     return asyncio.run(_compare(requests, known, setting, options))
 
@@ -112,7 +115,7 @@ _SERIAL_ROWS = (
 
 
 def _timed_rows(found: Compared) -> list[tuple[str, float, float, int]]:
-    """(name, measured, simulated, digits)"""
+    """Return (name, measured, simulated, digits) for each row."""
     one, other = found.measured, found.simulated
     blocks = max(1, one.blocks)
     rows: list[tuple[str, float, float, int]] = [

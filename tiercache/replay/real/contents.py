@@ -1,4 +1,4 @@
-"""What the chunks of a real replay contain: random bytes that follow from the key, so that each one read can be checked."""
+"""Contents of chunks in a real replay: random bytes derived from the key, so that each read can be checked."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _STEP_BYTES = 64
 
 
 class Contents:
-    """A chunk is a piece of one random tape, from a place that its key says, with the key itself in front."""
+    """Contents by key: a piece of one random tape, at an offset derived from the key, with the key in front."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._tape = np.random.default_rng(0).integers(0, 256, _TAPE_BYTES + chunk_bytes, dtype=np.uint8)
         self.wrong: list[ChunkKey] = []
-        """Keys for which something else was delivered."""
+        """Keys for which wrong contents were delivered."""
 
     def source(self, key: ChunkKey) -> Source:
-        """What fills a slot with the chunk. For a worker thread."""
+        """Return a source that fills a slot with the chunk. Runs on a worker thread."""
 
         def fill(slot: np.ndarray) -> None:
             np.copyto(slot, self._piece(key))
@@ -35,7 +35,7 @@ class Contents:
         return fill
 
     def sink(self, key: ChunkKey) -> Sink:
-        """What takes a delivered chunk, copies it as an engine would, and checks all of it. For a worker thread."""
+        """Return a sink that copies a delivered chunk as an engine would, and checks all of it. Runs on a worker thread."""
 
         def take(chunk: np.ndarray) -> None:
             taken = chunk.copy()
@@ -53,7 +53,7 @@ class Contents:
 
 
 class Renamed:
-    """Requests with keys as a cache has them, and `speed_up` times as fast. To be iterated any number of times."""
+    """Requests with keys as a cache has them, and `speed_up` times as fast. Can be iterated any number of times."""
 
     def __init__(self, requests: Iterable[Request], speed_up: float = 1.0) -> None:
         self._requests = requests

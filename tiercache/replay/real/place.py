@@ -1,4 +1,4 @@
-"""A cache with exactly the room of a simulated one: as many slots, and as many files, as there are blocks in its setting."""
+"""Open a cache of exactly the simulated size: as many slots and files as its setting has blocks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FREE_SHARE = 0.9
 
 
 def check_room(setting: Setting, chunk_bytes: int, unique_blocks: int, directory: Path) -> None:
-    """Whether the machine has the memory, and the directory the room. Raises SettingError."""
+    """Check the machine's memory and the free space of the directory. Raises SettingError."""
     if setting.ram_blocks < FEWEST_SLOTS:
         raise SettingError(f"--real: expected room for {FEWEST_SLOTS} blocks in RAM, found {setting.ram_blocks}")
     needed_bytes = min(setting.ram_blocks, unique_blocks + FEWEST_SLOTS) * chunk_bytes
     if needed_bytes < HUGE_PAGE_BYTES / 2:
-        # The arena is whole pages. Where most of it was put aside, its batches and floors would be too large for the rest.
+        # The arena is whole pages. If most of it were set aside, its batches and floors would be too large.
         raise SettingError(
             f"--real: expected at least {HUGE_PAGE_BYTES / 2 / 1024:.0f} KiB in RAM, found {needed_bytes / 1024:.0f}; "
             "choose a larger --real-chunk-kib"
@@ -54,13 +54,13 @@ def check_room(setting: Setting, chunk_bytes: int, unique_blocks: int, directory
 async def opened(
     setting: Setting, chunk_bytes: int, unique_blocks: int, directory: Path, *, one_at_a_time: bool
 ) -> AsyncIterator[TierCache]:
-    """A cache for `setting` with its files below `directory`, which is empty. What it holds is gone afterwards.
+    """Open a cache for `setting` with its files below `directory`, which is empty. Its contents are removed afterwards.
 
-    `one_at_a_time`: a single thread reads and writes, so that everything happens in the order in which it was asked for.
+    With `one_at_a_time`, a single thread reads and writes, so that operations complete in the order of the calls.
     """
     slots = min(setting.ram_blocks, unique_blocks + FEWEST_SLOTS)
     values: dict[str, object] = {
-        # Half a chunk more, for what a size in GB loses in rounding.
+        # Half a chunk more, since a size in GB loses some bytes in rounding.
         "max_local_cpu_size": (slots + 0.5) * chunk_bytes / GB,
         "cache_policy": setting.policy,
         "prefetch_share": setting.prefetch_share,
@@ -72,7 +72,7 @@ async def opened(
     if setting.flash_blocks != 0:
         first = values | {"local_disk": str(directory), "max_local_disk_size": 1.0}
         async with TierCache.open(Config.load(environ={}, overrides=first), layout):
-            pass  # the directory has a manifest now, and directories that are made in it are the tier's
+            pass  # the directory has a manifest now, so directories made in it belong to the tier
         made_bytes = await asyncio.to_thread(_make_directories, directory)
         cap_bytes = made_bytes + (_flash_blocks(setting, unique_blocks) + 0.5) * file_bytes(chunk_bytes)
         values |= {
@@ -86,14 +86,14 @@ async def opened(
         disk = disk_of(cache)
         if disk is not None:
             await disk.scanned()
-        # An arena is made of whole huge pages: what is in it beyond the setting's size is put aside.
+        # The arena consists of whole huge pages; take the slots beyond the setting's size.
         for _ in range(cache.cpu.pool.count - slots):
             cache.cpu.pool.take()
         yield cache
 
 
 def disk_of(cache: TierCache) -> FileTier | None:
-    """The tier with the files, if there is one."""
+    """Return the tier with the files, if there is one."""
     return next((tier for tier in cache.tiers if isinstance(tier, FileTier)), None)
 
 
@@ -102,7 +102,7 @@ def _flash_blocks(setting: Setting, unique_blocks: int) -> int:
 
 
 def _make_directories(directory: Path) -> int:
-    """All that the tier will ever make, so that they take nothing from the room for chunks later. Returns their bytes."""
+    """Make all directories that the tier will need, so that they take no room from chunks later. Return their bytes."""
     made_bytes = 0
     for top in TOP_LEVELS:
         (directory / top).mkdir()

@@ -1,9 +1,9 @@
-"""The serial part: one request after the other, through the cache and through the simulator. What comes from where must be
-the same for each request.
+"""Replay requests one after another, through the cache and through the simulator, and compare the sources of the
+chunks.
 
-A request looks up its chunks, gets the hot ones in one batch and the others one by one, and puts what is lacking one by one.
-Nothing happens beside anything else: where reads overlap, the machine's speed decides when room is made and which chunks
-are leased at that moment, and eviction chooses a little differently from run to run.
+A request looks up its chunks, gets the hot chunks in one batch and the others one by one, and puts the missing chunks
+one by one. Nothing runs concurrently: if reads overlapped, the machine's speed would decide when room is made and which
+chunks are leased at that moment, and eviction would vary from run to run.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tiercache.replay.simulator import Simulator
 
 
 class ReplayFailed(TierCacheError):
-    """The cache did not do what it has to: a chunk was wrong, or could not be stored."""
+    """The cache failed: a chunk had wrong contents, or could not be stored."""
 
 
 @dataclass
 class Counts:
-    """In blocks."""
+    """Counts in blocks."""
 
     ram_blocks: int = 0
-    """Hit in RAM, in the contiguous prefix."""
+    """Blocks hit in RAM, within the contiguous prefix."""
     flash_blocks: int = 0
-    """Read from flash, in the contiguous prefix."""
+    """Blocks read from flash, within the contiguous prefix."""
     inserted_blocks: int = 0
-    """Came into RAM."""
+    """Blocks inserted into RAM."""
     flash_written_blocks: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """What was counted after `before`."""
+        """Return the counts since `before`."""
         return Counts(*(now - then for now, then in zip(asdict(self).values(), asdict(before).values(), strict=True)))
 
 
@@ -51,11 +51,11 @@ class Serial:
     measured: Counts
     simulated: Counts
     differs: str = ""
-    """Where the two first differ; empty: nowhere."""
+    """The first difference between the two; empty if there is none."""
 
 
 class OneByOne(Simulator):
-    """Requests get their chunks as `play` does."""
+    """A simulator that gets the chunks of a request in the same steps as `play`."""
 
     def _arrive(self, request: Request) -> None:
         keys, now_s = request.keys, request.time_s
@@ -79,8 +79,8 @@ class OneByOne(Simulator):
 async def play_serial(
     cache: TierCache, contents: Contents, requests: Iterable[Request], setting: Setting, block_tokens: int
 ) -> Serial:
-    """Play `requests` through both. Raises ReplayFailed for contents that are not what was stored."""
-    # Hit rates do not depend on foresight that is not there: prefetching belongs to the timed part.
+    """Replay `requests` through both. Raises ReplayFailed for contents that differ from what was stored."""
+    # Hit rates do not depend on prefetching, which belongs to the timed part.
     simulator = OneByOne(replace(setting, prefetch=()), block_tokens)
     found = Serial(0, 0, Counts(), Counts())
     for request in requests:
@@ -99,7 +99,7 @@ async def play_serial(
 
 
 async def play(cache: TierCache, contents: Contents, request: Request) -> None:
-    """One request, to its end. Cancelled, it leaves nothing behind but what it had stored."""
+    """Run one request to its end. A cancelled request leaves only the chunks that it has already stored."""
     keys = request.keys
     found = (await cache.lookup_keys(keys)).chunks
     note_session(cache, keys, found)
@@ -122,7 +122,7 @@ async def play(cache: TierCache, contents: Contents, request: Request) -> None:
 
 
 def note_session(cache: TierCache, keys: list[ChunkKey], found: int) -> None:
-    """What the simulator takes for a session that goes on: somebody who knows it says so to the tier."""
+    """Tell the disk tier that the session goes on, as the simulator assumes."""
     disk = disk_of(cache)
     if disk is not None and disk.admission.policy == "live_session" and found > 1:
         for key in keys:
@@ -130,13 +130,13 @@ def note_session(cache: TierCache, keys: list[ChunkKey], found: int) -> None:
 
 
 def check(contents: Contents) -> None:
-    """Raises ReplayFailed when something wrong was delivered."""
+    """Raise ReplayFailed if wrong contents were delivered."""
     if contents.wrong:
         raise ReplayFailed(f"wrong KV was delivered for {len(contents.wrong)} chunks, first {contents.wrong[0].hex()}")
 
 
 def counted(cache: TierCache) -> Counts:
-    """What the cache has done since it was opened."""
+    """Return the counts since the cache was opened."""
     known = cache.statistics()
     disk = known.tiers.get(DISK)
     hits = known.reader.hits
@@ -156,7 +156,7 @@ async def _flushed(cache: TierCache) -> None:
 
 
 def _residents_differ(cache: TierCache, simulator: Simulator) -> str:
-    """Whether the tiers hold the same chunks at the end."""
+    """Return the difference between the chunks in both at the end; empty if there is none."""
     known = cache.statistics()
     tiers: list[tuple[str, Collection[ChunkKey], Callable[[ChunkKey], bool], int]] = []
     tiers.append(("RAM", simulator.ram.entries, cache.cpu.contains, known.tiers["cpu"].resident))

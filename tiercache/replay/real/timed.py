@@ -1,8 +1,8 @@
-"""The timed part: requests come when the trace says, `speed_up` times as fast, whether or not those of others are done. A
-session sends its next one when it has the last answer, as it did when the trace was made.
+"""Replay requests at the times of the trace, `speed_up` times as fast, concurrently.
 
-Computing is waiting: tokens at the engine's rate, `speed_up` times as fast. All else is real: look-ups, gets, copies, reads
-past the page cache, puts, writes behind them, evictions, and announcements to the prefetcher.
+A session sends its next request after its last answer, as it did when the trace was made. Computation is a wait: tokens
+at the engine's rate, `speed_up` times as fast. All else is real: lookups, gets, copies, reads that bypass the page
+cache, puts, write-behind, evictions, and hints to the prefetcher.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _BEGIN_S = 0.1
 
 @dataclass
 class Timed:
-    """One side of the timed part. Times are of the compressed trace, in seconds."""
+    """The results of the timed part, measured or simulated. Times are of the compressed trace, in seconds."""
 
     requests: int = 0
     blocks: int = 0
     ram_blocks: int = 0
-    """Hot when the request came, in the contiguous prefix of both tiers."""
+    """Blocks in RAM at the request's arrival, within the contiguous prefix of both tiers."""
     flash_blocks: int = 0
-    """On flash then."""
+    """Blocks on flash at the request's arrival."""
     lost_blocks: int = 0
-    """Found when the request came, and gone before they were delivered."""
+    """Blocks found at the request's arrival and evicted before their delivery."""
     written_blocks: int = 0
     skipped_blocks: int = 0
-    """Not written to flash, or not kept at all, because there was no room in time."""
+    """Blocks not written to flash, or not stored at all, because there was no room in time."""
     ttft: Quantiles = field(default_factory=Quantiles)
     moved: int = 0
-    """Requests that came later than in the trace, because their session still waited for its last answer."""
+    """Requests later than in the trace, because their session waited for its last answer."""
     late_s: float = 0.0
-    """The latest that a request was begun after its time: more than some ms says that the machine was too busy."""
+    """Largest delay of a request's start: more than some ms means that the machine was too busy."""
     accounts: dict[str, Account] = field(default_factory=dict)
 
 
 def compressed(setting: Setting, speed_up: float, speeds: Speeds) -> Setting:
-    """What is simulated beside a real replay: the engine and the programs are faster, the machine is as it is."""
+    """Return the setting to simulate beside a real replay: a faster engine and faster programs on the same machine."""
     hardware = setting.hardware
     return replace(
         setting,
@@ -68,7 +68,7 @@ def compressed(setting: Setting, speed_up: float, speeds: Speeds) -> Setting:
 
 
 def simulate_timed(requests: Iterable[Request], setting: Setting, block_tokens: int) -> Timed:
-    """The same of the same requests, simulated."""
+    """Return the simulated results for the same requests."""
     figures: Figures = Simulator(setting, block_tokens).run(requests)
     return Timed(
         figures.requests,
@@ -82,10 +82,10 @@ def simulate_timed(requests: Iterable[Request], setting: Setting, block_tokens: 
 
 
 class Player:
-    """Plays requests through `cache` on the loop's clock. `play` once."""
+    """Replays requests through `cache` on the loop's clock. Call `play` once."""
 
     def __init__(self, cache: TierCache, contents: Contents, setting: Setting, block_tokens: int) -> None:
-        """`setting` is the compressed one."""
+        """`setting` is the compressed setting."""
         self.found = Timed()
         self._cache = cache
         self._contents = contents
@@ -99,9 +99,9 @@ class Player:
         self._begin_s = 0.0
 
     async def play(self, requests: Iterable[Request]) -> Timed:
-        """Holds all requests, and a task for each that has not ended. Raises ReplayFailed for wrong contents.
+        """Replay the requests. Holds all of them, and a task for each that has not ended.
 
-        Cancelled, it ends them all.
+        Cancellation ends all tasks. Raises ReplayFailed for wrong contents.
         """
         events: list[tuple[float, int, Request]] = []
         for request in requests:
@@ -187,7 +187,7 @@ class Player:
 
     @property
     def _now_s(self) -> float:
-        """Since the trace began."""
+        """Seconds since the trace began."""
         return self._loop.time() - self._begin_s
 
     async def _until(self, at_s: float) -> None:

@@ -1,4 +1,4 @@
-"""All rings of a tier and their memory, made anew when the daemon behind them dies or stops answering."""
+"""All rings of a tier and their memory, remade when the daemon behind them dies or stops answering."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PART_BYTES = 4 << 20
 DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV)
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
-"""Bounds of the pause between two examinations of a daemon that may be dead or hang."""
+"""Bounds in seconds of the pause between two examinations of a daemon that may be dead or hang."""
 _SUSPECT_S = 1.0
 """Age of an unanswered transfer at which the daemon is examined."""
 _JOIN_S = 2.0
@@ -43,8 +43,11 @@ def load_library() -> ModuleType:
 
 
 def is_dead(registrations: int, name: str | None = None) -> bool:
-    """Return True if the daemon behind a descriptor of its directory of registrations is dead, or if `name` is given and no
-    registration of the memory of that name is left: then another daemon has replaced it. Blocks while the mount hangs."""
+    """Return True if the daemon behind a descriptor of its directory of registrations is dead.
+
+    With `name`, also if the memory of that name is not registered, since another daemon has replaced it then. Blocks
+    while the mount hangs.
+    """
     try:
         links = os.listdir(registrations)
         return name is not None and not any(
@@ -58,12 +61,12 @@ def is_dead(registrations: int, name: str | None = None) -> bool:
 
 @dataclass
 class RingSet:
-    """The rings that are in use at one time, all of the same daemon."""
+    """The current rings, all of the same daemon."""
 
     reads: list[Ring]
     writes: list[Ring]
     registrations: int
-    """Descriptor of the daemon's directory of registrations. Reading it tells whether that daemon is alive."""
+    """Descriptor of the daemon's directory of registrations. Reading it shows if that daemon is alive."""
 
     @property
     def all(self) -> list[Ring]:
@@ -80,16 +83,17 @@ class RingSet:
 class RingEngine:
     """Moves data between registered memory and registered files.
 
-    All methods belong to the event loop; calls that may block run in one thread of the engine's own.
+    All methods belong to the event loop; calls that may block run in a thread of the engine's own.
 
-    A transfer fails when it is not answered within `settings.timeout_s`. The daemon may still use its memory and its file,
-    so both stay reserved until the transfer is over: its ring answers after all, or the engine is closed, or the rings were
-    dropped and no other process has the registered memory mapped any more. 3FS keeps the memory of an operation mapped for
-    as long as the operation may touch it.
+    A transfer fails after `settings.timeout_s` without an answer. The daemon may still use its memory and its file, so
+    both stay reserved until the transfer is over: its ring answers after all, or the engine is closed, or the rings
+    were dropped and no other process has the registered memory mapped any more. 3FS keeps the memory of an operation
+    mapped for as long as the operation may use it.
 
     Rings are dropped, and the memory is unregistered, when the daemon dies, when the thread of a ring fails, and when a
-    transfer is not answered within twice the timeout. All transfers in flight are abandoned then, and new rings are made
-    when these are over. So a lost answer costs no memory for good, and only one set of rings ever has abandoned transfers.
+    transfer has no answer within twice the timeout. All transfers in flight are abandoned then, and new rings are made
+    when these are over. So a lost answer does not lose memory for good, and only one set of rings ever has abandoned
+    transfers.
     """
 
     def __init__(
@@ -103,15 +107,15 @@ class RingEngine:
     ) -> None:
         """`make_buffers` is called once, in the engine's thread; `arena` is registered beside these buffers.
 
-        `revive` is awaited before rings of another daemon are used, since descriptors on the mount of a dead one are of no
-        use. It may raise OSError or TierCacheError, and is called again later then.
+        `revive` is awaited before rings of another daemon are used, since descriptors on the mount of a dead daemon are
+        useless. It may raise OSError or TierCacheError, and is called again later then.
         """
         self.library = library
         self.mount = mount
         self.settings = settings
         self.arena = arena
         self.restarts = 0
-        """How often rings were made anew."""
+        """Number of times that rings were remade."""
         self._make_buffers = make_buffers
         self._revive = revive
         self._loop = asyncio.get_running_loop()
@@ -120,14 +124,15 @@ class RingEngine:
         self._buffers: Buffers | None = None
         self._rings: RingSet | None = None
         self._fresh: RingSet | None = None
-        """Made by the thread, and not yet in use."""
+        """New rings from the thread that are not in use yet."""
         self._registrations: int | None = None
-        """That of the rings during whose use the tier's files were opened. It is kept while there are no rings, because it
-        answers ENOTCONN if that daemon dies in the meantime."""
+        """The directory of registrations at the time when the tier's files were opened.
+
+        It is kept while there are no rings, because it answers ENOTCONN if that daemon dies in the meantime."""
         self._died = False
-        """True from the death of a daemon until the files are open on the mount of the next one."""
+        """True from the death of a daemon until the files are open on the mount of the next daemon."""
         self._abandoned: list[Transfer] = []
-        """Transfers of rings that were dropped, until they are over."""
+        """Transfers of dropped rings, until they are over."""
         self._first_pause_s = min(_FIRST_PAUSE_S, settings.timeout_s / 4)
         self._pause_s = self._first_pause_s
         self._examine_at_s = 0.0
@@ -138,7 +143,7 @@ class RingEngine:
         self._changed = asyncio.Event()
 
     async def open(self) -> None:
-        """Register the memory and make the rings. Raises OSError when the mount refuses, ConfigError for a bad size."""
+        """Register the memory and make the rings. Raises OSError if the mount refuses, ConfigError for a bad size."""
         try:
             await self._make_rings()
         except (Exception, asyncio.CancelledError):
@@ -148,7 +153,7 @@ class RingEngine:
     async def close(self) -> None:
         """End the threads and release rings, registrations and buffers. Transfers in flight fail. Idempotent.
 
-        Calls that hang with the mount are waited for 10 s at most, and go on in their thread.
+        Waits at most 10 s for calls that hang with the mount; they continue in their thread.
         """
         if self._closed:
             return
@@ -160,13 +165,13 @@ class RingEngine:
             await asyncio.wait([self._examination], timeout=_CLOSE_S)
         rings = self._drop_rings(f"3FS at {self.mount} is closed")
         self._end_abandoned()
-        # There is one thread, so this runs after any call that an examination began.
+        # The engine has a single thread, so this runs after any call that an examination began.
         await asyncio.wait([self._workers.submit(self._release, rings)], timeout=_CLOSE_S)
         self._workers.close()
 
     @property
     def serves(self) -> bool:
-        """Return True if a transfer may begin."""
+        """True if a transfer may begin."""
         return self._rings is not None
 
     @property
@@ -176,24 +181,27 @@ class RingEngine:
 
     @property
     def buffers(self) -> Buffers:
-        """Raises TierUnavailable while there are no rings."""
+        """The transfer buffers. Raises TierUnavailable while there are no rings."""
         self._require_rings()
         assert self._buffers is not None
         return self._buffers
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` is true. It is evaluated whenever a transfer begins, ends or times out, and when rings are
-        dropped or made. Used by tests."""
+        """Wait until `condition` is true. Used by tests.
+
+        It is evaluated whenever a transfer begins, ends or times out, and when rings are dropped or made.
+        """
         while not condition():
             await self._changed.wait()
 
     def suspect(self) -> None:
-        """Examine the daemon soon although no transfer is late: a call on the mount failed as on a dead one."""
+        """Examine the daemon soon although no transfer is late: a call on the mount failed as on a dead mount."""
         self._suspected = True
         self._watch_soon()
 
     def transfer(self, descriptor: int, pieces: Sequence[tuple[Piece, int]], *, read: bool) -> Transfer:
-        """Begin to move pieces of registered memory from or to a registered file. Each comes with its offset in the file.
+        """Begin to move pieces of registered memory from or to a registered file. Each piece has its offset in the
+        file.
 
         Returns at once; `Transfer.ended` has the outcome. Raises TierUnavailable while there are no rings.
         """
@@ -240,19 +248,19 @@ class RingEngine:
                 self._died = True
             raise
         try:
-            # Not before rings could be made: until then the mount point may be the directory below it.
+            # Reopen files only once rings could be made: until then the mount point may be the directory below it.
             if self._died and self._revive is not None:
                 await self._revive()
             await self._workers.submit(self._use)
         except BaseException:
-            # Not awaited, since the call may hang with the mount. The one thread runs it before any call of a next attempt.
+            # Do not await the call, which may hang with the mount. The single thread runs it before any later call.
             self._workers.submit(self._discard).add_done_callback(retrieve_exception)
             raise
         self._rings, self._fresh = self._fresh, None
         self._died = False
 
     def _drop_rings(self, reason: str) -> RingSet | None:
-        """Abandon all transfers in flight. Returns the rings, which a thread has to stop."""
+        """Abandon all transfers in flight. Return the rings, which a thread has to stop."""
         rings, self._rings = self._rings, None
         for transfer in [] if rings is None else [each for ring in rings.all for each in ring.close()]:
             if not transfer.ended.done():
@@ -262,13 +270,13 @@ class RingEngine:
         return rings
 
     def _end_abandoned(self) -> None:
-        """Release what abandoned transfers use. Called when no other process has their memory, or on closing."""
+        """Release the resources of abandoned transfers. Called when no other process has their memory, or on closing."""
         abandoned, self._abandoned = self._abandoned, []
         for transfer in abandoned:
             transfer.over.set_result(None)
         self._notify()
 
-    # Examining the daemon
+    # Examination of the daemon
 
     def _watch_soon(self) -> None:
         if self._watch is None and not self._closed:
@@ -309,11 +317,11 @@ class RingEngine:
         self._examine_at_s = self._loop.time() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if not examination.cancelled() and (error := examination.exception()) is not None:
-            # As text: the frames of the exception would keep rings.
+            # Log text only, since the frames of the exception would keep rings alive.
             logger.warning("3FS at %s cannot be used yet: %s", self.mount, str(error))
 
     async def _examine(self) -> None:
-        """Drop rings that are useless, and make new ones as soon as no other process uses the memory."""
+        """Drop useless rings, and make new rings as soon as no other process uses the memory."""
         if (rings := self._rings) is not None:
             assert self._buffers is not None
             dead = await self._workers.submit(is_dead, rings.registrations, self._buffers.registered.name)
@@ -351,7 +359,7 @@ class RingEngine:
             for rings, read in ((fresh.reads, True), (fresh.writes, False)):
                 for number in range(settings.rings):
                     name = f"hf3fs-{'read' if read else 'write'}-{number}"
-                    # No variable refers to the native ring: its thread drops it, or this one if that cannot be started.
+                    # No variable refers to the native ring: its thread drops it, or this thread if that fails to start.
                     rings.append(
                         Ring(
                             self.library.make_ioring(
@@ -372,14 +380,14 @@ class RingEngine:
             raise
 
     def _use(self) -> None:
-        """From now on files are opened on the mount of the fresh rings."""
+        """Use the mount of the fresh rings for files from now on."""
         assert self._fresh is not None
         stale, self._registrations = self._registrations, self._fresh.registrations
         if stale is not None:
             os.close(stale)
 
     def _discard(self) -> None:
-        """Stop fresh rings. The memory is unregistered as well: the next attempt may meet another daemon."""
+        """Stop fresh rings. The memory is unregistered as well, since the next attempt may meet another daemon."""
         fresh, self._fresh = self._fresh, None
         self._stop(fresh)
         if fresh is not None and fresh.registrations != self._registrations:

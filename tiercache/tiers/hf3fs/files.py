@@ -14,9 +14,9 @@ from tiercache.tiers.files.access import occupied_bytes, open_regular
 
 _OPEN_FILES = 128
 _STALE_NUMBERS = 2 * _OPEN_FILES
-"""Upper bound of the numbers that a tier may leave registered when it is closed while its mount is dead."""
+"""Upper bound of the numbers that a tier may leave registered if it is closed while its mount is dead."""
 _GET_MAGIC = 0x80046802
-"""ioctl that every file of a 3FS mount answers. A plain directory, as the emulator may use, returns ENOTTY."""
+"""ioctl that every file of a 3FS mount answers. A plain directory, which the emulator may use, returns ENOTTY."""
 
 
 class RegisteredFile:
@@ -30,25 +30,26 @@ class RegisteredFile:
 
 
 class RegisteredFiles:
-    """Opens and registers files. Files for reading stay open, the 128 used last: to open one takes two metadata calls.
+    """Opens and registers files. The 128 most recently used files stay open for reading, since opening takes two
+    metadata calls.
 
-    A file is deregistered before it is closed; afterwards its number would still mean the old file. That is impossible while
-    its mount is dead, so such a file stays open until another file of a living mount is put in its place.
+    A file is deregistered before it is closed; afterwards its number would still mean the old file. That is impossible
+    while its mount is dead, so such a file stays open until another file of a living mount replaces it.
     """
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._kept: OrderedDict[str, RegisteredFile] = OrderedDict()
         self._forgotten = 0
-        """Grows when files are forgotten: one that is being opened meanwhile may be such a file, and is not kept."""
+        """Incremented when files are forgotten: a file being opened meanwhile may be among them, and is not kept."""
         self._orphans: list[int] = []
-        """Descriptors of dead mounts, which are to be deregistered."""
+        """Descriptors of dead mounts to deregister."""
         self._keeps = True
         self._closed = False
         self._lock = threading.Lock()
 
     def kept(self, path: str) -> RegisteredFile | None:
-        """Return the file, with one more user, if it is open already. Non-blocking."""
+        """Return the file, with another user, if it is open already. Non-blocking."""
         with self._lock:
             file = self._kept.get(path)
             if file is not None:
@@ -57,7 +58,8 @@ class RegisteredFiles:
             return file
 
     def open_to_read(self, path: str) -> RegisteredFile:
-        """Open a file and keep it open, unless files are forgotten in the meantime: then it may soon be another file's path.
+        """Open a file and keep it open, unless files are forgotten in the meantime: its path may then soon be another
+        file's.
 
         Raises OSError.
         """
@@ -76,22 +78,22 @@ class RegisteredFiles:
         return file
 
     def create(self, path: str) -> RegisteredFile:
-        """Raises FileExistsError, OSError."""
+        """Create and register a file. Raises FileExistsError, OSError."""
         return self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def release(self, file: RegisteredFile) -> None:
-        """Remove one user. The last one closes the file."""
+        """Remove a user. The last user closes the file."""
         if self.drop(file):
             self.close_file(file.descriptor)
 
     def drop(self, file: RegisteredFile) -> bool:
-        """Remove one user, and return True if it was the last: then the file is to be closed. Non-blocking."""
+        """Remove a user, and return True if it was the last, so that the file has to be closed. Non-blocking."""
         with self._lock:
             file.users -= 1
             return not file.users
 
     def forget(self, path: str) -> None:
-        """Stop keeping the file, which is deleted or was replaced. The next read opens it anew."""
+        """Stop keeping a file that is deleted or was replaced. The next read opens it again."""
         with self._lock:
             file = self._kept.pop(path, None)
             self._forgotten += 1
@@ -106,8 +108,10 @@ class RegisteredFiles:
             self.release(file)
 
     def close_deleted(self) -> int:
-        """Stop keeping files that other processes have deleted, and return their number. An open file still occupies its
-        space, which no cap counts."""
+        """Stop keeping files that other processes have deleted, and return their number.
+
+        An open file still occupies its space, which no cap counts.
+        """
         closed = 0
         with self._lock:
             kept = list(self._kept.items())
@@ -124,7 +128,7 @@ class RegisteredFiles:
         return closed
 
     def refresh(self, path: str) -> None:
-        """Make `stat` return the true length of a file that rings wrote, of this process or another. Raises OSError."""
+        """Make `stat` return the true length of a file that rings of any process wrote. Raises OSError."""
         descriptor = open_regular(path, os.O_RDONLY)
         try:
             self._library.force_fsync(descriptor)
@@ -132,7 +136,7 @@ class RegisteredFiles:
             os.close(descriptor)
 
     def settle(self, file: RegisteredFile, *, durable: bool) -> int:
-        """Bring the data that rings wrote into the file and its length. Returns the bytes that it occupies."""
+        """Bring the data that rings wrote and the length into the file. Return the bytes that it occupies."""
         if durable:
             os.fsync(file.descriptor)
         else:
@@ -140,9 +144,9 @@ class RegisteredFiles:
         return occupied_bytes(os.fstat(file.descriptor))
 
     def close(self, living: str) -> None:
-        """Close all files but those in use, which their users close.
+        """Close all files except those in use, which their users close.
 
-        `living` is the path of a file of the mount. It is used to deregister descriptors of a mount that died.
+        `living` is the path of a file of the mount. It is used to deregister descriptors of a dead mount.
         """
         self._keeps = False
         self.forget_all()
@@ -170,8 +174,11 @@ class RegisteredFiles:
         return RegisteredFile(descriptor)
 
     def _register(self, descriptor: int) -> None:
-        """Register a descriptor. Its number may still be registered for a file of a dead mount, and so may the next number,
-        which the duplicate of the library gets. Both can be deregistered now that they are on a living mount."""
+        """Register a descriptor.
+
+        Its number may still be registered for a file of a dead mount, and so may the next number, which the library's
+        duplicate gets. Both can be deregistered now that they are on a living mount.
+        """
         for _ in range(_STALE_NUMBERS):
             try:
                 self._library.register_fd(descriptor)
@@ -188,15 +195,17 @@ class RegisteredFiles:
     def close_file(self, descriptor: int) -> None:
         """Deregister and close a file without users."""
         self._library.deregister_fd(descriptor)
-        if _mount_lives(descriptor) or self._closed:  # a mount that lives now did so above, where it deregistered the file
+        if _mount_lives(descriptor) or self._closed:  # a mount that lives now has deregistered the file above
             _close(descriptor)
         else:
             with self._lock:
                 self._orphans.append(descriptor)
 
     def _close_orphans(self, living: int) -> None:
-        """Deregister and close files of a dead mount. 3FS deregisters only numbers that are on a living mount, so each first
-        becomes a duplicate of `living`."""
+        """Deregister and close files of a dead mount.
+
+        3FS deregisters only numbers that are on a living mount, so each becomes a duplicate of `living` first.
+        """
         with self._lock:
             orphans, self._orphans = self._orphans, []
         for descriptor in orphans:

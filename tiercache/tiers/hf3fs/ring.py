@@ -1,11 +1,13 @@
-"""One ring of 3FS, which works in one direction, with its thread, and the registered memory that rings use.
+"""A ring of 3FS, which works in one direction, with its thread, and the registered memory that rings use.
 
-A transfer moves the header and the payload of a chunk file. If the arena is not in shared memory, both go through a transfer
-buffer, and a worker thread copies the payload. If it is, the arena itself is registered, and buffers hold headers only.
+A transfer moves the header and the payload of a chunk file. If the arena is not in shared memory, both go through a
+transfer buffer, and a worker thread copies the payload. If it is, the arena itself is registered, and buffers hold
+headers only.
 
-Each ring has one thread, which prepares the queued operations, waits for the first completion or a millisecond, and starts
-again. A second thread that only waits would abort the process: the native `prepare` publishes an operation before it notes
-the slice of the operation, with the GIL released in between, and a `wait` that sees the completion by then finds no slice.
+Each ring has one thread, which prepares the queued operations, waits for the first completion or a millisecond, and
+starts again. A second thread that only waits would abort the process: the native `prepare` publishes an operation
+before it records the slice of the operation, with the GIL released in between, and a `wait` that sees the completion by
+then finds no slice.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ logger = logging.getLogger("tiercache.hf3fs")
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.01
-"""Bounds of one wait for completions. New transfers are prepared after it."""
+"""Bounds in seconds of a wait for completions. New transfers are prepared after it."""
 _BLOCK_BYTES = 256 << 10
 
 Part = tuple[Any, int]
@@ -51,12 +53,12 @@ class RingSettings:
     """Number of rings in each direction."""
     numa: int = -1
     timeout_s: float = 5.0
-    """Time after which a transfer fails. Its memory and file stay reserved until it is over."""
+    """Seconds after which a transfer fails. Its memory and file stay reserved until it is over."""
 
 
 @dataclass(eq=False)
 class Transfer:
-    """One or more parts of a file that are moved together."""
+    """A set of parts of a file that are moved together."""
 
     descriptor: int
     parts: list[Part]
@@ -72,11 +74,11 @@ class Transfer:
 
 
 Operation = tuple[Transfer, Any, int]
-"""A transfer, and one of its parts."""
+"""A transfer, a slice to move, and its offset in the file."""
 
 
 class Ring:
-    """Keeps a ring full, and reports transfers that ended by calling `settled` on the event loop, many at a time.
+    """Keeps a ring full, and reports ended transfers by calling `settled` on the event loop, many at a time.
 
     `submit` and `close` belong to the event loop.
     """
@@ -93,7 +95,7 @@ class Ring:
     ) -> None:
         self.entries = settings.entries
         self.unfinished: dict[Transfer, None] = {}
-        """Transfers that were submitted and not settled, the oldest first. Used by the loop only."""
+        """Transfers that were submitted and not settled, oldest first. Used by the loop only."""
         self._ring = ring
         del ring
         self._read = read
@@ -101,7 +103,7 @@ class Ring:
         self._settled = settled
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._closed = False
-        # The thread alone uses the following.
+        # The following attributes are used by the thread alone.
         self._waiting: deque[Operation] = deque()
         self._in_flight: dict[int, Operation] = {}
         self._pause_s = _FIRST_PAUSE_S
@@ -109,12 +111,12 @@ class Ring:
         try:
             self._thread.start()
         except BaseException:
-            self._ring = None  # the thread that was not started refers to this object, so only a collection would free it
+            self._ring = None  # a thread that was not started refers to this object, so only a collection would free it
             raise
 
     @property
     def works(self) -> bool:
-        """Return True if the thread runs."""
+        """True if the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, transfer: Transfer) -> None:
@@ -139,13 +141,13 @@ class Ring:
                 if self._in_flight:
                     self._reap()
         except Exception:
-            # As text: the frames of the exception would keep the ring.
+            # Log text only, since the frames of the exception would keep the ring alive.
             logger.error("%s ended: %s", self._thread.name, traceback.format_exc())
         # This removes its registration, by a call that may hang with the mount.
         self._ring = None
 
     def _fill(self) -> None:
-        """Prepare queued operations while there is room. Waits for a transfer if none is in flight."""
+        """Prepare queued operations while there is room. Wait for a transfer if none is in flight."""
         try:
             while (transfer := self._queue.get(block=not self._waiting and not self._in_flight)) is not None:
                 self._waiting.extend((transfer, piece, offset) for piece, offset in transfer.parts)
@@ -158,7 +160,7 @@ class Ring:
             try:
                 self._ring.prepare(piece, self._read, transfer.descriptor, offset)
             except BlockingIOError:
-                # Entries are reused in order: a slow operation holds back all entries behind it.
+                # Entries are reused in order: a slow operation holds back all later entries.
                 self._waiting.appendleft(operation)
                 break
             except OSError as error:
@@ -176,7 +178,7 @@ class Ring:
         self._completed((self._in_flight.pop(id(piece)), piece.result) for piece in done)
 
     def _completed(self, ended: Iterable[tuple[Operation, int]]) -> None:
-        """Take the results of operations, and tell the loop of transfers whose parts have all ended."""
+        """Process the results of operations, and notify the loop of transfers whose parts have all ended."""
         whole = []
         for (transfer, _, _), result in ended:
             if result < 0:
@@ -212,7 +214,7 @@ Piece = tuple["RegisteredMemory", int, int]
 class RegisteredMemory:
     """A run of shared memory with the two attributes of a SharedMemory that `make_iovec` uses, `name` and `buf`.
 
-    SharedMemory of the standard library has a resource tracker that may remove memory that is in use; arenas have a lock.
+    The standard library's SharedMemory has a resource tracker that may remove memory in use; arenas have a lock.
     """
 
     def __init__(self, name: str, memory: np.ndarray, is_ours_alone: Callable[[], bool] = lambda: False) -> None:
@@ -229,8 +231,8 @@ class RegisteredMemory:
     def unregister(self) -> None:
         """Remove the registration. Blocks while the mount hangs. Idempotent.
 
-        The finaliser of an iovec unlinks the registration, and raises where it cannot be caught if that has gone with its
-        daemon. So it is called here first, and is given a temporary file to unlink when it is called again.
+        The finaliser of an iovec unlinks the registration, and raises uncatchably if it disappeared with its daemon. So
+        it is called here first, and gets a temporary file to unlink for its second call.
         """
         iov, self.iov = self.iov, None
         if iov is None:
@@ -249,7 +251,7 @@ class RegisteredMemory:
 
 
 class Buffers:
-    """`count` transfer buffers of `place_bytes` each, in shared memory of their own that is removed with this process."""
+    """A number `count` of transfer buffers of `place_bytes` each, in shared memory that is removed with this process."""
 
     def __init__(self, size_bytes: int, place_bytes: int, what: str) -> None:
         self.place_bytes = place_bytes

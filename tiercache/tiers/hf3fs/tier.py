@@ -1,7 +1,7 @@
 """The 3FS tier: a file tier on a 3FS mount whose header and payload bytes are moved by rings instead of FUSE.
 
-Metadata calls (open, rename, unlink, stat, the capacity counter) go through the mount, in worker threads. The header and the
-payload of a chunk go through a ring, with many chunks in flight. Threads verify and, if the arena is not registered itself,
+Metadata calls (open, rename, unlink, stat, the capacity counter) use the mount, in worker threads. The header and the
+payload of a chunk use a ring, with many chunks in flight. Threads verify and, if the arena is not registered itself,
 copy.
 """
 
@@ -50,31 +50,31 @@ logger = logging.getLogger("tiercache.hf3fs")
 T = TypeVar("T")
 
 _IN_FLIGHT = 32
-"""Most reads, and most writes, at a time. As many threads open, make and name files: such a call waits for the metadata
-service while rings move other chunks."""
+"""Limit of concurrent reads, and of writes. The same number of threads open, make and name files: such a call waits for
+the metadata service while rings move other chunks."""
 _CLOSE_S = 5.0
 _OPEN_S = 60.0
 _HEADERS_BYTES = 2 << 20
 _MAYBE_BAD_FILE = frozenset({errno.EBADF, errno.EIO})
-"""Results of a ring that say the descriptor is unknown, or that something other than an RPC failed."""
+"""Ring errors for an unknown descriptor, or for a failure other than an RPC's."""
 
 
 class RingIO(ChunkIO):
-    """Moves chunks by rings. If the arena itself is registered, payloads outside of it go through the mount."""
+    """Moves chunks by rings. If the arena itself is registered, payloads in other memory go through the mount."""
 
     sees_remounts = True
-    perhaps_files = ChunkIO.perhaps_files - {errno.EREMOTEIO}  # a failed RPC of a ring says nothing about the file
+    perhaps_files = ChunkIO.perhaps_files - {errno.EREMOTEIO}  # a failed RPC of a ring does not indicate a bad file
 
     def __init__(self, directories: Directories, mount: Path | None, rings: RingSettings, iov_bytes: int) -> None:
-        """If `mount` is None, the mount of the directories is taken."""
+        """`mount` None means the mount of the directories."""
         threads = directories.settings.threads
         self._directories = directories
         self.places = places_of(threads)
         self._readers = Workers(f"{directories.name}-read", threads)
-        """Verify chunks that rings have read, and read the others through the mount."""
+        """Threads that verify chunks read by rings, and read the others through the mount."""
         self._writers = Workers(f"{directories.name}-write", threads)
         self.arena: Arena | None = None
-        """Arena of the payloads, set before `prepare`. If it is shared memory, rings move them without a copy."""
+        """Arena of the payloads, set before `prepare`. If it is shared memory, rings move payloads without a copy."""
         self.engine: RingEngine | None = None
         self.files: RegisteredFiles
         self.active: set[asyncio.Task[Any]] = set()
@@ -90,7 +90,7 @@ class RingIO(ChunkIO):
         self._rings = rings
         self._iov_bytes = iov_bytes
         self._hashing = threading.BoundedSemaphore(threads)
-        """Limits how many of the threads that make files hash and copy at a time."""
+        """Limits how many of the threads that make files hash and copy concurrently."""
 
     async def prepare(self) -> None:
         directories = self._directories
@@ -154,17 +154,20 @@ class RingIO(ChunkIO):
         return await self._directories.metadata.submit(self.files.close_deleted)
 
     def failed(self, error: OSError) -> None:
-        """Examine the daemon if a call failed as on a dead mount: rings may be idle and notice nothing."""
+        """Examine the daemon if a call failed as on a dead mount, since idle rings do not detect it."""
         if error.errno in DEAD_MOUNT:
             self.suspect()
 
     def suspect(self) -> None:
-        """Examine the daemon: a directory that was replaced may be one of another mount."""
+        """Examine the daemon, since a replaced directory may be on another mount."""
         if self.engine is not None:
             self.engine.suspect()
 
     def _find_mount(self, library: Any) -> Path:
-        """Return the mount of all directories. Blocks. Raises ConfigError if it is none of 3FS or not the same for all."""
+        """Return the mount of all directories.
+
+        Blocks. Raises ConfigError if it is not a 3FS mount or differs between them.
+        """
         option, found = self._directories.option, {}
         for directory in self._directories.settings.directories:
             place = directory
@@ -180,7 +183,7 @@ class RingIO(ChunkIO):
         return Path(expected)
 
     async def _revive(self) -> None:
-        """Drop all that is open on the mount of the previous daemon, and open the directories anew."""
+        """Drop everything open on the mount of the previous daemon, and open the directories again."""
         await self._directories.metadata.submit(self.files.forget_all)
         await self._directories.remount()
 
@@ -200,7 +203,7 @@ class RingIO(ChunkIO):
         task.add_done_callback(self.active.discard)
         return task
 
-    # Reading
+    # Reads
 
     async def _ring_read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> int | None:
         path = files.path(key)
@@ -222,7 +225,7 @@ class RingIO(ChunkIO):
             if error.errno not in _MAYBE_BAD_FILE:
                 raise
             doubt = f"{path}: {error.strerror}, says the daemon"
-        # The file is bad only if it is also bad when it is opened anew, has its true length, and is read without rings.
+        # The file is bad only if it is also bad when opened again, with its true length, and read without rings.
         logger.info("%s; reading it again through the mount", doubt)
         return await self._readers.submit(self._read_through_mount, files, key, path, into)
 
@@ -237,7 +240,7 @@ class RingIO(ChunkIO):
         return files.read(key, into)
 
     async def _transfer_in(self, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray) -> int:
-        """Read by a ring as many bytes as there is room for, since `stat` may lag, and verify them. Releases `file`."""
+        """Read by a ring as many bytes as fit, since `stat` may lag, and verify them. Releases `file`."""
         buffers, place, transfer = None, -1, None
         try:
             engine = self._engine()
@@ -250,7 +253,7 @@ class RingIO(ChunkIO):
                 moved_bytes = await transfer.ended
             except TierUnavailable:
                 if direct is not None:
-                    # The daemon may still write into the slot, which stays reserved while this read goes on.
+                    # The daemon may still write into the slot, which stays reserved during this read.
                     await transfer.over
                 raise
             view = buffers.view(place)
@@ -261,8 +264,10 @@ class RingIO(ChunkIO):
     def _verify(
         self, key: ChunkKey, path: str, view: np.ndarray, in_place: bool, into: np.ndarray, moved_bytes: int
     ) -> int:
-        """Verify a chunk and unpack it into `into`. `view` is a transfer buffer with its header, and with its payload unless
-        that is `in_place` in `into`."""
+        """Verify a chunk and unpack it into `into`.
+
+        `view` is a transfer buffer with its header, and with its payload unless that is `in_place` in `into`.
+        """
         if not view.nbytes:
             raise TierUnavailable(f"{self._directories.name} is closed")
         raw_header = view[:PACKED_BYTES].data
@@ -292,7 +297,7 @@ class RingIO(ChunkIO):
         else:
             transfer.over.add_done_callback(release)
 
-    # Writing
+    # Writes
 
     async def _ring_write(self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> int:
         if self._out_of_reach(payload):
@@ -341,7 +346,7 @@ class RingIO(ChunkIO):
             await self.file_threads.submit(self._discard, files, pending, file)
             raise
         except BaseException:
-            # The name is removed. The descriptor stays open while the daemon may write, so that its inode is not reused.
+            # The name is removed. The descriptor stays open while the daemon may write, to reserve its inode.
             self._directories.metadata.later(files.discard, pending)
             self._release_once_over(file, buffers, place, transfer)
             raise
@@ -354,7 +359,7 @@ class RingIO(ChunkIO):
         self.files.release(file)
 
     def _publish(self, files: ChunkFiles, pending: PendingFile, file: RegisteredFile) -> int:
-        """Release `file` and then give it its final name, when no process can write to it any more."""
+        """Release `file`, then give it its final name once no process can write to it any more."""
         try:
             occupied_bytes = self.files.settle(file, durable=self._directories.settings.durable)
         except BaseException:
@@ -384,12 +389,12 @@ def _pieces(buffers: Buffers, place: int, direct: Piece | None, payload_bytes: i
 
 @dataclass(frozen=True)
 class Hf3fsSettings(FileSettings):
-    """`cap_bytes` is the cap of all base paths together."""
+    """Settings of the 3FS tier. `cap_bytes` is the cap of all base paths together."""
 
     many_hosts: bool = True
-    """Reserve in steps: to count every chunk under the lock would double the calls of a write."""
+    """Reserve in steps, since counting every chunk under the lock would double the calls of a write."""
     mount: Path | None = None
-    """If it is None, the mount of the directories is taken."""
+    """None means the mount of the directories."""
     iov_bytes: int = 200 << 20
     rings: RingSettings = field(default_factory=RingSettings)
 
@@ -421,5 +426,5 @@ class Hf3fsTier(FileTier):
             async with asyncio.timeout(_OPEN_S):
                 await super().open()
         except TimeoutError:
-            # To find the mount of a path asks all 3FS mounts of the machine, so any of them may be the one that hangs.
+            # Finding the mount of a path asks all 3FS mounts of the machine, so any of them may hang.
             raise ConfigError(f"{self.option}: a 3FS mount did not answer for {_OPEN_S:.0f} s") from None

@@ -1,1 +1,1 @@
-"""Remote tiers: chunks on servers that many processes and machines share. `registry.py` says which there are."""
+"""Remote tiers: chunks on servers that many processes and machines share. `registry.py` lists the types."""

@@ -1,7 +1,7 @@
-"""The base class of all remote tiers: verification, knowledge of the server's keys, counters. One tier is one server.
+"""The base class of all remote tiers: verification, the known keys of the server, counters. A tier is one server.
 
-A subclass of `RemoteTier` moves the values; see `redis/` for one that works in threads, `s3/` for one whose client is
-asynchronous, and `examples/sqlite_tier.py` for a small one.
+A subclass of `RemoteTier` moves the values; see `redis/` for a tier that works in threads, `s3/` for a tier with an
+asynchronous client, and `examples/sqlite_tier.py` for a small example.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ _KNOWN_KEYS = 1 << 20
 _BAD_KEYS = 1 << 16
 _REMEMBERED_S = 10.0
 _CLOSE_S = 0.1
-"""How long `close` waits for operations that `_disconnect` has interrupted."""
+"""Seconds that `close` waits for operations that `_disconnect` has interrupted."""
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """The settings of one remote tier. `url` and `options` may hold secrets, so neither is in the `repr`."""
+    """The settings of a remote tier. `url` and `options` may hold secrets, so neither is in the `repr`."""
 
     name: str
-    """The name of the instance in statistics and log lines: `redis`, or `redis.primary`."""
+    """Name of the instance in statistics and log lines: `redis`, or `redis.primary`."""
     type: str
-    """The name in the registry: the first part of a plug-in's name, or a URL's scheme."""
+    """Name in the registry: the first part of a plug-in's name, or a URL's scheme."""
     fingerprint: bytes
     """The layout's fingerprint, 16 bytes."""
     chunk_bytes: int
-    """The length of the largest payload."""
+    """Length of the largest payload."""
     url: str = field(default="", repr=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The instance's settings by name, with the types that `tiercache.config.remote_options` declares, and as plain text
-    for tier types that it does not declare. Holds the configuration's `file_access` as well, for tiers on files."""
+    """The instance's settings by name, with the types that `tiercache.config.remote_options` declares.
+
+    Settings of undeclared tier types are plain text. Includes the configuration's `file_access`, for file tiers."""
     timeout_s: float = 5.0
-    """The longest wait for the answer to one request."""
+    """Longest wait for the answer to one request."""
     concurrency: int = 4
-    """The largest number of transfers at a time in each direction."""
+    """Largest number of concurrent transfers in each direction."""
     item_bytes: int = 1
-    """The length of a number in a payload, for compression."""
+    """Length of a number in a payload, for compression."""
 
     url_key: str = ""
     """The configuration key that `url` came from."""
@@ -69,7 +70,7 @@ class RemoteSettings:
         return f"remote_storage_plugin.{self.name}.{option}"
 
     def make_compression(self) -> Compression:
-        """Make the compression for a type that has the option. Raises ConfigError."""
+        """Return the compression for a type that has the option. Raises ConfigError."""
         mode = self.options.get("compression", "none")
         return Compression(mode, self.item_bytes, concurrency=self.concurrency, tier=self.name)
 
@@ -79,18 +80,18 @@ class RemoteSettings:
 
 
 class NotOurs(CorruptChunk):
-    """The value under the chunk's name was not written by tiercache. Reads leave it alone."""
+    """The value under the chunk's name was not written by tiercache. Reads do not delete it."""
 
 
 class RemoteTier(Tier):
-    """A tier on a server that is shared, may be slow, and may be gone.
+    """A tier on a shared server, which may be slow or unavailable.
 
-    Subclasses implement `_connect`, `_disconnect`, `_get`, `_put`, `_exist` and `_delete`. Each of these runs to its end
-    even if its caller is cancelled, so none may wait longer than about `settings.timeout_s` without progress. They raise
-    TierUnavailable, OSError or TierFull; each of these counts against the tier's circuit breaker.
+    Subclasses implement `_connect`, `_disconnect`, `_get`, `_put`, `_exist` and `_delete`. Each of these runs to its
+    end even if its caller is cancelled, so none may wait longer than about `settings.timeout_s` without progress. They
+    raise TierUnavailable, OSError or TierFull; each of these counts against the tier's circuit breaker.
 
-    A value that fails verification twice in a row raises CorruptChunk, is counted, is no hit for 10 s, and is deleted from
-    the server if tiercache wrote it and this process writes to the tier.
+    A value that fails verification twice in a row raises CorruptChunk, is counted, is not reported as present for 10 s,
+    and is deleted from the server if tiercache wrote it and this process writes to the tier.
     """
 
     def __init__(self, settings: RemoteSettings) -> None:
@@ -106,22 +107,22 @@ class RemoteTier(Tier):
         self.compression = Compression()
         """Stores plain payloads, unless a subclass that calls `pack` replaces it. Compressed values are always read."""
         self.known = RememberedKeys(_KNOWN_KEYS, _REMEMBERED_S)
-        """The keys that this process saw on the server lately."""
+        """Keys that this process recently saw on the server."""
         self._bad = RememberedKeys(_BAD_KEYS, _REMEMBERED_S)
-        """The keys whose value failed verification lately: look-ups do not report them."""
+        """Keys whose value recently failed verification; lookups do not report them."""
         self._writing: set[ChunkKey] = set()
         self._removing_bad: set[ChunkKey] = set()
         self._changes: list[set[ChunkKey]] = []
-        """For each look-up and read in flight, the keys that were written or removed meanwhile."""
+        """Keys that were written or removed during each lookup and read in flight."""
         self._operations: set[asyncio.Future[Any]] = set()
         self.counters = TierStatistics()
         self._open = False
 
-    # For subclasses
+    # Methods for subclasses
 
     @abstractmethod
     async def _connect(self) -> None:
-        """Make the tier usable. Raises ConfigError for a wrong setting, TierUnavailable for what may pass."""
+        """Make the tier usable. Raises ConfigError for a wrong setting, TierUnavailable for a temporary problem."""
 
     @abstractmethod
     async def _disconnect(self) -> None:
@@ -132,19 +133,19 @@ class RemoteTier(Tier):
 
     @abstractmethod
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Read the value into `into`, call `self.verified` in a thread, and return its result. None: there is no value."""
+        """Read the value into `into`, call `self.verified` in a thread, and return its result; None if there is no value."""
 
     @abstractmethod
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        """Store `payload` (uint8, without padding) behind `self.packed_header(key, payload)`, or the result of `pack`.
+        """Store `payload` (uint8, without padding) after `self.packed_header(key, payload)`, or the result of `pack`.
 
-        No reader may ever see a part of it. Returns False if the tier declines, or if the value of another program is in
-        the way.
+        No reader may ever see a part of it. Returns False if the tier declines, or if another program's value has the
+        name.
         """
 
     @abstractmethod
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Return for each of `keys` if the server has it, in one round trip and not in one for each."""
+        """Return for each of `keys` if the server has it, in a single round trip."""
 
     @abstractmethod
     async def _delete(self, key: ChunkKey) -> bool:
@@ -173,9 +174,10 @@ class RemoteTier(Tier):
         return unpacked(header, into)
 
     def verified_header(self, key: ChunkKey, raw_header: Any) -> Header:
-        """Return the header of the value of `key`. No field of a raw header may be used before this has checked it.
+        """Return the header of the value of `key`. No field of a raw header may be used before this check.
 
-        Raises CorruptChunk, also for an empty or truncated header; NotOurs if it does not begin as tiercache's do.
+        Raises CorruptChunk, also for an empty or truncated header; NotOurs if it does not begin like a tiercache
+        header.
         """
         if not MAGIC.startswith(bytes(raw_header[: len(MAGIC)])):
             raise NotOurs(f"{self.name}: the value of {key.hex()} was not written by tiercache")
@@ -190,7 +192,7 @@ class RemoteTier(Tier):
         self._open = True
         try:
             await self._connect()
-        except (Exception, asyncio.CancelledError):  # not GeneratorExit, after which nothing may be awaited
+        except (Exception, asyncio.CancelledError):  # not GeneratorExit, after which no await is allowed
             await self.close()
             raise
 
@@ -207,7 +209,7 @@ class RemoteTier(Tier):
         return self.known.has(key, time.monotonic())
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """Ask the server about all keys that are not known, at once, so that chunks behind a gap become known as well."""
+        """Ask the server about all unknown keys at once, so that chunks after a gap become known as well."""
         self._check_open()
         now_s = time.monotonic()
         unknown = [key for key in keys if not self.known.has(key, now_s) and not self._bad.has(key, now_s)]
@@ -278,12 +280,12 @@ class RemoteTier(Tier):
         self.known.discard(key)
         try:
             return await self._finish(self._delete(key))
-        finally:  # a look-up or a read may have found the value meanwhile
+        finally:  # a lookup or a read may have found the value meanwhile
             self.known.discard(key)
             self._note_change(key)
 
     def statistics(self) -> TierStatistics:
-        """Return the counters. `resident` and `occupied_bytes` cover the keys that this process knows, not the server's."""
+        """Return the counters. `resident` and `occupied_bytes` cover only the keys that this process knows."""
         counters = TierStatistics(**vars(self.counters))
         counters.stored_bytes = self.compression.stored_bytes or counters.written_bytes
         counters.resident = len(self.known)
@@ -291,7 +293,7 @@ class RemoteTier(Tier):
         return counters
 
     async def _get_with_retry(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Read a value that fails verification once more: the transfer may have damaged it, and the value is shared."""
+        """Read a value, and again if it fails verification: the transfer may have damaged it, and the value is shared."""
         try:
             return await self._finish(self._get(key, into))
         except CorruptChunk as error:
@@ -313,7 +315,7 @@ class RemoteTier(Tier):
 
     @contextlib.contextmanager
     def _changes_meanwhile(self) -> Iterator[set[ChunkKey]]:
-        """Collect the keys that are being written, and those that are written or removed until the block ends."""
+        """Collect the keys that are being written now, and those written or removed until the block ends."""
         changed = set(self._writing)
         self._changes.append(changed)
         try:

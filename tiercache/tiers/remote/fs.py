@@ -1,13 +1,13 @@
 """The fs tier: directories on any mount that several hosts share, such as NFS, Lustre or CephFS.
 
-It is composed as the Weka tier is, without a device: for mounts where a round trip is dear and many instances come and go.
-Compared with the disk tier, that matters on NFS in three places:
+It is composed as the Weka tier is, without a device: for mounts where a round trip is expensive and many instances
+start and stop. Compared with the disk tier, it differs on NFS in three ways:
 
-- look-ups are answered from memory, kept fresh by listing the directories that changed; the disk tier asks the server once a
-  key. (What another host stored is seen once this one's attribute cache lets it: mount with `actimeo=1` to see it soon.)
-- the count of bytes is charged in steps; one lock on the server for each chunk would be what all instances wait for.
-- a chunk is written under a name of its own, closed, and only then given its name, by `link` where the server has no rename
-  that spares what is there: with close-to-open consistency whoever opens that name sees all of it.
+- Lookups are answered from memory, kept fresh by listing the directories that changed; the disk tier asks the server once
+  per key. Chunks of another host are seen after this host's attribute cache expires: `actimeo=1` shortens this.
+- Bytes are counted in steps, since all instances would wait for a lock on the server for each chunk.
+- A chunk is written under a temporary name, closed, and then renamed, by `link` if the server has no rename that keeps an
+  existing file: with close-to-open consistency, a process that opens the final name sees all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _THREADS = 8
 
 
 def make_fs_tier(settings: RemoteSettings) -> FsTier:
-    """The tier, not open yet. Raises ConfigError when the settings name no directory."""
+    """Return the tier, not open yet. Raises ConfigError if the settings name no directory."""
     options = settings.options
     engine = WekaSettings(
         directories=_directories(settings),
@@ -44,7 +44,7 @@ def make_fs_tier(settings: RemoteSettings) -> FsTier:
 
 
 def _directories(settings: RemoteSettings) -> tuple[Path, ...]:
-    """From base_path, or from LMCache's `fs://host:port/path,/path`, of which only the paths count."""
+    """Return the directories of base_path, or the paths of LMCache's `fs://host:port/path,/path`."""
     paths = list(settings.options.get("base_path") or ())
     url = settings.url or settings.options.get("url") or ""
     if not paths and url:
@@ -61,7 +61,7 @@ def _directories(settings: RemoteSettings) -> tuple[Path, ...]:
 
 
 def _path_of(settings: RemoteSettings, url: str) -> str:
-    """Raises ConfigError that does not repeat the URL."""
+    """Return the path of the URL. Raises ConfigError that does not repeat the URL."""
     parts = urlsplit(url) if "://" in url else None
     if "@" in url and (parts is not None or not url.startswith("/")):
         raise settings.error("url", "a mount takes no user and no password; say a path with @ in base_path")
@@ -69,10 +69,10 @@ def _path_of(settings: RemoteSettings, url: str) -> str:
 
 
 class FsTier(FileTier):
-    """The preset for other mounts. It opens late where its mount is away at the start.
+    """The preset for other mounts. It opens later if its mount is missing at the start.
 
-    Reads and writes on a mount that hangs stay in their threads, as many as the tier has; the scheduler stops waiting, and
-    its breaker opens.
+    Reads and writes on a mount that hangs stay in their threads, as many as the tier has; the scheduler stops waiting,
+    and its breaker opens.
     """
 
     def __init__(self, remote: RemoteSettings, settings: WekaSettings) -> None:

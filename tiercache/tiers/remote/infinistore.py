@@ -1,11 +1,11 @@
 """The InfiniStore tier: chunks in the memory of an InfiniStore server, over RDMA or TCP.
 
-Written for the published Python API of infinistore 0.2.35 and tested with a fake of that API. **It has not been run with a
-real server**, which needs RDMA hardware.
+Written for the published Python API of infinistore 0.2.35 and tested with a fake of that API. **It has not been run
+with a real server**, which needs RDMA hardware.
 
-An InfiniStore value is one run of memory, and a slot of the arena has no room for a header. So a chunk is two values: its
-payload under `prefix:key:payload`, moved straight from and into the slot, and after it the 88-byte header under
-`prefix:key`. A chunk exists if its header does; a header and a payload that do not belong together fail verification. The
+An InfiniStore value is a contiguous run of memory, and a slot of the arena has no room for a header. So a chunk is two
+values: its payload under `prefix:key:payload`, moved directly between server and slot, and after it the 88-byte header
+under `prefix:key`. A chunk exists if its header does; a header and a payload that do not match fail verification. The
 server does not report the length of a value, so the header's length is used to read the payload.
 """
 
@@ -40,18 +40,18 @@ _AGAIN_S = 1.0
 _UNANSWERED = 8
 _OUT_OF_MEMORY = 507
 _BAD_REQUEST = 400
-"""The code of a read whose value is longer than the memory for it."""
+"""Error code of a read whose value is longer than the memory for it."""
 
 
 class _Refused(TierUnavailable):
-    """The server refused one request; the connection can still be used."""
+    """The server refused a request; the connection can still be used."""
 
 
 class InfiniStoreTier(RemoteTier):
-    """One connection. RDMA transfers are asynchronous; blocking calls (existence, removal, all of TCP) share one thread.
+    """A connection to an InfiniStore server. RDMA transfers are asynchronous; blocking calls share one thread.
 
-    An operation that does not end in `timeout_s` closes the connection, so that no byte arrives after its memory was reused.
-    A new connection is made in the background.
+    Blocking calls are existence, removal and all of TCP. An operation that does not end in `timeout_s` closes the
+    connection, so that no byte arrives after its memory was reused. A new connection is made in the background.
     """
 
     def __init__(self, settings: RemoteSettings) -> None:
@@ -66,8 +66,8 @@ class InfiniStoreTier(RemoteTier):
         self._problem = "it is being connected"
         self._connecting: asyncio.Task[None] | None = None
         self._closed: asyncio.Future[None]
-        """The end of the connection that was closed last. The next connection is made after it."""
-        # A header for each transfer, and a bounce buffer for one payload outside of the arena.
+        """The end of the last closed connection. The next connection is made after it."""
+        # A header for each transfer, and a bounce buffer for a payload outside of the arena.
         transfers = 2 * settings.concurrency + 4
         self._headers = np.frombuffer(mmap.mmap(-1, aligned(transfers * _CELL_BYTES)), dtype=np.uint8)
         self._detour = np.frombuffer(mmap.mmap(-1, aligned(settings.chunk_bytes)), dtype=np.uint8)
@@ -85,10 +85,10 @@ class InfiniStoreTier(RemoteTier):
     def describe(self) -> str:
         return f"{self.name} ({self._host}:{self._port}, {'RDMA' if self._rdma else 'TCP'})"
 
-    # Connecting
+    # Connection
 
     async def _connect(self) -> None:
-        """Start to connect. A server that is not there does not stop the start: operations fail until it is."""
+        """Start to connect. An unreachable server does not stop the start: operations fail until it is reachable."""
         try:
             self._api = await self._blocking.submit(importlib.import_module, "infinistore")
         except ImportError as error:
@@ -153,16 +153,16 @@ class InfiniStoreTier(RemoteTier):
         return self._connection
 
     def _break(self, connection: Any, problem: str) -> asyncio.Future[None]:
-        """Close `connection` once, and make another one. The result ends when nothing travels over it any more."""
+        """Close `connection` once, and make another. The result ends when the connection carries no transfer any more."""
         if self._connection is connection:
             self._connection, self._problem = None, problem
             self.known.clear()
             self._closed = self._connector.submit(connection.close)
-            # One thread closes and connects, so the new connection is made after the end of the old one.
+            # The single thread closes and connects, so the new connection is made after the end of the old.
             self._connecting = asyncio.create_task(self._keep_trying())
         return self._closed
 
-    # Moving
+    # Transfers
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
         name = self._name(key)
@@ -208,7 +208,7 @@ class InfiniStoreTier(RemoteTier):
             self._free.put_nowait(cell)
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Ask with one request. The server bisects, so all keys before the last one that it finds count as present."""
+        """Ask with one request. The server bisects, so all keys before the last found key count as present."""
         connection = self._connected()
         names = [self._name(key) for key in keys]
 
@@ -235,11 +235,13 @@ class InfiniStoreTier(RemoteTier):
 
         return await self._ask(remove)
 
-    # One value
+    # Single values
 
     async def _read(self, name: str, place: np.ndarray) -> int | None:
-        """Read a value into `place`. Returns its length, or any larger one than that of `place` if it does not fit; None if
-        there is no value."""
+        """Read a value into `place`, and return its length; None if there is no value.
+
+        A value that does not fit returns some length larger than that of `place`.
+        """
         connection = self._connected()
         address = int(place.ctypes.data)
         try:
@@ -263,7 +265,7 @@ class InfiniStoreTier(RemoteTier):
             await self._answer(connection, work)
 
     async def _transfer(self, connection: Any, call: Awaitable[Any]) -> None:
-        """Wait until the transfer has ended and nothing uses its memory any more.
+        """Wait until the transfer has ended and its memory is no longer in use.
 
         Raises InfiniStoreKeyNotFound, TierFull, TierUnavailable.
         """
@@ -279,7 +281,7 @@ class InfiniStoreTier(RemoteTier):
         if error is None or isinstance(error, self._api.InfiniStoreKeyNotFound):
             work.result()
             return
-        # The code is only in the text: `Failed to write to infinistore, ret = 507`.
+        # The code is found only in the text: `Failed to write to infinistore, ret = 507`.
         found = re.search(r"ret = (-?\d+)", str(error))
         code = int(found[1]) if found else None
         if code == _OUT_OF_MEMORY:

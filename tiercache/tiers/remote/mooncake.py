@@ -1,9 +1,9 @@
-"""The Mooncake tier: chunks in the memory that other processes give to a Mooncake Store, over TCP or RDMA.
+"""The Mooncake tier: chunks in the memory that other processes lend to a Mooncake Store, over TCP or RDMA.
 
-A value is the payload without padding, and behind it the 88 bytes of the chunk's header; in front of the payload they would
-take it off the boundary of a cache line. Mooncake moves both straight from and into the arena, and shows a value to readers
-once all of it has arrived. Its multi-buffer reads need the exact length of the value, so each read asks the master for it
-first.
+A value is the payload without padding, followed by the 88 bytes of the chunk's header; a header in front would shift
+the payload off the boundary of a cache line. Mooncake moves both directly between the store and the arena, and shows a
+value to readers once it has arrived completely. Its multi-buffer reads need the exact length of the value, so each read
+asks the master for it first.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 _CONTROL_THREADS = 2
 _UNANSWERED = 8
-"""The largest number of questions in the queue behind those that the control threads ask."""
+"""Largest number of queued questions in addition to those that the control threads ask."""
 _LEAVE_S = 3.0
 _GIVEN_UP_S = 20.0
-"""A read that fails after this time may have been given up by Mooncake while bytes still arrive."""
+"""A read that fails after this many seconds may have been abandoned by Mooncake while bytes still arrive."""
 
 _LOOK_S = 1.0
 _AGAIN_S = 0.5
@@ -66,20 +66,20 @@ _CODES = {
 }
 _ALREADY_THERE = -705
 _MISSES = frozenset({-703, -704, -710, -712})
-"""The codes of a missing value, which includes a value that is still being written (-703)."""
+"""Codes of a missing value, which includes a value that is still being written (-703)."""
 _FULL = -200
 _MASTER_LOST = frozenset({-900, -901})
 
 
 class MasterLost(TierUnavailable):
-    """The master is gone or does not answer, so knowledge of the store's values is void."""
+    """The master is lost or does not answer, so the known keys of the store are void."""
 
 
 class MooncakeTier(RemoteTier):
-    """`settings.concurrency` threads read and as many write; two more ask for existence and remove.
+    """Uses `settings.concurrency` threads to read and as many to write; two more check existence and remove.
 
-    A frozen master blocks a thread, and the memory that it works on, for as long as Mooncake's `MC_RPC_TIMEOUT_MS` says
-    (30 s by default). Callers that ask for existence wait `timeout_s` at most.
+    A frozen master blocks a thread, and the memory that it works on, for Mooncake's `MC_RPC_TIMEOUT_MS` (30 s by
+    default). Checks of existence wait `timeout_s` at most.
     """
 
     def __init__(self, settings: RemoteSettings) -> None:
@@ -101,7 +101,10 @@ class MooncakeTier(RemoteTier):
         return f"{self.name} ({self._address.shown_master}, {self._address.protocol})" if self._address else self.name
 
     async def _connect(self) -> None:
-        """Start to set up the client. A master that is not there does not stop the start: operations fail until it is."""
+        """Start to set up the client.
+
+        An unreachable master does not stop the start: operations fail until it is reachable.
+        """
         settings = self.settings
         self._address = await self._control.submit(read_address, settings)
         try:
@@ -166,10 +169,10 @@ class MooncakeTier(RemoteTier):
             raise TierUnavailable(f"{self.name} is closed")
         return self._client.use()
 
-    # In threads. Mooncake's calls block, with the GIL released.
+    # Blocking calls for threads: Mooncake's calls block, with the GIL released.
 
     def _get_blocking(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Leaves bytes behind the payload alone. Raises CorruptChunk, TierUnavailable."""
+        """Read a value without changing bytes after the payload. Raises CorruptChunk, TierUnavailable."""
         name = self._name(key)
         with self._use() as session:
             size = session.store.get_size(name)
@@ -193,10 +196,10 @@ class MooncakeTier(RemoteTier):
             return length
 
     def _read(self, name: str, addresses: list[int], sizes: list[int]) -> int:
-        """Return Mooncake's code, or the number of bytes that came.
+        """Return Mooncake's code, or the number of bytes read.
 
-        Mooncake gives a transfer up after 60 s, and bytes may arrive after that. So if a failed read took long, this waits
-        until the store was left, which ends all transfers. The caller keeps its memory until then.
+        Mooncake abandons a transfer after 60 s, and bytes may arrive after that. So if a failed read took long, this
+        waits until the store was left, which ends all transfers. The caller keeps its memory until then.
         """
         began_s = time.monotonic()
         with self._use() as session:
@@ -209,10 +212,10 @@ class MooncakeTier(RemoteTier):
         return code
 
     def _put_blocking(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        """Raises TierFull, TierUnavailable.
+        """Store a value. Raises TierFull, TierUnavailable.
 
-        Replaces a value of another length, which cannot be the chunk, since the chunk of a key has one length. Mooncake
-        reports an existing value as stored, whatever its length.
+        Replaces a value of another length, which cannot be the chunk, since the chunk of a key has a fixed length.
+        Mooncake reports an existing value as stored, whatever its length.
         """
         name = self._name(key)
         with self._use() as session:
@@ -245,7 +248,7 @@ class MooncakeTier(RemoteTier):
         return [code == 1 for code in codes]
 
     def _delete_blocking(self, key: ChunkKey) -> bool:
-        """Removes the value even while the master's lease for a read lasts (10 s): readers verify what they get."""
+        """Remove the value even while the master's lease for a read lasts (10 s), since readers verify their result."""
         with self._use() as session:
             code = session.store.remove(self._name(key), True)
         if code < 0 and code not in _MISSES:
@@ -266,7 +269,8 @@ class MooncakeTier(RemoteTier):
 class WiredMemory:
     """The arena, cells for headers, and a bounce buffer for payloads elsewhere, registered with Mooncake.
 
-    Thread-safe, except that `wire` and `release` are not called at the same time. Stays mapped while this object lives.
+    Thread-safe, except that `wire` and `release` must not be called at the same time. Stays mapped while this object
+    lives.
     """
 
     def __init__(self, arena: np.ndarray | None, chunk_bytes: int, cells: int, wait_s: float) -> None:
@@ -316,8 +320,8 @@ class WiredMemory:
 
     @contextlib.contextmanager
     def reachable(self, payload: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield `payload` itself if it is in the arena, else as many bytes of the bounce buffer, which one thread has at a
-        time.
+        """Yield `payload` itself if it is in the arena, else as many bytes of the bounce buffer, which threads use in
+        turn.
 
         The caller copies. Raises TierUnavailable if another thread keeps the bounce buffer too long.
         """
@@ -334,21 +338,21 @@ class WiredMemory:
 
 
 class _Session:
-    """A store that was set up, and the number of its users."""
+    """A connected store, and the number of its users."""
 
     def __init__(self, store: Any, write_config: Any) -> None:
         self.store = store
         self.write_config = write_config
         self.users = 0
         self.left = threading.Event()
-        """Set when no thread of Mooncake's uses the memory any more."""
+        """Set when no thread of Mooncake uses the memory any more."""
 
 
 class MooncakeClient:
-    """Sets up a session, and another one after it was retired. Thread-safe.
+    """Sets up a session, and a new session after it was retired. Thread-safe.
 
-    A session reconnects by itself to a master that comes back. `setup` blocks for 90 s without a master, so a thread of its
-    own calls it, and first looks if anything listens at the master's address.
+    A session reconnects by itself to a master that returns. `setup` blocks for 90 s without a master, so a separate
+    thread calls it, and first checks if anything listens at the master's address.
     """
 
     def __init__(self, name: str, address: MooncakeAddress, memory: WiredMemory) -> None:
@@ -368,7 +372,7 @@ class MooncakeClient:
             self._start_setting_up()
 
     def wait_for_first_try(self, wait_s: float) -> str | None:
-        """Block for up to `wait_s`. Returns the problem, or None once the client can be used."""
+        """Block for up to `wait_s`. Return the problem, or None once the client can be used."""
         self._first_try.wait(wait_s)
         return None if self._session is not None else self._problem
 
@@ -397,7 +401,7 @@ class MooncakeClient:
         self._done_with(session)
 
     def leave(self) -> None:
-        """Retire the session for good, and block until nothing uses it, however long that takes."""
+        """Retire the session for good, and block without limit until it has no users."""
         self._closing.set()
         with self._changed:
             session = self._session
@@ -463,7 +467,7 @@ class MooncakeClient:
             return f"mooncake_master at {self.address.shown_master} cannot be reached: {error.strerror or error}"
 
     def _try_once(self) -> _Session | str:
-        """Return a session, or the problem. Each try has a store of its own, which is dropped with all that it holds."""
+        """Return a session, or the problem. Each try has its own store, which is dropped with everything that it holds."""
         import mooncake.store as module
 
         address, store = self.address, module.MooncakeDistributedStore()

@@ -27,7 +27,7 @@ class MooncakeAddress:
     """host:port, or another form that Mooncake accepts (`etcd://...` for several masters). May hold credentials."""
     local_hostname: str
     metadata_server: str = field(repr=False)
-    """May hold credentials."""
+    """The metadata server. May hold credentials."""
     protocol: str
     device_name: str
     global_segment_bytes: int
@@ -36,12 +36,12 @@ class MooncakeAddress:
 
     @property
     def shown_master(self) -> str:
-        """Return `master` without credentials."""
+        """The value of `master` without credentials."""
         return hidden_url(self.master)
 
     @property
     def master_endpoint(self) -> tuple[str, int] | None:
-        """Return host and port of the only master; None if there may be several."""
+        """Host and port of the only master; None if there may be several."""
         host, _, port = self.master.rpartition(":")
         if "://" in self.master or "," in self.master or not host or not port.isdigit():
             return None
@@ -49,7 +49,8 @@ class MooncakeAddress:
 
 
 def read_address(settings: RemoteSettings) -> MooncakeAddress:
-    """Read the settings. An option that is not at its default wins over the file, the file over defaults and the URL.
+    """Read the settings. An option with a non-default value overrides the file; the file overrides defaults and the
+    URL.
 
     Reads Mooncake's file, if there is one: call it in a thread. Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""Which types of remote tiers there are, and who makes one: built in, named by module and class, or an entry point."""
+"""The types of remote tiers and their factories: built in, named by module and class, or an entry point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.base import RemoteSettings
 
 Factory = Callable[[RemoteSettings], Tier]
-"""What a class or an entry point of a third party must be: most simply a Tier whose `__init__` takes RemoteSettings."""
+"""A factory of tiers, for example a Tier class whose `__init__` takes RemoteSettings."""
 
 BUILT_IN = {
     "redis": "tiercache.tiers.remote.redis:RedisTier",
@@ -25,9 +25,9 @@ BUILT_IN = {
 
 
 def make_remote(settings: RemoteSettings, *, module_path: str = "", class_name: str = "") -> Tier:
-    """The tier, not open yet. Raises ConfigError when there is no such type or it cannot be imported.
+    """Return the tier, not open yet. Raises ConfigError if there is no such type or it cannot be imported.
 
-    `module_path` and `class_name` name a factory of somebody else's; they win over all types.
+    `module_path` and `class_name` name a third-party factory; they override all types.
     """
     if module_path:
         where, place = settings.key("class_name"), f"{module_path}:{class_name}"

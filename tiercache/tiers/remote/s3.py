@@ -1,15 +1,15 @@
 """The S3 tier: one object for each chunk, its 88-byte header before the payload, in any store that speaks S3.
 
-- A *get* is one request for a chunk of up to twice `part_bytes`, and several ranges at once for a larger chunk. A worker
+- A *get* is one request for a chunk of up to twice `part_bytes`, and several concurrent ranges for a larger chunk. A worker
   thread copies each range into the slot when it arrives, since the client (obstore) cannot read into given memory. The
   ranges cover the largest chunk, so the length of the object need not be known.
-- A *put* is one request, sent from the slot without a copy. It replaces what lies under the name, so a put that is repeated
-  does no harm.
-- *Look-ups* are one HEAD for each key, many at once. Names are hashes of chunks, so a listing would have to read the whole
+- A *put* is one request, sent from the slot without a copy. It replaces any existing object, so repeating a put does no
+  harm.
+- *Lookups* are one HEAD for each key, many at once. Names are hashes of chunks, so a listing would have to read the whole
   layout.
 - Names are `<prefix>/<fingerprint>/<2 hex digits>/<key>`, which spreads them over the store's partitions.
 
-The tier evicts nothing, since a bucket has no limit. The bucket's life-cycle rules may expire objects, which is a miss.
+The tier evicts nothing, since a bucket has no limit. If the bucket's life-cycle rules expire an object, it is a miss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 PART_BYTES = 4 << 20
 _REQUESTS = 32
-"""The largest number of transfers in flight, each with up to two parts of the client's memory, and of other requests."""
+"""Largest number of transfers in flight, each with up to two parts of the client's memory, and of other requests."""
 _COPYING_THREADS = 2
 _CLOSE_S = 1.0
 _EXIT_S = 0.5
@@ -58,9 +58,9 @@ class S3Tier(RemoteTier):
         self.compression = settings.make_compression()
         self.address = read_address(settings)
         self.pending = 0
-        """Requests in flight."""
+        """Number of requests in flight."""
         self.reads: Any = None
-        """The client's store for everything but puts."""
+        """The client's store for all requests except puts."""
         self.writes: Any = None
         """The client's store for puts, which has a longer timeout."""
         self._part_bytes = int(settings.options.get("part_bytes", PART_BYTES))
@@ -97,7 +97,7 @@ class S3Tier(RemoteTier):
             logger.warning("%s; the tier is used as soon as it answers", error)
 
     async def _disconnect(self) -> None:
-        """Wait a moment for requests in flight, and for the client's threads to release Python's objects."""
+        """Wait briefly for requests in flight, and for the client's threads to release Python's objects."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._idle.wait()
@@ -114,7 +114,7 @@ class S3Tier(RemoteTier):
         header = bytearray(PACKED_BYTES)
 
         async def fetch(start: int) -> int | None:
-            """Return the number of bytes that the object has in this range, once they are in place."""
+            """Return the number of the object's bytes in this range, once they are in place."""
             part = await self._get_range(self.path(key), start, min(start + step, total_bytes))
             if not part:
                 return None if part is None else 0
@@ -151,7 +151,7 @@ class S3Tier(RemoteTier):
             return True
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        # The first failure ends all requests: a store that does not answer costs one timeout, not one for each key.
+        # The first failure ends all requests: a store that does not answer costs one timeout for all keys.
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._exists(self.path(key))) for key in keys]
@@ -167,10 +167,10 @@ class S3Tier(RemoteTier):
             await self._ask("delete", self._obstore.delete_async(self.reads, path))
         return True
 
-    # Requests. Each ends within about `timeout_s` without progress.
+    # Requests, which each end within about `timeout_s` without progress
 
     async def _get_range(self, path: str, start: int, end: int) -> Any | None:
-        """Return a buffer with the bytes of an object from `start` to `end`, empty behind its end; None without object."""
+        """Return a buffer with the object's bytes from `start` to `end`, up to the object's end; None without object."""
         async with self._transfers:
             try:
                 return await self._ask("get", self._obstore.get_range_async(self.reads, path, start=start, end=end))
@@ -186,7 +186,7 @@ class S3Tier(RemoteTier):
     async def _ask(self, what: str, answer: Awaitable[T]) -> T | None:
         """Wait for the answer to a request; None if there is no such object. Raises RequestFailed.
 
-        The client's exceptions hold what was sent and received, so they are neither raised nor chained.
+        The client's exceptions hold the request and the answer, so they are neither raised nor chained.
         """
         self.pending += 1
         self._idle.clear()
@@ -207,13 +207,13 @@ _open_tiers: set[S3Tier] = set()
 
 
 def _let_go() -> None:
-    """Wait until the client's threads sleep before the interpreter ends: one that returns to Python later aborts it."""
+    """Wait until the client's threads sleep before the interpreter ends: a thread that returns to Python later aborts it."""
     until_s = time.monotonic() + _EXIT_S
     while any(tier.pending for tier in _open_tiers) and time.monotonic() < until_s:
         time.sleep(_LET_GO_S)
     until_s, asleep = time.monotonic() + _ASLEEP_S, 0
     while asleep < 2 and time.monotonic() < until_s:
-        time.sleep(_LET_GO_S)  # without the lock of the interpreter, which a thread may need before it can sleep
+        time.sleep(_LET_GO_S)  # without the GIL, which a thread may need before it can sleep
         asleep = asleep + 1 if _threads_sleep() else 0
 
 
@@ -228,7 +228,7 @@ def _threads_sleep() -> bool:
 
 
 def _place(box: list[Any], start: int, header: bytearray, into: np.ndarray) -> int:
-    """Copy the buffer in `box`, which begins at byte `start` of the object. Returns its length. Runs in a thread."""
+    """Copy the buffer in `box`, which begins at byte `start` of the object. Return its length. Runs in a thread."""
     part = np.frombuffer(box.pop(), dtype=np.uint8)
     in_header = max(0, PACKED_BYTES - start)
     if in_header:
@@ -247,7 +247,7 @@ def _place(box: list[Any], start: int, header: bytearray, into: np.ndarray) -> i
 def _make_stores(
     settings: RemoteSettings, address: S3Address, identity: Identity, part_bytes: int
 ) -> tuple[Any, Any, Any]:
-    """Return the module obstore, the store for reads and the one for puts. Reads files: runs in a thread.
+    """Return the module obstore, the store for reads and the store for puts. Reads files: runs in a thread.
 
     Raises ConfigError.
     """
@@ -263,7 +263,7 @@ def _make_stores(
     if given.get("express"):
         options["s3_express"] = True
     if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
-        # The payload has a checksum of its own, and SHA-256 over it would be the slowest part of a put.
+        # The payload has its own checksum, and SHA-256 over it would be the slowest part of a put.
         options["unsigned_payload"] = True
     if address.endpoint is not None:
         options["endpoint"] = address.endpoint
@@ -302,14 +302,14 @@ def _make_stores(
             option = "tls_ca_file" if ca_file else "url"
             raise settings.error(option, f"the client does not take it ({type(error).__name__})") from None
 
-    # The answer to a put comes after all of it was sent, so its first byte may take as long as the whole.
+    # A put is answered after all of it was sent, so the first byte of the answer may take as long as the whole.
     sending_s = settings.chunk_bytes / _SLOWEST_BYTES_PER_S
     writes = make(settings.timeout_s + sending_s, settings.chunk_bytes)
     return obstore, make(settings.timeout_s, part_bytes), writes
 
 
-# The client's exceptions. Their text may hold what was signed, tokens included, so none of it is repeated: a status, a code
-# of S3 and the names of well-known causes are looked for in it.
+# The client's exceptions. Their text may hold signed data and tokens, so none of it is repeated: it is only searched
+# for a status, an S3 code and the names of well-known causes.
 
 _OUT_OF_RANGE = 416
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
@@ -337,11 +337,11 @@ _CAUSES = (
 class RequestFailed(TierUnavailable):
     """A request to the store failed. Holds no secrets.
 
-    `option` is the setting that the operator has to change; empty if the problem may pass by itself.
+    `option` is the setting that the operator has to change; empty for temporary problems.
     """
 
     def __init__(self, request: str, text: str) -> None:
-        """`text` is that of the client's exception."""
+        """`text` is the text of the client's exception."""
         self.status = int(found[1]) if (found := _STATUS.search(text)) else 0
         code = found[1] if (found := _CODE.search(text)) else ""
         self.words, self.option = _meaning(text, self.status, code)

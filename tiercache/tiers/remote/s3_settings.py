@@ -26,15 +26,15 @@ _NEEDS_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process"
 
 @dataclass(frozen=True)
 class S3Address:
-    """A bucket and the way to reach it. Holds no secrets."""
+    """A bucket and its endpoint. Holds no secrets."""
 
     bucket: str
     prefix: str
-    """The beginning of all names, without slashes around it; may be empty."""
+    """Beginning of all names, without slashes around it; may be empty."""
     endpoint: str | None
-    """A URL, which contains the bucket if `virtual_hosted`; None for Amazon's, or the one that the environment names."""
+    """A URL, which contains the bucket if `virtual_hosted`; None for Amazon's endpoint, or the environment's."""
     virtual_hosted: bool | None
-    """None: virtual-hosted at Amazon, the bucket in the path elsewhere."""
+    """None means virtual-hosted at Amazon, and the bucket in the path elsewhere."""
     region: str | None
 
     def __str__(self) -> str:
@@ -47,12 +47,12 @@ class Identity:
     """The credentials of the requests."""
 
     source: str
-    """The origin of the credentials, for messages."""
+    """Origin of the credentials, for messages."""
     provider: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
     """Called by the client for credentials; None if the client finds them by itself."""
     anonymous: bool = False
     region: str | None = None
-    """The region in the profile."""
+    """Region in the profile."""
 
 
 def read_address(settings: RemoteSettings) -> S3Address:
@@ -94,7 +94,7 @@ def read_address(settings: RemoteSettings) -> S3Address:
 
 
 def _names(settings: RemoteSettings, option: str, path: str) -> list[str]:
-    """Split a path. Names that the client does not accept are refused here, since they would fail every request."""
+    """Split a path. Refuse names that the client does not accept, since they would fail every request."""
     names = [part for part in path.split("/") if part]
     if any(name in (".", "..") or _CONTROL.search(name) for name in names):
         raise settings.error(option, "expected names with / between them, without '..' and control characters")
@@ -146,7 +146,7 @@ def read_identity(settings: RemoteSettings) -> Identity:
     if options.get("skip_signature"):
         return Identity("nobody (skip_signature)", anonymous=True, region=region)
     if key and secret:
-        # The client would combine settings with an AWS_SESSION_TOKEN that belongs to other credentials; a provider's not.
+        # The client would combine settings with an AWS_SESSION_TOKEN of other credentials, but not those of a provider.
         return Identity("the settings", _fixed(key, secret, options.get("session_token")), region=region)
     if key or secret:
         missing = "secret_access_key" if key else "access_key_id"
@@ -174,7 +174,7 @@ def read_identity(settings: RemoteSettings) -> Identity:
             f"the {source} gets its credentials by a process, a role or single sign-on, which takes boto3: "
             "pip install boto3",
         ) from None
-    except Exception as error:  # from many libraries, with secrets in their messages
+    except Exception as error:  # many libraries raise here, with secrets in their messages
         raise settings.error(
             "access_key_id", f"boto3 has no credentials for the {source} ({type(error).__name__})"
         ) from None

@@ -21,14 +21,14 @@ _SCHEMES: dict[str, tuple[Mode | None, bool]] = {
     "redis-sentinel": ("sentinel", False),
     "redis-cluster": ("cluster", False),
 }
-"""By scheme: the mode (None: the option `mode` says it), and True if the scheme means TLS."""
+"""Map from scheme to the mode (None: the option `mode` decides), and True if the scheme means TLS."""
 _PORT = 6379
 _SENTINEL_PORT = 26379
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One server: host and port, or the path of a Unix socket."""
+    """A server: host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -42,7 +42,7 @@ class Endpoint:
 class RedisAddress:
     mode: Mode
     endpoints: tuple[Endpoint, ...]
-    """The server, the Sentinels, or some servers of the cluster that name the others."""
+    """The server, the Sentinels, or some servers of the cluster, which know the others."""
     tls: bool = False
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
@@ -117,7 +117,7 @@ def read_address(settings: RemoteSettings) -> RedisAddress:
 
 
 def _check(settings: RemoteSettings, address: RedisAddress) -> None:
-    """Raises ConfigError for settings that do not belong together."""
+    """Raise ConfigError for settings that exclude one another."""
     if address.mode == "standalone" and len(address.endpoints) > 1:
         raise settings.error("url", "several hosts are a cluster (redis-cluster://) or Sentinels (redis-sentinel://)")
     if address.mode == "cluster" and address.database:

@@ -1,8 +1,8 @@
-"""One connection to a server: RESP requests, and payloads sent from and received into memory that the caller owns.
+"""A connection to a server: RESP requests, with payloads sent from and received into memory that the caller owns.
 
-redis-py connects and logs in; from then on only this class uses the socket, since redis-py makes a `bytes` of every value.
-A connection is used by one thread at a time, and every wait releases the GIL. On a plain socket a whole value is one system
-call.
+redis-py connects and logs in; from then on only this class uses the socket, since redis-py makes a `bytes` of every
+value. A connection is used by one thread at a time, and every wait releases the GIL. On a plain socket a whole value is
+one system call.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Buffer = bytes | bytearray | memoryview
 
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _LINE_BYTES = 64
-"""Bytes to receive where a line is expected and a payload may follow."""
+"""Bytes to receive if a line is expected and a payload may follow."""
 _LONGEST_LINE_BYTES = 4096
 _REPLY_BYTES = 16 << 10
-"""Bytes to receive at a time where a short reply is expected."""
+"""Bytes to receive at a time if a short reply is expected."""
 _LONGEST_REPLY_BYTES = 64 << 10
 _RENEWAL_BYTES = 1 << 20
 _PIECE_BYTES = 2 << 20
 _PIECES_AHEAD = 2
 _DEADLINE_CHECKS = 4
-"""How often a thread that waits in the kernel wakes up to check its deadline."""
+"""Number of deadline checks per timeout by a thread that waits in the kernel."""
 
 
 class ServerError(Exception):
@@ -46,7 +46,7 @@ class ConnectionLost(ConnectionError):
 
 
 class ConnectionTimeout(ConnectionLost, TimeoutError):
-    """No answer by the deadline."""
+    """There was no answer by the deadline."""
 
 
 def command(*words: bytes) -> bytes:
@@ -55,17 +55,17 @@ def command(*words: bytes) -> bytes:
 
 
 class RedisConnection:
-    """Wrap a connected redis-py connection.
+    """Wraps a connected redis-py connection.
 
-    A request and its reply have `timeout_s` from `renew` on, and as long again after each MiB of a payload, so that a long
-    value may take its time and a stalled one may not. All methods that send or receive block, and raise ConnectionLost or
-    ConnectionTimeout.
+    The deadline of a request and its reply is `timeout_s` from `renew` on, and is renewed after each MiB of a payload,
+    so that a long value may take longer and a stalled value may not. All methods that send or receive block, and raise
+    ConnectionLost or ConnectionTimeout.
     """
 
     def __init__(self, connection: Any, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint = endpoint
         self.reused = False
-        """True if it was idle since it was made: when it fails, the server may be well."""
+        """True if it has been idle since it was made: when it fails, the server may be healthy."""
         self.asking = False
         """True if each request goes to a server that only imports the slot (ASK in Redis Cluster)."""
         self._expected_replies = 0
@@ -79,18 +79,18 @@ class RedisConnection:
         if self._tls:
             self._socket.settimeout(check_s)
         else:
-            # A timeout of Python's own makes the socket non-blocking, with a poll and a turn of the GIL for each piece.
+            # A timeout in Python makes the socket non-blocking, with a poll and a turn of the GIL for each piece.
             self._socket.settimeout(None)
             interval = struct.pack("@ll", int(check_s), int(check_s % 1 * 1e6))
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self._socket.setsockopt(socket.SOL_SOCKET, option, interval)
         self._received = bytearray()
-        """Bytes that were received and not taken yet."""
+        """Bytes that were received and not consumed yet."""
         self.renew()
 
     @property
     def reusable(self) -> bool:
-        """Return True if every reply was read to its end."""
+        """True if every reply was read to its end."""
         return not self._expected_replies and not self._broken and not self._received
 
     def renew(self) -> None:
@@ -105,7 +105,7 @@ class RedisConnection:
             self.raw.disconnect()
 
     def request(self, *parts: Buffer, replies: int = 1) -> None:
-        """Send `parts`, which make up `replies` whole requests (one while `asking`)."""
+        """Send `parts`, which form `replies` whole requests (one while `asking`)."""
         self._expected_replies += replies
         left = [memoryview(part) for part in ([_ASKING, *parts] if self.asking else parts) if len(part)]
         while left:
@@ -136,10 +136,10 @@ class RedisConnection:
         raise self._malformed(line)
 
     def value_bytes(self, ahead_bytes: int = _LINE_BYTES) -> int | None:
-        """Begin to receive a value: return its length, or None where there is none. Raises ServerError.
+        """Begin to receive a value: return its length, or None if there is none. Raises ServerError.
 
-        `take`, `take_into` or `give_up` must follow. `ahead_bytes` are received in the first call; a payload among them is
-        copied once more.
+        `take`, `take_into` or `give_up` must follow. `ahead_bytes` are received in the first call; payload bytes among
+        them are copied once more.
         """
         line = self._reply_line(ahead_bytes)
         if line[:1] != b"$":
@@ -160,7 +160,7 @@ class RedisConnection:
         return taken
 
     def take_into(self, into: memoryview) -> None:
-        """Receive the rest of a value, which is as long as `into`, and the end of the reply."""
+        """Receive the rest of a value, which has the length of `into`, and the end of the reply."""
         held = min(len(self._received), len(into))
         into[:held] = self._received[:held]
         del self._received[:held]
@@ -173,7 +173,7 @@ class RedisConnection:
         self.take(0)
 
     def give_up(self) -> None:
-        """Close the connection when it is given back: the rest of a value is not wanted."""
+        """Drop the rest of a value: the connection is closed when it is returned to the pool."""
         self._broken = True
 
     def _reply_line(self, most_bytes: int) -> bytes:
@@ -248,11 +248,11 @@ def get_value(
 ) -> tuple[bytes | None, int]:
     """Receive a value's first `header_bytes` bytes, which are returned, and the rest into `into`.
 
-    Where `into` is long, the value is read in pieces, two of them requested at a time: servers are slow with long replies. A
-    value that is replaced meanwhile has parts of both, which its checksum tells.
+    If `into` is long, the value is read in pieces, two of them requested at a time, since servers are slow with long
+    replies. A value that is replaced meanwhile has parts of both, which its checksum reveals.
 
-    Returns the header and how many bytes `into` holds; None for the header where there is no value, or an empty one. A value
-    that is longer than `into` is not received to its end. Raises ServerError.
+    Returns the header and the number of bytes in `into`; None for the header if there is no value, or an empty value. A
+    value longer than `into` is not received to its end. Raises ServerError.
     """
     longest = header_bytes + len(into)
     requests = [command(b"GET", name)]
@@ -261,7 +261,7 @@ def get_value(
         requests = [command(b"GETRANGE", name, b"%d" % at, b"%d" % (at + _PIECE_BYTES - 1)) for at in starts]
     header: bytes | None = None
     received = number = sent = 0
-    # The first reply's line and the header are received in one call, and no byte of the payload with them.
+    # The first reply's line and the header are received in one call, without any byte of the payload.
     ahead_bytes = len(b"$%d\r\n" % min(longest, _PIECE_BYTES)) + header_bytes
     while number < len(requests):
         connection.renew()
@@ -272,7 +272,7 @@ def get_value(
         if length is None:
             break
         if length < _PIECE_BYTES:
-            del requests[sent:]  # The value ends here; pieces that are requested already are empty.
+            del requests[sent:]  # The value ends here; pieces already requested are empty.
         number += 1
         if number == 1 and length <= header_bytes:
             header = connection.take(length) or None

@@ -41,17 +41,17 @@ _REFRESH_INTERVAL_S = 0.1
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _KEEPALIVE_S = 60
-"""Idle time after which the kernel probes a connection, so that no firewall between drops it."""
+"""Idle seconds after which the kernel probes a connection, so that no firewall drops it."""
 _REDIRECTIONS = ("MOVED", "ASK")
 _NOT_SERVING = ("READONLY", "MASTERDOWN", "CLUSTERDOWN", "LOADING")
-"""Errors of a server that is no master, or not yet one."""
+"""Errors of a server that is not a master, or not yet."""
 _NO_FILE = (None, "NO_CERTIFICATE_OR_CRL_FOUND")
-"""OpenSSL's reasons when a file of ours is no certificate."""
+"""OpenSSL's reasons if a configured file is not a certificate."""
 _NO_OWNER = ("", "no server of the cluster owns the slot")
 
 
 class SettingRejected(Exception):
-    """A setting that the operator must change: a wrong password, a wrong scheme, ... Never holds secrets."""
+    """A setting is wrong and the operator must change it, such as a password or a scheme. Never holds secrets."""
 
     def __init__(self, option: str, problem: str) -> None:
         super().__init__(problem)
@@ -71,20 +71,20 @@ class _Server:
 class ConnectionPool:
     """Connections by server, at most as many to each as there are threads.
 
-    A server that cannot be connected to is tried again after an exponential backoff with jitter; until then `take` fails at
-    once. Methods may be called from any thread, and all but `give` and `close` block. They raise SettingRejected for what
-    the operator must change, and ConnectionLost for what may pass.
+    A failed connection is retried after an exponential backoff with jitter; until then `take` fails at once. Methods
+    may be called from any thread, and all but `give` and `close` block. They raise SettingRejected if the operator must
+    change a setting, and ConnectionLost for temporary problems.
     """
 
     def __init__(self, address: RedisAddress, settings: RemoteSettings) -> None:
         self.losses = 0
-        """Grows when a server is lost and when it is back: what was known of its contents may be wrong."""
+        """Incremented when a server is lost and when it returns: the known contents may be wrong."""
         self.address = address
         self._timeout_s = settings.timeout_s
         self._lock = threading.Lock()
         self._servers: dict[Endpoint, _Server] = {}
         self._busy: set[Any] = set()
-        """Connections of redis-py that a thread uses: it connects, or waits for an answer."""
+        """redis-py connections in use by a thread that connects or waits for an answer."""
         self._closed = False
         options = settings.options
         self._common: dict[str, Any] = {
@@ -113,7 +113,7 @@ class ConnectionPool:
             }
 
     def take(self, endpoint: Endpoint) -> RedisConnection:
-        """Return a connection that is the caller's until `give`."""
+        """Return a connection for exclusive use until `give`."""
         with self._lock:
             server = self._servers.setdefault(endpoint, _Server())
             connection = server.idle.pop() if server.idle else None
@@ -139,7 +139,7 @@ class ConnectionPool:
             connection.close()
 
     def ask(self, endpoint: Endpoint, *words: str) -> Any:
-        """Return the answer to a command, on a connection of its own."""
+        """Return the answer to a command, on a separate connection."""
         with self._in_use(endpoint) as connection:
             connection.send_command(*words)
             answer = connection.read_response()
@@ -270,7 +270,10 @@ class ConnectionPool:
 
 
 def _all_reject_password(sentinels: Sequence[Any]) -> bool:
-    """Return True if some Sentinels want another password and none accepts ours. redis-py takes them for unreachable."""
+    """Return True if some Sentinels want another password and none accepts it.
+
+    redis-py treats them as unreachable.
+    """
     rejected = False
     for sentinel in sentinels:
         try:
@@ -284,17 +287,17 @@ def _all_reject_password(sentinels: Sequence[Any]) -> bool:
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> Any:
-    """Return the first of the errors behind `error` that is of `kind`, or None."""
+    """Return the first of the causes of `error` that is of `kind`, or None."""
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
 
 
 class Servers:
-    """Run requests on the server that owns a name: one server, the master that the Sentinels name, or a cluster's.
+    """Run requests on the server that owns a name: a single server, the Sentinels' master, or a cluster's owner.
 
-    The table of owners is read again when a server is lost or redirects, by one thread at a time and at most every 100 ms.
-    Methods block, and may be called from any thread. They raise ConnectionLost, SettingRejected or ServerError.
+    A thread reads the table of owners again when a server is lost or redirects, at most every 100 ms. Methods block,
+    and may be called from any thread. They raise ConnectionLost, SettingRejected or ServerError.
     """
 
     def __init__(self, pool: ConnectionPool) -> None:
@@ -302,7 +305,7 @@ class Servers:
         self._mode = pool.address.mode
         self._lock = threading.Lock()
         self._owners: list[Endpoint | None] = [None]
-        """By slot in a cluster; else one entry."""
+        """Owners by slot in a cluster; otherwise a single entry."""
         self._lost: Endpoint | None = None
         self._stale = True
         self._refresh_at_s = 0.0
@@ -317,8 +320,8 @@ class Servers:
     def run(self, name: bytes, exchange: Callable[[RedisConnection], T]) -> T:
         """Return the result of `exchange` on a connection to the owner of `name`.
 
-        `exchange` runs again after a redirection, after a reused connection is lost, and once where the server is no master
-        any more. It reads all replies that it requested before it raises ServerError.
+        `exchange` runs again after a redirection, after a reused connection is lost, and once if the server is no
+        longer a master. It must read all replies that it requested before it raises ServerError.
         """
         endpoint = self._owner(name)
         asking = refreshed = False
@@ -351,7 +354,7 @@ class Servers:
     def exist(self, names: Sequence[bytes]) -> list[bool]:
         """Return for each name if it exists. All servers are asked at once, with one send each.
 
-        Names of a server that does not answer do not exist. Raises only when no server answers.
+        Names of a server that does not answer count as missing. Raises only if no server answers.
         """
         found: dict[int, bool] = {}
         again: list[int] = []
@@ -400,7 +403,7 @@ class Servers:
         return [found.get(position, False) for position in range(len(names))]
 
     def check(self, name: bytes) -> None:
-        """Find out if the settings are right for the owner of `name`. Raises SettingRejected if they are not."""
+        """Check the settings with the owner of `name`. Raises SettingRejected if they are wrong."""
         endpoint = self._owner(name)
         connection = self.pool.take(endpoint)
         try:
@@ -443,7 +446,7 @@ class Servers:
     # The table of owners
 
     def _owner(self, name: bytes) -> Endpoint:
-        """Return the owner of `name`. Raises ConnectionLost or SettingRejected when it is unknown."""
+        """Return the owner of `name`. Raises ConnectionLost or SettingRejected if it is unknown."""
         if self._stale:
             with self._lock:
                 if self._stale and time.monotonic() >= self._refresh_at_s:
@@ -455,7 +458,7 @@ class Servers:
         return owner
 
     def _seek(self, endpoint: Endpoint) -> None:
-        """Read the table again: a server does not answer, or is no master any more."""
+        """Read the table again: a server does not answer, or is no longer a master."""
         self._lost = endpoint
         self._stale = self._mode != "standalone"
 
@@ -472,18 +475,18 @@ class Servers:
         return endpoint
 
     def _refresh(self) -> None:
-        """Read the table. The old one stays in use where that fails."""
+        """Read the table. On failure the old table stays in use."""
         try:
             self._owners = [self.pool.master()] if self._mode == "sentinel" else self._slot_owners()
             self._stale, self._problem = False, _NO_OWNER
         except (ConnectionLost, SettingRejected) as error:
-            # The text and not the error, whose traceback would keep the caller's payload alive.
+            # Keep the text and not the error, whose traceback would keep the caller's payload alive.
             self._problem = (error.option if isinstance(error, SettingRejected) else "", str(error))
         finally:
             self._refresh_at_s = time.monotonic() + _REFRESH_INTERVAL_S
 
     def _slot_owners(self) -> list[Endpoint | None]:
-        """Ask one server after the other, the lost one last."""
+        """Ask the servers one after another, the lost server last."""
         known = [owner for owner in dict.fromkeys(self._owners) if owner is not None]
         candidates = dict.fromkeys([*known, *self.pool.address.endpoints])
         problem: ConnectionLost | SettingRejected | None = None
@@ -499,7 +502,7 @@ class Servers:
 def _slot_owners_of(asked: Endpoint, ranges: Any) -> list[Endpoint | None]:
     """Return the owners by slot from an answer to CLUSTER SLOTS. Raises ConnectionLost for slots that no cluster has."""
     owners: list[Endpoint | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-    # [first slot, last slot, [host, port, ...] of the master, replicas...]; an empty host is the server that was asked.
+    # [first slot, last slot, [host, port, ...] of the master, replicas...]; an empty host means the asked server.
     for first, last, (host, port, *_), *_ in ranges:
         if not 0 <= int(first) <= int(last) < REDIS_CLUSTER_HASH_SLOTS:
             raise ConnectionLost(f"{asked}: CLUSTER SLOTS: no cluster has the slots {first} to {last}")

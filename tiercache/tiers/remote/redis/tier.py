@@ -36,10 +36,10 @@ _CLOSE_AGAIN_S = 0.01
 
 
 class RedisTier(RemoteTier):
-    """Store each chunk as one string under `prefix:<key in hex>`: the 88 bytes of the header, then the payload.
+    """Stores each chunk as one string under `prefix:<key in hex>`: the 88 bytes of the header, then the payload.
 
-    `settings.concurrency` threads read and as many write, each on a connection of its own; two more threads ask for
-    existence and remove. A write replaces whatever lies under the name, so a write that is repeated does no harm.
+    `settings.concurrency` threads read and as many write, each with its own connection; two more threads check
+    existence and remove. A write replaces any existing value, so repeating a write does no harm.
     """
 
     def __init__(self, settings: RemoteSettings) -> None:
@@ -59,7 +59,7 @@ class RedisTier(RemoteTier):
         return f"{self.name} ({self.address}{', TLS' if self.address.tls else ''})"
 
     async def _connect(self) -> None:
-        """Check the settings. A server that is not there does not stop the start: operations fail until it is."""
+        """Check the settings. An unreachable server does not stop the start: operations fail until it is reachable."""
         try:
             await self._control.submit(self._servers.check, self._value_name(bytes(24)))
         except SettingRejected as error:
@@ -142,7 +142,7 @@ class RedisTier(RemoteTier):
                 raise TierFull(f"{self.name}: the server has reached its maxmemory and evicts nothing") from error
             raise TierUnavailable(f"{self.name}: {error}") from error
         finally:
-            # Before the base class records the outcome: what was known of a server that was lost since may be wrong.
+            # Clear before the base class records the outcome, since the known contents of a lost server may be wrong.
             if self._losses_seen != self._servers.pool.losses:
                 self._losses_seen = self._servers.pool.losses
                 self.known.clear()

@@ -406,6 +406,21 @@ def test_what_was_written_by_a_call_that_failed_is_not_given_back_twice(
             assert capacity.used_bytes == counted_in(counter(tmp_path)) == 400
 
 
+def test_a_chunk_is_deleted_although_its_bytes_cannot_be_uncounted(tmp_path: Path) -> None:
+    files = ChunkFiles(tmp_path, 100 * FILE_BYTES, FINGERPRINT, direct=False, durable=False)
+    files.open()
+    key, payload = chunk(1)
+    occupied = files.write(key, payload, CHUNK_BYTES)
+    idle(files.capacity)
+    (lock,) = locks(tmp_path)
+    lock.unlink()
+    with pytest.raises(CounterLost):
+        files.delete_all([(key, occupied)])
+    assert files.delete(key, occupied)
+    assert not Path(files.path(key)).exists()
+    files.close()
+
+
 # Real processes
 
 BUSY = """

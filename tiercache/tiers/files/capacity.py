@@ -244,11 +244,14 @@ class Capacity:
     # Deleting
 
     @contextmanager
-    def deleting(self, most_bytes: int, *, reuse_bytes: int = 0) -> Iterator[Callable[[int], None]]:
+    def deleting(
+        self, most_bytes: int, *, reuse_bytes: int = 0, forced: bool = False
+    ) -> Iterator[Callable[[int], None]]:
         """Bracket the deletion of files of at most `most_bytes`. Yields a function to call with the bytes of each deleted
         file. Of them `reuse_bytes` are kept for a write that follows, and a step.
 
-        On a device without a free byte the deletion goes on, and its bytes stay counted until a recount.
+        On a device without a free byte the deletion goes on, and its bytes stay counted until a recount. `forced`: so it
+        does whatever fails here.
         """
         left_bytes = most_bytes
 
@@ -266,11 +269,9 @@ class Capacity:
                     self._awaited_bytes += kept_bytes
 
         with self._state:
-            if self._closing:
-                raise self._lost("is closed")
             self._deleting_bytes += most_bytes
         try:
-            is_announced = self._announce()
+            is_announced = self._announce(forced=forced)
             yield freed
         finally:
             with self._state:
@@ -284,16 +285,18 @@ class Capacity:
                         self._give_back(self.step_bytes // 2 + kept_bytes)
                     self._write_number()
 
-    def _announce(self) -> bool:
-        """Show other processes that bytes may become free. Return False on a device without a free byte."""
-        if not self._is_active:
-            try:
+    def _announce(self, *, forced: bool) -> bool:
+        """Show other processes that bytes may become free. Return False if that failed and the deletion goes on."""
+        try:
+            if self._closing:
+                raise self._lost("is closed")
+            if not self._is_active:
                 with self._turn(_LOCK_WAIT_S):
                     self._write_number(active=True)
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                return False
+        except (OSError, TierUnavailable) as error:
+            if not forced and not (isinstance(error, OSError) and error.errno in NO_ROOM):
+                raise
+            return False
         return True
 
     def return_dead(self) -> int:

@@ -388,7 +388,7 @@ class ChunkFiles:
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; return True if it existed. Only the process whose unlink succeeds releases its bytes."""
-        with self.capacity.deleting(occupied_bytes) as freed:
+        with self.capacity.deleting(occupied_bytes, forced=True) as freed:
             gone = self._delete_file(key)
             if gone:
                 freed(occupied_bytes)

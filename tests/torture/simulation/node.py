@@ -100,12 +100,13 @@ class Node:
         loop = asyncio.get_running_loop()
         limit_s = FILE_SYSTEMS_S + DEVICE_S + 30.0 * len(self._tier_names) + _START_S
         late = loop.call_later(limit_s, lambda: self._fail(Violation(f"start takes more than {limit_s:.0f} s")))
+        may_fail = self._start_may_fail()  # another process may set its directories up meanwhile
         try:
             await self.cache.start()
         except ConfigError as error:
             self._note(f"start failed: {error}")
             self.state = "failed"
-            if not self._start_may_fail():
+            if not (may_fail or self._start_may_fail()):
                 raise Violation(f"the cache does not start, though nothing fails: {error}") from error
             return
         finally:

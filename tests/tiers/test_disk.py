@@ -416,6 +416,13 @@ async def test_victims_that_others_deleted_are_no_attempts(tmp_path: Path) -> No
         assert not await is_hit(stale, 24), "it made room"
 
 
+async def test_in_a_deleted_directory_nothing_is_left_to_remove(tmp_path: Path) -> None:
+    async with opened(tmp_path / "kv") as tier:
+        await fill(tier, range(1, 3))
+        shutil.rmtree(tmp_path / "kv")
+        assert not await tier.remove(chunk(1)[0])
+
+
 async def test_directory_that_vanishes_with_what_it_lay_in_costs_its_hits_and_comes_back(tmp_path: Path) -> None:
     """As a mount that is away; see tests/remote/fs/test_deleted_directory.py for a directory that was deleted."""
     directory = tmp_path / "mount" / "disk"

@@ -397,14 +397,14 @@ class ChunkFiles:
     def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
         """Delete a chunk like `delete`; `occupied_bytes` is None if its size is unknown.
 
-        Raises OSError if the file cannot be examined, TierUnavailable if the directory is unmounted: the chunk would come
-        back with the mount.
+        Raises OSError if the file cannot be examined, TierUnavailable if the directory is unmounted or was moved: the chunk
+        would come back with it. Nothing comes back from a directory whose lock file was deleted.
         """
         if not self.is_wiped():
             self.quarantined.forget(key, self.capacity)
         if self._remove_if_there(key, occupied_bytes):
             return True
-        if self.is_mounted_anew() and not self.answers():
+        if self.is_mounted_anew() and not self.answers() and not self._owner.lost:
             raise TierUnavailable(f"{self.root} is not there")
         return self._remove_if_there(key, None)  # the mount may have returned meanwhile
 

@@ -18,7 +18,7 @@ from tiercache.config import Config
 from tiercache.control.messages import Prefix
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.copies import make_mover
+from tiercache.integrations.vllm.blocks import make_mover
 from tiercache.integrations.vllm.hints import RequestBegan
 from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupClient
 from tiercache.integrations.vllm.metadata import StepReport, StepWork

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tiercache.integrations.vllm.copies import Lending, TakenBack
+from tiercache.integrations.vllm.blocks import Lending, TakenBack
 
 
 def test_no_copy_begins_after_blocks_were_taken_back() -> None:

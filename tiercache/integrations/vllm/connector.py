@@ -23,8 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
-from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, is_plain, what_they_keep
-from tiercache.integrations.vllm.copies import make_mover
+from tiercache.integrations.vllm.blocks import (
+    block_sizes,
+    find_groups,
+    head_parts,
+    is_plain,
+    make_mover,
+    what_they_keep,
+)
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.identity import beside_others, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.copies import Move, Mover
+from tiercache.integrations.vllm.blocks import Move, Mover
 from tiercache.integrations.vllm.events import Report, Residency
 from tiercache.integrations.vllm.hints import SessionTurns
 from tiercache.integrations.vllm.logs import add_span

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 STATE_TOKENS = 2
 """The window that a recurrent state is like."""
 _POLL_S = 0.0005
-"""Between two looks whether copies have ended."""
+"""Between two looks at the events of a device."""
 
 
 def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvGroup, ...]:
@@ -483,24 +483,34 @@ class Move:
     future: concurrent.futures.Future[int]
     """Ends with the number of chunks that are in the cache, or (of the contiguous prefix) in the blocks."""
 
-    def __init__(self, driver: Driver | None, copies: int) -> None:
+    def __init__(self, driver: Driver | None, thread: CacheThread, copies: int) -> None:
         self._driver = driver
+        self._thread = thread
         self._lending = Lending()
+        self._task: asyncio.Task[int] | None = None
         self._lock = threading.Lock()
         self._to_come = copies
+        """Copies that have not run, or have failed."""
+        self._last_has_run = threading.Event()
+        """Set when no further copy will run: all have, the cache is done, or the blocks were taken back."""
         self._behind: dict[Stream, Event] = {}
         """The last event of each stream, as long as it may not have happened."""
         self.after = driver.record(driver.current_stream()) if driver is not None else None
 
+    def begin(self, operation: Callable[[], Coroutine[Any, Any, int]]) -> None:
+        """Run the cache's part. Raises CacheClosed."""
+        self.future = self._thread.submit(self._run(operation))
+
     def is_off_blocks(self) -> bool:
         """Return True if the blocks are not touched any more. May be true long before `future` is done."""
-        with self._lock:
-            return (self._to_come <= 0 or self.future.done()) and self._have_ended()
+        return self._last_has_run.is_set() and self._have_ended()
 
     def wait(self, timeout_s: float) -> bool:
         """Return `is_off_blocks`, after waiting for that."""
         until_s = time.monotonic() + timeout_s
-        while not self.is_off_blocks():
+        if not self._last_has_run.wait(timeout_s):
+            return False
+        while not self._have_ended():
             if time.monotonic() >= until_s:
                 return False
             time.sleep(_POLL_S)
@@ -509,8 +519,11 @@ class Move:
     def take_back(self, wait_s: float) -> bool:
         """Let no further copy begin, and wait for those that run. Return False when one still runs after `wait_s`
         seconds."""
-        self.future.cancel()
-        if self._lending.take_back(wait_s) and self.wait(wait_s):
+        returned = self._lending.take_back(wait_s)
+        self._last_has_run.set()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._thread.loop.call_soon_threadsafe(self._cancel)
+        if returned and self.wait(wait_s):
             return True
         with self._lock, contextlib.suppress(DeviceError):
             # At least whatever the engine enqueues from now on comes after them.
@@ -524,25 +537,42 @@ class Move:
         with self._lending:
             try:
                 copy()
-                self._lending.check()
             finally:
-                # Also a copy that failed may have been enqueued in part.
-                event = self._driver.record(stream) if self._driver is not None else None
-                with self._lock:
-                    self._to_come -= 1
-                    if event is not None:
+                if self._driver is not None:
+                    # Also a copy that failed may have been enqueued in part.
+                    event = self._driver.record(stream)
+                    with self._lock:
                         self._behind[stream] = event
+            self._lending.check()
+            with self._lock:
+                self._to_come -= 1
+                if not self._to_come:
+                    self._last_has_run.set()
+
+    async def _run(self, operation: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        self._task = asyncio.current_task()
+        try:
+            self._lending.check()
+            return await operation()
+        finally:
+            self._last_has_run.set()
+
+    def _cancel(self) -> None:
+        """Called on the cache's loop. `future` ends with the operation, which may still be at work on a slot."""
+        if self._task is not None:
+            self._task.cancel()
 
     def _have_ended(self) -> bool:
-        """Return True if all copies enqueued by now have ended. Called with the lock held."""
-        try:
-            if self._driver is not None and not all(self._driver.query(event) for event in self._behind.values()):
+        """Return True if all copies that have run by now have ended: in device memory they run on."""
+        with self._lock:
+            try:
+                if self._driver is not None and not all(self._driver.query(event) for event in self._behind.values()):
+                    return False
+            except DeviceError:
+                # The device is lost, or about to be: who waits for this has a time limit.
                 return False
-        except DeviceError:
-            # The device is lost, or about to be: who waits for this has a time limit.
-            return False
-        self._behind.clear()
-        return True
+            self._behind.clear()
+            return True
 
 
 class _LentChunk(PagedChunk):
@@ -574,7 +604,7 @@ class Mover:
         self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         """Store blocks as chunks. They are read when all that the engine has begun by now is done."""
-        move, cache = Move(self.driver, len(transfers)), thread.cache
+        move, cache = Move(self.driver, thread, len(transfers)), thread.cache
         chunks = [self._chunk(move, transfer) for transfer in transfers]
 
         def put_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
@@ -589,7 +619,7 @@ class Mover:
                 prefix=not window,
             )
 
-        move.future = thread.submit(self._by_group(transfers, put_group))
+        move.begin(lambda: self._by_group(transfers, put_group))
         return move
 
     def get(
@@ -605,7 +635,7 @@ class Mover:
 
         Chunks of several groups: all of them are needed, so what one lacks leaves the others uncounted.
         """
-        move, cache = Move(self.driver, len(transfers)), thread.cache
+        move, cache = Move(self.driver, thread, len(transfers)), thread.cache
         chunks = [self._chunk(move, transfer, load=True) for transfer in transfers]
 
         def get_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
@@ -616,7 +646,7 @@ class Mover:
                 return cache.get_to(some_keys, some, deadline_s=deadline_s, held=held)
             return cache.get_into(some_keys, some, after=move.after, deadline_s=deadline_s, held=held)
 
-        move.future = thread.submit(self._by_group(transfers, get_group))
+        move.begin(lambda: self._by_group(transfers, get_group))
         return move
 
     def _payload_bytes(self, transfer: BlockTransfer) -> int:

@@ -3,7 +3,7 @@
 Saves read the engine's blocks while the next steps run, on copying threads or streams of the device. That is safe because
 blocks that a save reads are not given away before its copies have ended: the scheduler holds finished requests, and
 `before_blocks_are_given_away` waits for preempted ones. How blocks are moved, and what orders that after the engine's own
-work, is the mover's business (`host_mover.py`, `device_mover.py`).
+work, is the business of `Mover` (`blocks.py`).
 """
 
 from __future__ import annotations

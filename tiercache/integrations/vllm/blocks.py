@@ -61,13 +61,11 @@ def what_they_keep(groups: tuple[KvGroup, ...]) -> str:
     return f"{said}: of a hit they load what it leaves them" if said else ""
 
 
-def is_plain(groups: tuple[KvGroup, ...], kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all layers keep every token in blocks of one kind."""
-    return len(kv_cache_config.kv_cache_groups) == 1 and groups[0].window_tokens is None
-
-
 def block_sizes(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
-    """What hits are multiples of, and how many tokens each of a request's block hashes stands for."""
+    """Return what hits are multiples of, and how many tokens each of a request's block hashes stands for."""
+    if len(kv_cache_config.kv_cache_groups) == 1:
+        block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        return block_tokens, block_tokens
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     aligned, hashed = resolve_kv_cache_block_sizes(kv_cache_config, config)
@@ -682,7 +680,7 @@ class Mover:
 def make_mover(
     config: Config, tensors: Mapping[str, Any], blocks: int, groups: Sequence[KvGroup], parts: HeadParts | None = None
 ) -> Mover:
-    """`groups` as the geometry has them, where it has any. Raises LayoutError for KV that cannot be moved from where it lies
+    """`groups` as the geometry has them. Raises LayoutError for KV that cannot be moved from where it lies
     or was not verified; DeviceError without driver."""
     driver = _driver_of(config, tensors)
     kvs: list[KvBlocks | DeviceKvBlocks] = []

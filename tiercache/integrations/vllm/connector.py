@@ -27,7 +27,6 @@ from tiercache.integrations.vllm.blocks import (
     block_sizes,
     find_groups,
     head_parts,
-    is_plain,
     make_mover,
     what_they_keep,
 )
@@ -78,18 +77,12 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = beside_others(self._config, parallel.data_parallel_index, parallel.data_parallel_size)
         self._engine = str(transfer.engine_id)
         self._groups = find_groups(vllm_config, kv_cache_config)
-        plain = is_plain(self._groups, kv_cache_config)
-        self._block_tokens, self._hash_tokens = self._groups[0].block_tokens, self._groups[0].block_tokens
-        if not plain:
-            self._block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)
-        self._geometry = BlockGeometry.for_chunk_size(
-            self._config.chunk_size,
-            self._block_tokens,
-            self._config.save_unfull_chunk,
-            () if plain else self._groups,
+        block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)
+        self._geometry = fitted(
+            BlockGeometry.for_chunk_size(
+                self._config.chunk_size, block_tokens, self._config.save_unfull_chunk, self._groups
+            )
         )
-        if self._geometry.groups:
-            self._geometry = fitted(self._geometry)
         if (parts := head_parts(vllm_config, self._groups, self._config.kv_head_parts)) is not None:
             self._geometry = in_parts(self._geometry, self._groups, parts)
         self._scheduler: SchedulerSide | None = None
@@ -104,11 +97,11 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._config.chunk_size,
                 self._geometry.chunk_tokens,
                 self._geometry.block_tokens,
-                ", no longer than the shortest window needs" if self._geometry.groups else "",
+                ", no longer than the shortest window needs" if not self._geometry.plain else "",
             )
         if self._geometry.parts is not None:
             logger.info("KV heads are stored in %d parts: hits are whole chunks", self._geometry.parts.all)
-        if self._geometry.groups:
+        if not self._geometry.plain:
             logger.info(
                 "%d groups of layers%s%s",
                 len(self._groups),
@@ -124,8 +117,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
         client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
-        groups = self._geometry.groups or self._groups
-        events = KvEvents(self._geometry, groups, self._hash_tokens) if self._tells_routers else None
+        events = KvEvents(self._geometry, self._hash_tokens) if self._tells_routers else None
         return SchedulerSide(self._config, self._geometry, names, client, workers, events, transfer.kv_role)
 
     @property
@@ -147,7 +139,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         geometry, blocks = self._geometry, self._kv_cache_config.num_blocks
-        mover = make_mover(self._config, kv_caches, blocks, geometry.groups or self._groups, geometry.parts)
+        mover = make_mover(self._config, kv_caches, blocks, geometry.groups, geometry.parts)
         layout = make_layout(
             self._vllm_config, self._groups, mover.kvs, self._geometry, kv_caches, self._config.model_id
         )
@@ -160,7 +152,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._names(),
             kv_events=self._tells_routers,
         )
-        if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs][: len(self._geometry.groups)]):
+        if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs]):
             logger.info(
                 "chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * empty
             )

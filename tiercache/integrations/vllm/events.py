@@ -26,7 +26,7 @@ from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.logs import survives
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup, keys_of, name_of
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup, keys_of, suffix_of
 from tiercache.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -223,13 +223,12 @@ def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 class KvEvents:
     """The scheduler's half. Of groups with a window nothing is told: what they keep is of use at the end of a hit only."""
 
-    def __init__(self, geometry: BlockGeometry, groups: Sequence[KvGroup], hash_tokens: int) -> None:
-        """`groups` as transfers count them; each of a request's block hashes stands for `hash_tokens`."""
+    def __init__(self, geometry: BlockGeometry, hash_tokens: int) -> None:
+        """Each of a request's block hashes stands for `hash_tokens`."""
         self.announced = AnnouncedBlocks()
         self._geometry = geometry
-        self._groups = groups
         self._hash_tokens = hash_tokens
-        self._kinds = {group.index: _kind_of(group) for group in groups}
+        self._kinds = {group.index: _kind_of(group) for group in geometry.groups}
         self._busy: set[int] = set()
         """Ranks that may soon have more to say."""
         self._reported_s = 0.0
@@ -253,14 +252,12 @@ class KvEvents:
         start = geometry.whole_chunks(first)
         ends = {name: end for end, name in enumerate(names[start:], start + 1)} if transfers else {}
         for transfer in transfers:
-            group = self._groups[transfer.group]
+            group = geometry.groups[transfer.group]
             # Of the parts of a rank, which come and go together, the last says it for all.
             tells = group.window_tokens is None and (geometry.parts is None or group.part == geometry.parts.here - 1)
             if tells and not self.announced.knows(transfer.name):
-                suffix = name_of(b"", transfer.group, geometry)
-                name = transfer.name.removesuffix(suffix) if suffix else transfer.name
-                end = ends[name]
-                blocks = geometry.blocks_per_chunk if geometry.groups else transfer.chunk_blocks
+                end = ends[transfer.name.removesuffix(suffix_of(transfer.group, geometry))]
+                blocks = transfer.chunk_blocks * group.block_tokens // geometry.block_tokens
                 self.announced.know(transfer.name, self._described(request, transfer.group, end - blocks, end))
 
     def take(self) -> list[KVCacheEvent]:
@@ -271,7 +268,7 @@ class KvEvents:
 
     def _described(self, request: Request, position: int, start: int, end: int) -> ChunkBlocks:
         """Blocks `start` .. `end` of the geometry's, as the group counts them."""
-        group = self._groups[position]
+        group = self._geometry.groups[position]
         first_token, end_token = start * self._geometry.block_tokens, end * self._geometry.block_tokens
         step = group.block_tokens // self._hash_tokens
         first, stop = first_token // group.block_tokens, end_token // group.block_tokens

@@ -532,7 +532,7 @@ def _vllm_version() -> str:
 
 def _described_groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> list[tuple[str, str]]:
     """Which layers' KV a chunk of which group holds, and how much of it."""
-    if not geometry.groups:
+    if geometry.plain:
         return []
     described = [
         (group.block_tokens, part_blocks(group, geometry), group.layers, kv.layers, kv.bytes_per_block, kv.describe())

@@ -53,12 +53,13 @@ from tiercache.integrations.vllm.planning import (
     Match,
     agreed,
     all_names,
-    chunk_ends,
+    full_chunks,
     held_names,
     keys_of,
     names_of,
     needed_chunks,
     tail_lengths,
+    window_chunks,
 )
 from tiercache.memory.slots import Lease
 
@@ -155,7 +156,7 @@ async def find(
     """
     until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
     match, found = await locate(cache, names, geometry)
-    if claims is not None and geometry.groups:
+    if claims is not None and not geometry.plain:
         return await claims.claim(claim, names, match, until_s) if match.blocks else match
     direct = [tier for tier in cache.tiers if into_device and tier.serves_device]
     for_host = [key for key in found if not any(tier.contains(key) for tier in direct)]
@@ -171,50 +172,37 @@ async def find(
 
 
 async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
-    """How many blocks of a request the cache has, and in which chunks: full ones, then the longest tail. `names` has one
-    name a block.
+    """Return how many blocks of a request the cache has, and the chunks of the longest hit that all groups agree on: full
+    ones, then the longest tail. Of windows only what the hit needs is asked for. `names` has one name a block.
     """
-    if geometry.groups:
-        return await _locate_groups(cache, names, geometry)
-    ends = chunk_ends(len(names), geometry)
-    keys = keys_of(cache.namespace, [names[end - 1] for end in ends], geometry)
-    hit = await cache.lookup_keys(keys)
-    match = Match(hit.chunks * geometry.blocks_per_chunk)
-    tokens = {name: count * geometry.chunk_tokens for name, count in hit.by_tier.items()}
-    found = list(keys[: hit.chunks])
-    for length in tail_lengths(len(names), match.blocks, geometry):
-        (key,) = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
-        tail = await cache.lookup_keys([key])
-        if tail.chunks:
-            found.append(key)
-            match.blocks += length
-            for name, count in tail.by_tier.items():
-                tokens[name] = tokens.get(name, 0) + count * length * geometry.block_tokens
-            break
-    match.tokens_by_tier = tokens
-    return match, found
-
-
-async def _locate_groups(
-    cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry
-) -> tuple[Match, list[ChunkKey]]:
-    """The longest hit that all groups agree on. Of the windows only what the hit needs is asked for."""
     search = HitSearch(len(names) // geometry.blocks_per_chunk, geometry)
-    by_tier: dict[str, int] | None = None
+    found: list[ChunkKey] = []
+    tokens: dict[str, int] = {}
     asked = 0
     while search.question:
         asked += 1
         if asked > _MOST_QUESTIONS:
             logger.info("windows are stored with so many gaps that a look-up was given up: it counts as a miss")
             return Match(), []
-        hit = await cache.lookup_keys(keys_of(cache.namespace, names_of(search.question, names, geometry), geometry))
-        by_tier = by_tier or hit.by_tier
+        keys = keys_of(cache.namespace, names_of(search.question, names, geometry), geometry)
+        hit = await cache.lookup_keys(keys)
+        # Chunks of the layers that see every token are asked for first, and it counts where they lie.
+        found = found or keys
+        tokens = tokens or {tier: count * geometry.chunk_tokens for tier, count in hit.by_tier.items()}
         search.answer(hit.chunks)
-    needed = needed_chunks(search.chunks, geometry)
-    # By where the chunks lie that were asked for first: those of the layers that see every token.
-    tokens = {tier: count * geometry.chunk_tokens for tier, count in (by_tier or {}).items()}
+    windows = names_of(window_chunks(search.chunks, geometry), names, geometry)
+    found = found[: len(full_chunks(1, geometry)) * search.chunks] + keys_of(cache.namespace, windows, geometry)
     match = Match(tokens_by_tier=tokens).shortened(search.chunks * geometry.blocks_per_chunk, geometry)
-    return match, keys_of(cache.namespace, names_of(needed, names, geometry), geometry)
+    for length in tail_lengths(len(names), match.blocks, geometry):
+        tail = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
+        hit = await cache.lookup_keys(tail)
+        if hit.chunks:
+            found += tail
+            match.blocks += length
+            for tier, count in hit.by_tier.items():
+                match.tokens_by_tier[tier] = match.tokens_by_tier.get(tier, 0) + count * length * geometry.block_tokens
+            break
+    return match, found
 
 
 class LookupServer:
@@ -235,7 +223,7 @@ class LookupServer:
         cache = thread.cache
         direct = into_device and any(tier.serves_device for tier in cache.tiers)
         # Of several groups all has to come to the hot cache for that.
-        useful = not direct if geometry.groups else not cache.config.enable_async_loading
+        useful = not cache.config.enable_async_loading if geometry.plain else not direct
         self.claims = Claims(cache, geometry) if useful and cache.ahead.promotes else None
         self._server = thread.submit(self._start()).result(10)
 
@@ -451,7 +439,7 @@ class LookupClient:
             return
         answers = list(one.answers.values())
         least = min(answers, key=lambda match: match.blocks)
-        if not self._geometry.groups or all(match.blocks == least.blocks for match in answers):
+        if self._geometry.plain or all(match.blocks == least.blocks for match in answers):
             one.give(agreed(answers, self._geometry))
             return
         # Windows have to be there for the hit as it is: who has more may not have that.

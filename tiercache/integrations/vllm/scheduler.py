@@ -148,7 +148,7 @@ class Asking:
         planned."""
         tracked.asked_at_s = time.monotonic()
         names = list(self.names_of(tracked))
-        if self._geometry.groups:
+        if not self._geometry.plain:
             # The last token has to be computed, and windows are there for a hit as it is found or not at all.
             del names[(tracked.request.num_tokens - 1) // self._geometry.block_tokens :]
         if not names:
@@ -249,7 +249,7 @@ class SchedulerSide:
         self._work = StepWork()
         self._warned: set[str] = set()
         self._prefill = PrefillCost()
-        self._hit_tokens = geometry.chunk_tokens if geometry.groups else geometry.block_tokens
+        self._hit_tokens = geometry.block_tokens if geometry.plain else geometry.chunk_tokens
         self._asking = Asking(config, geometry, names, client, lambda request_id: self._work.released.add(request_id))
 
     # Loading
@@ -299,7 +299,7 @@ class SchedulerSide:
         """Unless the load cannot fail. A synchronous one must not: where several requests share its blocks, vLLM 0.32 lets
         all but the first go on before those are computed; and it takes bad blocks from a single group alone."""
         kept = match.held and time.monotonic() - tracked.asked_at_s < HELD_FOR_S
-        return self.config.enable_async_loading or bool(self.geometry.groups) or not kept
+        return self.config.enable_async_loading or not self.geometry.plain or not kept
 
     def after_allocation(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """`tables` are all block ids of the request where `external_tokens` are to be loaded."""
@@ -321,8 +321,7 @@ class SchedulerSide:
                 self._asking.names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry
             )
             planned = tuple(block for transfer in load.transfers for block in transfer.blocks)
-            short = not self.geometry.groups and len(wanted) * self.geometry.block_tokens != external_tokens
-            if planned != wanted or not planned or short:
+            if planned != wanted or not planned:
                 raise RuntimeError(
                     f"{external_tokens} tokens in blocks {wanted} were to be loaded, {planned} were planned"
                 )
@@ -334,7 +333,7 @@ class SchedulerSide:
             first = tracked.load_from // self.geometry.block_tokens
             self.kv_events.moves(request, tracked.names, first, load.transfers)
         tracked.loaded_blocks = frozenset(wanted)
-        if self.geometry.groups:
+        if not self.geometry.plain:
             self._work.given_away.update(wanted)
         if load.asynchronous:
             tracked.receiving = True
@@ -344,9 +343,6 @@ class SchedulerSide:
 
     def _to_be_filled(self, tables: Tables, first_token: int, end_token: int) -> tuple[int, ...]:
         """The blocks that the engine has set aside for these tokens: of a window, those that it keeps."""
-        if not self.geometry.groups:
-            size = self.geometry.block_tokens
-            return tuple(tables[0][first_token // size : end_token // size])
         return tuple(
             block
             for group in self.geometry.groups
@@ -370,7 +366,7 @@ class SchedulerSide:
         self._asking.step_begins()
         self._measure(work, output)
         try:
-            if self.geometry.groups:
+            if not self.geometry.plain:
                 work.given_away |= given_away(output, self.geometry)
             if not self._unconfirmed:
                 self._plan_saves(work, output)

@@ -152,9 +152,6 @@ class BlockNames:
 
 _CLOCK_GRAIN_NS = 2_000_000_000
 """By so much clocks of file systems may be wrong."""
-_PATIENCE_S = 1.0
-"""For what is under way: whoever comes after it is not kept waiting for a mount that hangs."""
-
 Stamps = tuple[tuple[str, Stamp], ...]
 
 
@@ -167,38 +164,35 @@ class Adapters:
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._secret = os.urandom(16)
         self._known: dict[str, tuple[Stamps, bytes]] = {}
-        self._waiting: deque[tuple[str, Future[bytes]]] = deque()
         self._lock = threading.Lock()
-        self._busy_since_s: float | None = None
+        self._waiting: deque[tuple[str, Future[bytes]]] = deque()
+        self._is_answering = False
 
     def key_of(self, path: str) -> Future[bytes]:
-        """What blocks of the adapter at `path` are named with besides vLLM's hash. Has no exception."""
+        """Return what blocks of the adapter at `path` are named with besides vLLM's hash. The future has no exception. While
+        the adapters' mount hangs it has no result either: who waits for it has a time limit."""
         future: Future[bytes] = Future()
         with self._lock:
-            if self._busy_since_s is not None and time.monotonic() - self._busy_since_s > _PATIENCE_S:
-                future.set_result(nobodys_key())
-                return future
             self._waiting.append((path, future))
-            if self._busy_since_s is not None:
-                return future
-            self._busy_since_s = time.monotonic()
-        try:
-            threading.Thread(target=self._answer, name="tiercache-adapters", daemon=True).start()
-        except RuntimeError:  # no more threads
-            self._answer(read=False)
+            if not self._is_answering:
+                try:
+                    threading.Thread(target=self._answer, name="tiercache-adapters", daemon=True).start()
+                    self._is_answering = True
+                except RuntimeError:  # no more threads
+                    self._waiting.pop()
+                    future.set_result(nobodys_key())
         return future
 
-    def _answer(self, *, read: bool = True) -> None:
-        """Until nobody waits."""
+    def _answer(self) -> None:
+        """Answer until nobody waits."""
         while True:
             with self._lock:
                 if not self._waiting:
-                    self._busy_since_s = None
+                    self._is_answering = False
                     return
                 path, future = self._waiting.popleft()
-                self._busy_since_s = time.monotonic()
             try:
-                key = self._find(path) if read else nobodys_key()
+                key = self._find(path)
             except Exception:  # what cannot be read is not known
                 key = nobodys_key()
             if future.set_running_or_notify_cancel():

@@ -119,7 +119,9 @@ def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
         except (msgspec.ValidationError, ValueError, OverflowError) as error:
             if field[:64] not in warned and len(warned) < 100:
                 warned.add(field[:64])
-                logger.warning("what a request says: %.80r is ignored: expected a name and a value of ours: %s", name, error)
+                logger.warning(
+                    "what a request says: %.80r is ignored: expected a name and a value of ours: %s", name, error
+                )
     return Wishes(**found)
 
 

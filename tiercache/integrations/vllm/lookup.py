@@ -1,37 +1,28 @@
-"""What a worker's cache has of requests, answered to the scheduler's half: see `lookup_client` for how it asks.
+"""Look-ups: the scheduler's half asks what the workers' caches have of a request, without ever waiting.
 
-How the scheduler's half asks what the workers' caches have, without ever waiting.
+All that a step asks goes in one piece: to the worker's loop where that is in this process (`LookupServer.ask`), otherwise
+through a Unix socket to each worker (`LookupClient`). The answer for several workers is what all of them have. The
+scheduler's thread shares Python's lock with those that ask and answer: 64 look-ups that were begun one by one, each of which
+woke them, once cost it 5 ms.
 
-What a step asks goes in one piece: to the worker's loop where that is in this process, otherwise through a Unix socket to
-each worker. The answer for several workers is what all of them have.
-
-The scheduler's thread shares Python's lock with those that ask and answer: 64 look-ups that were begun one by one, each of
-which woke them, once cost it 5 ms.
-
-What look-ups have promised, kept hot (or mapped) until it is loaded.
-
-A load of several groups that fails in part sends its request back to the first token, so a look-up promises what has been
-read and verified, and holds it. Only so much of the hot cache is held: what comes on top of that was found and verified,
-and may have to be read a second time.
-
-A synchronous load must not fail at all: requests that share its blocks go on with them (see `SchedulerSide`). So only what
-is held to the last chunk is loaded like that, and from these leases, whatever happens to the chunks meanwhile.
-
-The chunks of a prompt that was announced by its token ids: those that a request of these tokens will look for.
+What look-ups have promised is kept hot (or mapped) until it is loaded (`Claims`). A load of several groups that fails in
+part sends its request back to the first token, so a look-up promises what has been read and verified, and holds it. Only so
+much of the hot cache is held: what comes on top of that was found and verified, and may have to be read a second time. A
+synchronous load must not fail at all: requests that share its blocks go on with them (see `SchedulerSide`). So only what is
+held to the last chunk is loaded like that, and from these leases, whatever happens to the chunks meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import itertools
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +83,7 @@ class LookUp:
     A `concurrent.futures.Future` does the same for 6 us, of which a step with 64 arrivals has many.
     """
 
-    __slots__ = ("_wake", "answers", "claim", "given_up", "match", "names", "on_given_up")
+    __slots__ = ("_wake", "answers", "claim", "given_up", "match", "names")
 
     def __init__(self, names: list[bytes], claim: str = "") -> None:
         """`names`: one a block."""
@@ -103,7 +94,6 @@ class LookUp:
         self.match: Match | None = None
         """The answer, which stays as it is."""
         self.given_up = False
-        self.on_given_up: Callable[[], None] | None = None
         self._wake: threading.Event | None = None
 
     @property
@@ -126,10 +116,8 @@ class LookUp:
         return self.match
 
     def give_up(self) -> None:
-        """Nobody wants the answer any more: where it is not looked up yet, it is not, and where it is, that is cancelled."""
+        """Nobody wants the answer any more: where it is not asked yet, it is not."""
         self.given_up = True
-        if self.on_given_up is not None:
-            self.on_given_up()
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -137,38 +125,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
     tokens_by_tier: dict[str, int]
     held: bool = False
-
-
-async def find(
-    cache: TierCache,
-    names: Sequence[bytes],
-    geometry: BlockGeometry,
-    *,
-    into_device: bool = False,
-    claims: Claims | None = None,
-    claim: str = "",
-) -> Match:
-    """`locate`, for a request that is here. With `claims`, what is found is in the hot cache when this returns, and held for
-    the request, as far as there is room for that and time until then.
-
-    Where it is not, it is prefetched, so that reading overlaps with the request's wait in the engine's queue; but for what a
-    tier reads into the device by itself, if that is where it will be wanted (`into_device`).
-    """
-    until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
-    match, found = await locate(cache, names, geometry)
-    if claims is not None and not geometry.plain:
-        return await claims.claim(claim, names, match, until_s) if match.blocks else match
-    direct = [tier for tier in cache.tiers if into_device and tier.serves_device]
-    for_host = [key for key in found if not any(tier.contains(key) for tier in direct)]
-    if claims is not None and found and len(for_host) == len(found):
-        held = await claims.claim_prefix(claim, found, until_s)
-        if held is not None:
-            if held < len(found):
-                match = match.shortened(held * geometry.blocks_per_chunk, geometry)
-            match.held = True
-            return match
-    cache.warm_soon(for_host)
-    return match
 
 
 async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
@@ -212,7 +168,8 @@ class LookupServer:
         self, engine: str, rank: int, thread: CacheThread, geometry: BlockGeometry, *, into_device: bool = False
     ) -> None:
         self.thread = thread
-        self._into_device = into_device
+        self._direct = [tier for tier in thread.cache.tiers if into_device and tier.serves_device]
+        """Tiers that read into the device by themselves."""
         self._path = socket_path(engine, rank)
         self._geometry = geometry
         self._key = (engine, rank)
@@ -221,21 +178,40 @@ class LookupServer:
         """For this process."""
         local[self._key] = self
         cache = thread.cache
-        direct = into_device and any(tier.serves_device for tier in cache.tiers)
         # Of several groups all has to come to the hot cache for that.
-        useful = not cache.config.enable_async_loading if geometry.plain else not direct
+        useful = not cache.config.enable_async_loading if geometry.plain else not self._direct
         self.claims = Claims(cache, geometry) if useful and cache.ahead.promotes else None
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str = "") -> Match:
-        return await find(
-            self.thread.cache,
-            names,
-            self._geometry,
-            into_device=self._into_device,
-            claims=self.claims if claim else None,
-            claim=claim,
-        )
+        """`locate`, for a request that is here. A look-up that fails is a miss.
+
+        With a `claim`, what is found is in the hot cache when this returns, and held for the request, as far as there is
+        room for that and time until then. Where it is not, it is prefetched, so that reading overlaps with the request's
+        wait in the engine's queue; but for what a tier reads into the device by itself, if that is where it will be wanted.
+        """
+        try:
+            return await self._find(names, claim)
+        except Exception as error:
+            logger.warning("a look-up failed: %r", error)
+            return Match(failed=True)
+
+    async def _find(self, names: Sequence[bytes], claim: str) -> Match:
+        cache, geometry, claims = self.thread.cache, self._geometry, self.claims if claim else None
+        until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
+        match, found = await locate(cache, names, geometry)
+        if claims is not None and not geometry.plain:
+            return await claims.claim(claim, names, match, until_s) if match.blocks else match
+        for_host = [key for key in found if not any(tier.contains(key) for tier in self._direct)]
+        if claims is not None and found and len(for_host) == len(found):
+            held = await claims.claim_prefix(claim, found, until_s)
+            if held is not None:
+                if held < len(found):
+                    match = match.shortened(held * geometry.blocks_per_chunk, geometry)
+                match.held = True
+                return match
+        cache.warm_soon(for_host)
+        return match
 
     def ask(self, asked: Sequence[LookUp]) -> None:
         """For the scheduler's half in this process, whose thread calls it. Raises RuntimeError where the loop is closed."""
@@ -263,21 +239,11 @@ class LookupServer:
             task = self.thread.loop.create_task(self._find_for(one))
             self._finding.add(task)
             task.add_done_callback(self._finding.discard)
-            one.on_given_up = functools.partial(self._cancel, task)
-            if one.given_up:  # before that
-                task.cancel()
-
-    def _cancel(self, task: asyncio.Task[None]) -> None:
-        """Called by the scheduler's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self.thread.loop.call_soon_threadsafe(task.cancel)
 
     async def _find_for(self, one: LookUp) -> None:
         match = Match(failed=True)
         try:
             match = await self.find(one.names, one.claim)
-        except Exception as error:
-            logger.warning("a look-up failed: %r", error)
         finally:
             one.give(match)
 
@@ -321,11 +287,7 @@ class LookupServer:
             del self._connections[serving]
 
     async def _answer(self, answers: _Answers, question: Question) -> None:
-        try:
-            match = await self.find(question.names, question.claim)
-        except Exception as error:
-            logger.warning("a look-up failed: %r", error)
-            match = Match()
+        match = await self.find(question.names, question.claim)
         answers.add(Answer(question.number, match.blocks, match.tokens_by_tier, match.held))
 
 

@@ -311,9 +311,7 @@ def all_names(names: Sequence[bytes], geometry: BlockGeometry) -> list[bytes]:
     if geometry.save_tails:
         return list(names)
     chunks = range(len(names) // geometry.blocks_per_chunk)
-    return names_of(
-        [(group, chunk) for group in range(len(geometry.groups)) for chunk in chunks], names, geometry
-    )
+    return names_of([(group, chunk) for group in range(len(geometry.groups)) for chunk in chunks], names, geometry)
 
 
 def part_of(group: KvGroup, first: int, end: int, geometry: BlockGeometry) -> range:

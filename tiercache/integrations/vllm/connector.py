@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
+from tiercache.integrations.vllm import check_version
 from tiercache.integrations.vllm.blocks import (
     block_sizes,
     find_groups,
@@ -39,7 +40,6 @@ from tiercache.integrations.vllm.metrics import TierCachePromMetrics, TierCacheS
 from tiercache.integrations.vllm.names import BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, empty_part, fitted, in_parts
 from tiercache.integrations.vllm.scheduler import SchedulerSide
-from tiercache.integrations.vllm.versions import check_version, source_of
 from tiercache.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for tier, tokens in self._scheduler.tokens_by_tier(request).items():
             part = min(left, tokens)
             if part:
-                source = source_of(tier)
+                source = _source_of(tier)
                 sources[source] = sources.get(source, 0) + part
                 left -= part
         return sources
@@ -324,6 +324,15 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+
+
+def _source_of(tier: str) -> CacheHitSource:
+    """vLLM's name for where a hit lay. Only vLLM 0.32 and later have names for that, and only they ask."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    if tier in ("cpu", "shared_memory"):
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if tier in ("disk", "gds", "weka") else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 # Inside a MultiConnector, vLLM asks for the class whose figures came by its name alone.

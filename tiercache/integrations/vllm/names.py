@@ -32,8 +32,7 @@ import msgspec
 import numpy as np
 
 from tiercache.core.keys import tenant_tag
-from tiercache.integrations.vllm.digests import Stamp, stamp_of
-from tiercache.integrations.vllm.identity import adapter_files, identity_of_adapter, place_of
+from tiercache.integrations.vllm.identity import Stamp, adapter_files, identity_of_adapter, place_of, stamp_of
 from tiercache.integrations.vllm.planning import NAME_BYTES
 
 if TYPE_CHECKING:

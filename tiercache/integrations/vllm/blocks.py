@@ -52,7 +52,7 @@ def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvG
 
 
 def what_they_keep(groups: tuple[KvGroup, ...]) -> str:
-    """In words, for the log."""
+    """Return in words what groups keep, for the log."""
     windows = [group.window_tokens for group in groups if group.window_tokens is not None and not group.recurrent]
     states = sum(group.recurrent for group in groups)
     sizes = ", ".join(map(str, sorted(set(windows))))
@@ -199,7 +199,7 @@ def _replicas(spec: Any, ranks: int, heads: int | None) -> int:
 
 
 def _kv_heads(config: VllmConfig) -> int | None:
-    """Of each layer, over all ranks; None where layers have unlike numbers, or a draft model has layers as well."""
+    """Return the KV heads of each layer over all ranks; None if layers have unlike numbers, or a draft model has layers."""
     model, speculative = config.model_config, config.speculative_config
     if speculative is not None and getattr(speculative, "draft_model_config", None) is not None:
         return None
@@ -216,7 +216,7 @@ def _kv_heads(config: VllmConfig) -> int | None:
 
 
 class _LayerTensors:
-    """What KV in host memory and in device memory have in common: one tensor a layer, all of one shape, strides and dtype.
+    """The common part of KV in host memory and in device memory: one tensor a layer, all of one shape, strides and dtype.
 
     Blocks move as opaque bytes: what lies inside one (on CPU a K half and a V half per head) is the engine's business and
     part of the layout's fingerprint. `blocks` and `block_tokens` are those of the engine's block manager; a token has
@@ -595,7 +595,7 @@ class Mover:
         window, whose chunks do not follow one another in a prefix: the last are worth most."""
         self.kvs = kvs
         self.driver: Driver | None = getattr(kvs[0], "driver", None)
-        """Of the device that the blocks lie in; None for host memory. The cache has to use the same."""
+        """The driver of the device that the blocks lie in; None for host memory. The cache has to use the same."""
         self._windows = frozenset(windows)
 
     def put(

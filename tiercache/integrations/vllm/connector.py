@@ -277,7 +277,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @survives(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """By tier where the chunks lay when they were found; what was in RAM counts first."""
+        """Return tokens by the tier in which their chunks lay when they were found. Chunks in RAM count first."""
         assert self._scheduler is not None
         sources: dict[CacheHitSource, int] = {}
         left = num_external_tokens
@@ -293,7 +293,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @survives(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Of either half, each step: what is new; None where nothing is."""
+        """Return the new figures of either half, each step; None if there are none."""
         half = self._worker or self._scheduler
         return half.figures.take() if half is not None else None
 

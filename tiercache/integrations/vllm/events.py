@@ -36,11 +36,11 @@ MEDIA = {"cpu": "CPU", "shared_memory": "STORAGE", "disk": "STORAGE", "gds": "ST
 """The tiers of this host, and vLLM's names for what they are. Others are reached by every engine alike, which tells a router
 nothing, and what leaves them is not known here."""
 MOST_CHUNKS = 65536
-"""That are announced at a time: of 256 tokens in blocks of 16, about 2 KiB each."""
+"""The most chunks that are announced at a time. Each takes about 2 KiB for 256 tokens in blocks of 16."""
 _MOST_AT_ONCE = 8192
 """Changes that a step carries; the rest goes with the next one."""
 _LINGER_S = 1.0
-"""So long steps are asked for after the last report, while a worker is busy."""
+"""The time for which steps are asked for after the last report, while a worker is busy."""
 _FIELDS = frozenset(BlockStored.__struct_fields__)
 _LOCALITY = {"locality": "LOCAL"} if "locality" in _FIELDS else {}
 """Older vLLMs say nothing about that."""
@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Of one worker, with a step."""
+    """The changes that one worker reports with a step."""
 
     rank: int
     changes: list[Change]
@@ -74,14 +74,14 @@ class ChunkBlocks:
     hashes: tuple[bytes, ...]
     """The engine's, of each block; not the names under which we store."""
     parent: bytes | None
-    """Of the block before them."""
+    """The hash of the block before them."""
     tokens: array[int]
     block_tokens: int
     group: int = 0
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
-    """What vLLM hashed besides the tokens of each block: images, cache salt, adapter."""
+    """The things that vLLM hashed besides the tokens of each block: images, cache salt, adapter."""
 
 
 @dataclass
@@ -103,9 +103,9 @@ class Removed:
 class _Chunk:
     blocks: ChunkBlocks
     ranks: dict[str, dict[int, int]] = field(default_factory=dict)
-    """By tier: which rank has which part."""
+    """The part that each rank has, by tier."""
     media: set[str] = field(default_factory=set)
-    """Where it is announced."""
+    """The media in which the chunk is announced."""
 
 
 class AnnouncedBlocks:
@@ -125,7 +125,7 @@ class AnnouncedBlocks:
         return len(self._chunks)
 
     def knows(self, name: bytes) -> bool:
-        """And if so, it is named now."""
+        """Return True if the chunk is known. It counts as named now."""
         if name not in self._chunks:
             return False
         self._chunks.move_to_end(name)
@@ -166,7 +166,7 @@ class AnnouncedBlocks:
         return watching
 
     def take(self) -> list[Stored | Removed]:
-        """What is to be told since the last call, in this order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -293,7 +293,7 @@ class KvEvents:
 
 
 def _kind_of(group: KvGroup) -> dict[str, str]:
-    """What vLLM's events say about such blocks."""
+    """Return the fields by which vLLM's events describe such blocks."""
     if group.spec is None or "kv_cache_spec_kind" not in _FIELDS:
         return {}
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
@@ -435,7 +435,7 @@ class Residency:
         self._was_busy = False
 
     def watch(self, watching: Mapping[bytes, bool]) -> None:
-        """From now on these chunks, by name; or, with False, no longer."""
+        """Watch these chunks, by name, from now on; or, with False, no longer."""
         if watching:
             keys = keys_of(self._namespace, list(watching), self._geometry)
             self._chunks.drop(keys)  # what is watched anew is told anew

@@ -1,10 +1,10 @@
-"""What a request says about itself and what follows it, in its `kv_transfer_params`. Pure: no vLLM, no asyncio.
+"""Hints of requests about themselves and what follows them, in their `kv_transfer_params`.
 
     {"tiercache.session": "chat-17", "tiercache.next_in_s": 20}
 
 The same may come as the payload of actions in vLLM's `kv_hints`; and its `session_id` is a session.
 
-The worker's half of turns: tells the cache what requests said, once what they stored is in it.
+`SessionTurns`, in the worker's half, tells the cache of the hints once the chunks of the request are in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Wishes(msgspec.Struct, frozen=True):
     ended: _Name = ""
     """Accepted without effect."""
     next_in_s: _Seconds | None = None
-    """What the request leaves behind is needed again in so many seconds."""
+    """The time in seconds after which the request's KV is needed again."""
     pin_s: _Seconds | None = None
     """Keep it hot for so long."""
     forget: bool = False
@@ -59,7 +59,7 @@ class Wishes(msgspec.Struct, frozen=True):
 
     @property
     def at_the_end(self) -> bool:
-        """Whether there is anything to do when the request has finished."""
+        """Return True if there is anything to do when the request has finished."""
         return bool(self.session or self.forget or self.next_in_s is not None or self.pin_s is not None)
 
 
@@ -84,7 +84,7 @@ Turn = RequestBegan | RequestEnded
 
 
 def said_by(request: Any) -> dict[str, Any]:
-    """Of what comes in several ways, `kv_transfer_params` win over `kv_hints`, and these over `session_id`."""
+    """Return the request's parameters. `kv_transfer_params` win over `kv_hints`, and these over `session_id`."""
     said: dict[str, Any] = {}
     if session := getattr(request, "session_id", None):
         said[PREFIX + "session"] = session
@@ -101,7 +101,7 @@ def _is_ours(name: Any) -> bool:
 
 
 def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
-    """What is wrong counts as not said, with one warning for each parameter; nothing here fails a request.
+    """Return the wishes of valid parameters. An invalid one is ignored with one warning, and never fails a request.
 
     `warned` remembers what was warned about.
     """
@@ -144,7 +144,7 @@ class SessionTurns:
         self._warned = False
 
     def stores(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
-        """Of a request that wishes to have it forgotten, before it begins to store these. Called by the engine's thread."""
+        """Note chunks that are to be forgotten, before the request begins to store them. Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # closed
             self._thread.loop.call_soon_threadsafe(self._note, request_id, keys)
 

@@ -90,7 +90,7 @@ def byte_format(layers: Mapping[str, Any], tensors: Mapping[str, Any], computed_
 
 
 def _written(layer: Any, tensor: Any, computed_in: Any, parts: int) -> str:
-    """What one layer's back end writes for the K and V of one kernel block."""
+    """Return a digest of the bytes that one layer's back end writes for the K and V of one kernel block."""
     import torch
 
     tokens, heads, head_size = tensor.shape[2], layer.num_kv_heads // parts, layer.head_size
@@ -183,7 +183,7 @@ _KEPT_FORMAT = 1
 _PART_BYTES = 1 << 20
 _MOST_THREADS = 16
 _STALL_S = 30.0
-"""Not a byte for so long: the files' mount hangs."""
+"""The time without a byte after which the files' mount is taken to hang."""
 _GRAIN_NS = 2_000_000_000
 """The coarsest clock of a file system that is still met: two seconds."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -211,7 +211,7 @@ class _Digests:
         self._places = list(_places(directory))
         self._found: dict[str, str] = {}
         self._stamps: dict[str, Stamp] = {}
-        """Of the digests that may be kept."""
+        """The stamps of files whose digests may be kept."""
         self._lock = threading.Lock()
         self._left: list[str] = []
         self._failed: OSError | None = None
@@ -255,7 +255,7 @@ class _Digests:
         logger.info("read %.2f GB of weights for their identity in %.1f s", self._bytes_read / 1e9, took_s)
 
     def _read(self) -> None:
-        """In a thread: one file after the other, as long as there are any and none has failed."""
+        """Read one file after the other, in a thread, as long as there are any and none has failed."""
         while True:
             with self._lock:
                 if self._failed is not None or not self._left:
@@ -297,7 +297,7 @@ class _Digests:
                 self._found[name], self._stamps[name] = digest, stamp
 
     def _kept(self) -> dict[str, tuple[Stamp, str]]:
-        """What is kept in all places, the first of which counts."""
+        """Return the digests that are kept in all places, the first of which counts."""
         kept: dict[str, tuple[Stamp, str]] = {}
         for place in reversed(self._places):
             kept |= _read_kept(place)
@@ -377,7 +377,7 @@ def _name_of_blob(path: Path) -> str | None:
 _SAFETENSORS = "*.safetensors"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.gguf", "*.tensors")
 _NO_WEIGHTS = ("adapter_model.*", "training_args.bin", "optimizer.*", "scheduler.pt", "scaler.pt")
-"""Of a LoRA that lies beside, and of training: vLLM leaves the latter out by name, too."""
+"""Files of a LoRA that lies beside, and of training. vLLM leaves the latter out by name, too."""
 _READ_BESIDE = ("*.safetensors.index.json", "*quant*config.json", "*processor_config.json", "tekken.json")
 """Which shard holds a tensor; how weights are quantised; how images and sound become embeddings."""
 _OF_ADAPTER = ("adapter_model.*", "adapter_config.json", "*.safetensors", "*.bin", "*.pt", "*.tensors")
@@ -419,13 +419,13 @@ def identity_of_adapter(directory: Path) -> str:
 
 
 def adapter_files(directory: Path) -> dict[str, Path]:
-    """What a LoRA consists of, by name. Raises OSError."""
+    """Return the files of a LoRA, by name. Raises OSError."""
     files = {path.name: path for path in directory.iterdir()}
     return {name: files[name] for name in _matching(files, _OF_ADAPTER)}
 
 
 def _identity_of_file(model: Path) -> str:
-    """Of one file, whatever its name; its further parts, and the one that images go through, as llama.cpp names them."""
+    """Return the identity of one file, of any name, with its further parts and its images' file as llama.cpp names them."""
     prefix, parts = model.name, {model.name: model}
     if split := re.fullmatch(r"(.+)-\d{5}(-of-\d{5}\.gguf)", model.name):
         prefix = split[1]
@@ -467,11 +467,11 @@ _FROM_DISK = (
 )  # fmt: skip
 """Load formats whose weights come from the model's directory and nowhere else."""
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Where and by what a configuration was written. The type that is computed in is part of the layout by itself."""
+"""Fields that say where and by what a configuration was written, and the dtype, which the layout has by itself."""
 
 
 def model_of(config: VllmConfig, model: ModelConfig, load: LoadConfig) -> str:
-    """What stands for the model's weights in a layout: their content, or what is known of it."""
+    """Return the words that stand for the model's weights in a layout: their content, or what is known of it."""
     load_format = str(load.load_format)
     if load_format == "dummy":
         import vllm
@@ -588,8 +588,8 @@ _OF_DRAFTS = frozenset({
 
 
 def settings_of(config: VllmConfig, *, states_are_known: bool) -> dict[str, str]:
-    """By name, what belongs in the layout of any engine with this configuration. `states_are_known`: shapes and dtypes of
-    recurrent states are in it as they are."""
+    """Return by name what belongs in the layout of an engine with this configuration. `states_are_known`: shapes and
+    dtypes of recurrent states are in it as they are."""
     model, cache = config.model_config, config.cache_config
     return {
         "additional": digest(_comparable(config.additional_config)) if config.additional_config else "",
@@ -647,7 +647,7 @@ def _default_of(field: Field[Any]) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """What has the same `repr` in every process: sets in order, and no addresses."""
+    """Return a value that has the same `repr` in every process: sets in order, and no addresses."""
     if isinstance(value, Mapping):
         return {str(name): _comparable(one) for name, one in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, (list, tuple)):
@@ -722,7 +722,7 @@ def make_layout(
 
 
 def _vllm_version() -> str:
-    """For what nobody can tell otherwise."""
+    """Return the version, for back ends and models that cannot be asked."""
     import vllm
 
     return f"{vllm.__version__} {platform.machine()}"

@@ -1,9 +1,7 @@
-"""Getting our lines into the server's log, and saying once what might be said a thousand times.
+"""Log lines and spans of the connector.
 
-OpenTelemetry spans of what the cache does for a request, in the request's own trace, which the client began.
-
-vLLM sets up the exporter in each of its processes (`--otlp-traces-endpoint`). Without OpenTelemetry, and for requests
-without a trace, nothing happens.
+Spans are OpenTelemetry's, in the request's own trace, which the client began. vLLM sets up the exporter in each of its
+processes (`--otlp-traces-endpoint`). Without OpenTelemetry, and for requests without a trace, nothing happens.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ Trace = Mapping[str, str]
 
 
 def trace_of(request: Any) -> Trace | None:
-    """None where the request has none, or nobody would look at it."""
+    """Return the request's trace; None if it has none, or spans are not exported."""
     headers = getattr(request, "trace_headers", None)
     return dict(headers) if headers and trace is not None else None
 

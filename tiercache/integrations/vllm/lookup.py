@@ -59,26 +59,26 @@ logger = logging.getLogger("tiercache.vllm")
 LARGEST_MESSAGE_BYTES = 64 << 20
 
 _PART_FOR_PROMOTING = 0.8
-"""Of the time that the scheduler's half waits for an answer."""
+"""The part of `lookup_timeout_ms` in which chunks may come to the hot cache."""
 _MOST_QUESTIONS = 256
-"""For one hit of several groups, of which a recurrent state may be stored in few places. Each is answered from memory, but
+"""The most questions for one hit. Recurrent states may be stored in few places. Each is answered from memory, but
 where a shared tier has to be asked."""
 
 local: dict[tuple[str, int], LookupServer] = {}
-"""Those of workers that live in this process, by engine and rank."""
+"""The servers of workers that live in this process, by engine and rank."""
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
     """Messages are lists of these, and of answers: what a step asks in one, and what is answered together in one."""
 
     number: int
-    """Of its connection, where answers come in any order."""
+    """The question's number in its connection, where answers come in any order."""
     names: list[bytes]
     claim: str = ""
 
 
 class LookUp:
-    """What the caches have of one request: asked by the scheduler's thread, answered by another.
+    """A question about one request to the caches: asked by the scheduler's thread, answered by another.
 
     A `concurrent.futures.Future` does the same for 6 us, of which a step with 64 arrivals has many.
     """
@@ -90,7 +90,7 @@ class LookUp:
         self.names = names
         self.claim = claim
         self.answers: dict[int, Match] = {}
-        """By rank, so far."""
+        """The answers so far, by rank."""
         self.match: Match | None = None
         """The answer, which stays as it is."""
         self.given_up = False
@@ -98,7 +98,7 @@ class LookUp:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody waits for an answer that is not there yet."""
+        """Return True if an answer is wanted and not there yet."""
         return self.match is None and not self.given_up
 
     def give(self, match: Match) -> None:
@@ -175,7 +175,7 @@ class LookupServer:
         self._key = (engine, rank)
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._finding: set[asyncio.Task[None]] = set()
-        """For this process."""
+        """Look-ups for this process."""
         local[self._key] = self
         cache = thread.cache
         # Of several groups all has to come to the hot cache for that.
@@ -214,18 +214,18 @@ class LookupServer:
         return match
 
     def ask(self, asked: Sequence[LookUp]) -> None:
-        """For the scheduler's half in this process, whose thread calls it. Raises RuntimeError where the loop is closed."""
+        """Begin look-ups. Called by the scheduler's thread in this process. Raises RuntimeError if the loop is closed."""
         self.thread.loop.call_soon_threadsafe(self._begin, asked)
 
     def release(self, claims: Iterable[str]) -> None:
-        """What was held for these requests is loaded, or not wanted any more. Called by the engine's thread."""
+        """Let go of chunks that are loaded, or not wanted any more. Called by the engine's thread."""
         if self.claims is not None and (over := tuple(claims)):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is held
                 self.thread.loop.call_soon_threadsafe(self.claims.release, *over)
 
     @property
     def held(self) -> Mapping[ChunkKey, Lease]:
-        """Of all requests. Belongs to the cache's loop."""
+        """Return the leases of all requests. Belongs to the cache's loop."""
         return self.claims.leases if self.claims is not None else {}
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ class LookupServer:
 
 
 class _Answers:
-    """What is found in one round of the loop goes in one message: each costs the scheduler's process a turn of Python's
+    """Sends all answers of one round of the loop in one message: each costs the scheduler's process a turn of Python's
     lock."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -431,7 +431,7 @@ class _Connection:
             self._send(numbered)
 
     def forget_ended(self) -> None:
-        """Of those that were given up, which may never be answered."""
+        """Forget look-ups that were given up: they may never be answered."""
         self._waiting = {number: one for number, one in self._waiting.items() if one.is_open}
 
     async def close(self) -> None:
@@ -473,7 +473,7 @@ class _Connection:
 
 
 def _miss(asked: Sequence[LookUp], error: Exception) -> int:
-    """Those that have no answer are misses; returns how many."""
+    """Make misses of look-ups that have no answer, and return how many there are."""
     unanswered = [one for one in asked if one.is_open]
     if unanswered:
         logger.warning("%d look-ups got no answer from the workers: %r", len(unanswered), error)
@@ -484,11 +484,11 @@ def _miss(asked: Sequence[LookUp], error: Exception) -> int:
 
 _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0
-"""For a request that waits for blocks, or of whose end nobody told."""
+"""The longest time that chunks are held for a request, which may wait for blocks, or have ended without a word."""
 _OVER_FOR_S = 10.0
-"""So long after its release a look-up may come to claim; what is claimed later yet expires as above."""
+"""The time after its release in which a look-up may come to claim. Later claims expire as above."""
 HELD_FOR_S = 30.0
-"""For so long after the question what was held is there, and as long again for the load to begin."""
+"""The time after the question for which held chunks are counted on. The load has as long again to begin."""
 
 
 @dataclass
@@ -639,8 +639,8 @@ class AnnouncedPrompts:
         self._geometry = geometry
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """As a request finds them: full chunks as far as there are any, the longest tail behind them, then what is
-        missing."""
+        """Return keys as a request finds them: full chunks as far as there are any, the longest tail behind them, then
+        what is missing."""
         if (given := given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)

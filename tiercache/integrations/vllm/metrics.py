@@ -1,16 +1,12 @@
-"""The figures of a cache in vLLM's `/metrics`: under vLLM's own names where it has one for the same thing, and under ours.
+"""The figures of the cache in the `/metrics` of vLLM's server and in its log.
 
-vLLM's are those of its offloading connector (vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py and
-vllm/v1/kv_offload/tiering/spec.py): same units, same labels. Pure: no vLLM.
+They have vLLM's own names where its offloading connector counts the same thing
+(vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py and vllm/v1/kv_offload/tiering/spec.py), with the same
+units and labels, and ours beside them.
 
-What vLLM carries from its workers and its scheduler to whoever logs and exports it.
-
-What the two halves of the connector count, and what the workers' caches do, for vLLM to carry on.
-
-Each step vLLM asks both halves what is new. What a half counts itself it has at hand. What the cache counts is looked at on
-the cache's own thread, once a second at most, and given to a later step: the engine's thread neither waits nor computes.
-
-The cache's figures in the `/metrics` of vLLM's server.
+Each step vLLM asks both halves what is new, and carries it to the server (`TierCacheStats`). A half has at hand what it
+counts itself. The figures of the cache are looked at on the cache's own thread, once a second at most, and given to a later
+step: the engine's thread neither waits nor computes.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ LOADS = Family(
 
 
 def _below(part: str, key: str) -> Callable[[Figures], Iterator[Row]]:
-    """Of the tiers below the hot cache, which is the primary tier in vLLM's words."""
+    """Return rows of the tiers below the hot cache, which is the primary tier in vLLM's words."""
 
     def rows(figures: Figures) -> Iterator[Row]:
         for tier, values in figures["statistics"][part].items():
@@ -129,13 +125,13 @@ SAMPLED = (
         lambda figures: [((), figures["statistics"]["puts_skipped"])],
     ),
 )
-"""What a worker's cache counts; see `WorkerFigures`."""
+"""Figures of a worker's cache; see `WorkerFigures`."""
 
 COUNTED = (
     *(LOAD_BYTES, LOAD_TIME, LOAD_SIZE, STORE_BYTES, STORE_TIME, STORE_SIZE, LOADS),
     *(LOOKUP_DELAY, CHUNK_QUERIES, CHUNK_HITS, QUERIED_TOKENS, HIT_TOKENS, LOOKUPS_FAILED, LOADS_SKIPPED),
 )
-"""What the two halves of the connector count."""
+"""Figures of the connector's two halves."""
 
 EXPORTED = {family.name: family for family in (*COUNTED, *SAMPLED)}
 
@@ -179,7 +175,7 @@ class TierCacheStats(KVConnectorStats):  # type: ignore[misc]
         known[labels] = (list(counts), list(sums))
 
     def show(self, cache: str, gauges: dict[str, dict[Labels, float]]) -> None:
-        """All gauges of a cache."""
+        """Set all gauges of a cache."""
         self.data["gauges"][cache] = gauges
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -193,7 +189,7 @@ class TierCacheStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line: what came since the last one, and how much waits now. Of tiers, only what is not nothing."""
+        """Return the log line: what came since the last one, and how much waits now. Tiers without news are left out."""
         queried = self._counts(QUERIED_TOKENS.name)
         line: dict[str, int | float] = {"Queried tokens": max(queried.values(), default=0)}
         for (tier,), tokens in self._counts(HIT_TOKENS.name).items():
@@ -261,7 +257,7 @@ class WorkerFigures:
         self._before: dict[tuple[str, Labels], float | Distribution] = {}
         self._shown: dict[str, dict[Labels, float]] = {}
         self._sampled: TierCacheStats | None = None
-        """What is new in the cache, until a step takes it."""
+        """The cache's new figures, until a step takes them."""
         self._sampling = False
 
     def loaded(self, payload_bytes: int, took_s: float, outcome: str) -> None:
@@ -275,7 +271,7 @@ class WorkerFigures:
             self._stored.append((payload_bytes, took_s))
 
     def take(self) -> TierCacheStats | None:
-        """What is new since the last call; None where nothing is."""
+        """Return what is new since the last call; None if nothing is."""
         self._ask()
         if not self._stored and self._sampled is None and self._new.is_empty():
             return None
@@ -356,7 +352,7 @@ class SchedulerFigures:
             new.distribute(LOOKUP_DELAY.name, delay)
 
     def take(self) -> TierCacheStats | None:
-        """What is new since the last call; None where nothing is."""
+        """Return what is new since the last call; None if nothing is."""
         if self._new.is_empty():
             return None
         new, self._new = self._new, TierCacheStats()
@@ -372,7 +368,7 @@ def _note(new: TierCacheStats, payload_bytes: int, took_s: float, size: Family, 
 
 
 _registered: list[Any] = []
-"""Under names of ours. vLLM takes its own out of the registry before it makes a new server's."""
+"""Metrics under names of ours. vLLM takes its own out of the registry before it makes a new server's."""
 
 
 class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -392,7 +388,7 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
         self._gauges: dict[int, dict[str, dict[str, dict[Labels, float]]]] = {}
-        """Of each engine, of each of its caches: the latest of each gauge."""
+        """The latest value of each gauge, by engine and by its caches."""
         while _registered:
             with contextlib.suppress(KeyError):  # not there, or not there any more
                 REGISTRY.unregister(_registered.pop())
@@ -424,7 +420,7 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     metric.set(total)
 
     def _metric(self, name: str, engine_idx: int, labels: Labels) -> Any:
-        """With its labels; None where the name is somebody else's."""
+        """Return the metric with its labels; None if another connector has the name."""
         if name not in self._metrics:
             self._metrics[name] = self._make(EXPORTED[name])
         metric = self._metrics[name]

@@ -2,16 +2,15 @@
 
 vLLM has such names already (`request.block_hashes`): SHA-256 over the block before, the token ids, and what else changes the
 KV (name and path of the LoRA adapter, multimodal items with their place, cache salt, prompt embeddings); its seed is fixed
-unless PYTHONHASHSEED is set. What the adapter holds is added here, and behind the name of a request with a salt stands
-the tag of its tenant. With a hash that is not cryptographic the seed is random
-in each process, and two prefixes may be made to collide, so then we hash for ourselves what vLLM would have hashed.
+unless PYTHONHASHSEED is set. The content of the adapter is added here, and behind the name of a request with a salt stands
+the tag of its tenant. With a hash that is not cryptographic the seed is random in each process, and two prefixes may be made
+to collide, so then blocks are hashed here, over the same things.
 
-What the LoRA adapters of requests hold. vLLM names blocks by an adapter's name and path, and means its content.
-
-That stays what it is while an engine lives, or so vLLM takes it; but a cache outlives engines. So the content becomes part
-of the names, where it is certain that the engine has loaded what lies there now: the files were changed last before the
-engine began. Others get names that no other engine finds, and this one while the files stay as they are. They are looked
-at in a thread, at each request, since they may change at any time.
+vLLM names blocks by an adapter's name and path, and means its content. That stays what it is while an engine lives, or so
+vLLM takes it; but a cache outlives engines. So the content becomes part of the names, where it is certain that the engine
+has loaded what lies there now: the files were changed last before the engine began. Other adapters get names that no other
+engine finds, and this one while the files stay as they are. Files are looked at in a thread, at each request, since they may
+change at any time.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _Adapter:
 
 @dataclass
 class _Announced:
-    """What vLLM's hashing reads of a request, for one that is still to come."""
+    """A request that is still to come, with the fields that vLLM's hashing reads."""
 
     all_token_ids: list[int]
     cache_salt: str | None
@@ -88,7 +87,7 @@ class BlockNames:
         self.adapters = adapters or Adapters(place_of)
 
     def forget_everything(self) -> bytes:
-        """From now on no name is one that was ever given before, here or elsewhere. Returns what makes them so."""
+        """Give only names that were never given before, here or elsewhere. Return the generation that makes them so."""
         self._generation = os.urandom(16)
         return self._generation
 
@@ -150,7 +149,7 @@ class BlockNames:
 
 
 _CLOCK_GRAIN_NS = 2_000_000_000
-"""By so much clocks of file systems may be wrong."""
+"""The most by which clocks of file systems are taken to be wrong."""
 Stamps = tuple[tuple[str, Stamp], ...]
 
 
@@ -214,7 +213,7 @@ class Adapters:
 
 
 def nobodys_key() -> bytes:
-    """For an adapter of which nothing is known: nothing is found by it, ever."""
+    """Return a key for an adapter of which nothing is known: nothing is ever found by it."""
     return os.urandom(24)
 
 

@@ -32,7 +32,7 @@ class KvGroup:
     """Layers that share block tables. A block of one group and a block of another have nothing to do with each other."""
 
     index: int
-    """Of its block table among those of a request."""
+    """The number of the group's block table among those of a request."""
     block_tokens: int
     layers: tuple[str, ...] = ()
     """Empty: all of the model's."""
@@ -47,7 +47,7 @@ class KvGroup:
     what a window of two tokens is: one block, the last."""
 
     def first_block(self, computed_tokens: int) -> int:
-        """Those before it are null when so many tokens are computed (vLLM's `get_num_skipped_tokens`)."""
+        """Return the first block that is kept when so many tokens are computed (vLLM's `get_num_skipped_tokens`)."""
         if self.window_tokens is None:
             return 0
         return max(0, computed_tokens - self.window_tokens + 1) // self.block_tokens
@@ -72,9 +72,9 @@ class BlockGeometry:
     save_tails: bool = False
     """Only where the geometry is plain."""
     groups: tuple[KvGroup, ...] = ()
-    """By default one that keeps every token."""
+    """The default is one group that keeps every token."""
     parts: HeadParts | None = None
-    """With these, `groups` has every group once for each part of a rank."""
+    """If set, `groups` has every group once for each part of a rank."""
 
     @classmethod
     def for_chunk_size(
@@ -126,7 +126,7 @@ class BlockTransfer(NamedTuple):
 
 @dataclass
 class Match:
-    """What a look-up found: blocks of the contiguous prefix, and their tokens by tier."""
+    """The result of a look-up: blocks of the contiguous prefix, and their tokens by tier."""
 
     blocks: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Match:
 
 
 def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
-    """What all workers have, each of which answered for itself.
+    """Return what all workers have, each of which answered for itself.
 
     A worker that has more need not have the tail of one that has less: it may have only the full chunk that this tail
     became. Unless all have the same, tails do not count.
@@ -186,7 +186,7 @@ def wants_save(saved_blocks: int, ready_blocks: int, geometry: BlockGeometry, *,
 
 
 NAME_BYTES = 32
-"""Of a block's name, without its tenant's tag."""
+"""The length of a block's name without its tenant's tag."""
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids by group, as vLLM numbers groups. Block 0 is the null block."""
@@ -194,12 +194,12 @@ Tables = Sequence[Sequence[int]]
 NULL_BLOCK = 0
 
 _TAGGED_BYTES = NAME_BYTES + TAG_BYTES
-"""Of a block's name with its tenant's tag."""
+"""The length of a block's name with its tenant's tag."""
 _SUFFIX_BYTES = 2
-"""Behind a chunk's name: of which group it is."""
+"""The length of the group's number behind a chunk's name."""
 _MOST_EMPTY = 0.1
 _LEAST_PART = 4
-"""Of the `chunk_size` that was asked for. Small chunks cost more a token."""
+"""The least part of the `chunk_size` that was asked for. Small chunks cost more a token."""
 
 
 GroupChunk = tuple[int, int]
@@ -212,7 +212,7 @@ def suffix_of(group: int, geometry: BlockGeometry) -> bytes:
 
 
 def in_parts(geometry: BlockGeometry, groups: Sequence[KvGroup], parts: HeadParts) -> BlockGeometry:
-    """With every one of `groups` cut into a rank's parts."""
+    """Return the geometry with every one of `groups` cut into a rank's parts."""
     cut = tuple(replace(group, part=part) for group in groups for part in range(parts.here))
     return replace(geometry, groups=cut, save_tails=False, parts=parts)
 
@@ -239,13 +239,13 @@ def _counted_from_the_first_of_all(name: bytes, parts: HeadParts) -> bytes:
 
 
 def full_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """Those of groups that keep every token, in the order of the prefix."""
+    """Return the chunks of groups that keep every token, in the order of the prefix."""
     groups = [position for position, group in enumerate(geometry.groups) if group.window_tokens is None]
     return [(group, chunk) for chunk in range(chunks) for group in groups]
 
 
 def window_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """Those that groups with a window need for a hit of so many chunks, the last first."""
+    """Return the chunks that groups with a window need for a hit of so many chunks, the last first."""
     end = chunks * geometry.chunk_tokens
     firsts = {
         position: group.first_block(end) * group.block_tokens // geometry.chunk_tokens
@@ -286,7 +286,7 @@ class HitSearch:
 
 
 def needed_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """All that a hit of so many chunks needs."""
+    """Return all that a hit of so many chunks needs."""
     return full_chunks(chunks, geometry) + window_chunks(chunks, geometry)
 
 
@@ -333,21 +333,21 @@ def named_parts(
 
 
 def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
-    """The most that are stored for a chunk."""
+    """Return the most blocks that are stored for a chunk."""
     step = geometry.blocks_per_chunk
     return max(len(part_of(group, chunk * step, (chunk + 1) * step, geometry)) for chunk in range(2))
 
 
 def empty_part(geometry: BlockGeometry, block_bytes: Sequence[int]) -> float:
-    """What part of the hot cache stays empty when as many chunks of each group are in it: a slot holds one of any.
+    """Return the part of the hot cache that stays empty with as many chunks of each group: a slot holds one of any.
     `block_bytes` of each group."""
     stored = [part_blocks(group, geometry) * size for group, size in zip(geometry.groups, block_bytes, strict=True)]
     return 1 - sum(stored) / (max(stored) * len(stored)) if stored else 0.0
 
 
 def fitted(geometry: BlockGeometry) -> BlockGeometry:
-    """With chunks halved until hardly any of the hot cache stays empty: of a chunk that is longer than a window, that group
-    stores the end only. What is left where no part of a chunk does is as little as it can be."""
+    """Return the geometry with chunks halved until hardly any of the hot cache stays empty: of a chunk that is longer than a
+    window, that group stores the end only. If halving does not suffice, as little as possible stays empty."""
     block_bytes = [_block_bytes(group) for group in geometry.groups]
     parts = [
         replace(geometry, blocks_per_chunk=geometry.blocks_per_chunk // part)
@@ -361,7 +361,7 @@ def fitted(geometry: BlockGeometry) -> BlockGeometry:
 
 
 def _block_bytes(group: KvGroup) -> int:
-    """As the engine counts them; without its word, all groups have equal blocks."""
+    """Return the bytes of a block as the engine counts them. Without its word, all groups have equal blocks."""
     return getattr(group.spec, "page_size_bytes", 1) * max(1, len(group.layers))
 
 
@@ -398,7 +398,7 @@ def plan_loads(
 
 
 def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry) -> set[int]:
-    """Those that do not hold the first `computed_tokens` tokens already, which the engine found in its own cache or has had
+    """Return blocks that do not hold the first `computed_tokens` tokens, which the engine found in its own cache or has had
     loaded."""
     sizes = {group.index: group.block_tokens for group in geometry.groups}
     behind = {

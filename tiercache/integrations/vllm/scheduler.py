@@ -1,8 +1,7 @@
-"""What the scheduler's half knows of a request.
+"""The scheduler's half: which chunks to load when a request is admitted, and which to save after each step.
 
-What the caches have of each request's prompt, asked and answered while the engine does other things.
-
-The scheduler's half: what to load when a request is admitted, what to save after each step. It hardly ever waits.
+It hardly ever waits. `Asking` has the look-ups of requests, which are answered while the engine does other things;
+`SchedulerSide` is what the connector calls.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ class TrackedRequest:
     names: list[bytes] = field(default_factory=list)
     lookup: LookUp | None = None
     claim: str = ""
-    """Of the look-up, under which what it found may be held."""
+    """The name under which the look-up's chunks may be held."""
     asked_at_s: float = 0.0
     ask_again_at_s: float = 0.0
-    """Not before; where more is expected than was found."""
+    """The earliest time of the next look-up, where more is expected than was found."""
     pause_s: float = 0.0
     put_off_at_s: float | None = None
     """When the engine was first told to come again for the answer."""
@@ -78,7 +77,7 @@ class TrackedRequest:
     arrived_s: float = field(default_factory=time.monotonic)
     adapter: concurrent.futures.Future[bytes] | None = None
     adapter_key: bytes = b""
-    """What the names of its blocks have of its LoRA adapter, once any were given."""
+    """The part of its LoRA adapter in the names of its blocks, once any were given."""
     began: bool = False
     """The workers were told of it, if it wishes anything."""
     stale: bool = False
@@ -86,11 +85,11 @@ class TrackedRequest:
 
 
 _WAIT_A_STEP_S = 0.0005
-"""So long the scheduler waits for answers before each step, in all: who has none by then waits for the whole step."""
+"""The time that the scheduler waits for all answers before a step. Requests without one wait for the whole step."""
 _WAITS_FOR = 4
-"""Where more are open it does not wait: a thread that answers many keeps Python's lock for up to 5 ms."""
+"""The most open look-ups that are waited for: a thread that answers many keeps Python's lock for up to 5 ms."""
 _ASK_AGAIN_S = 0.005
-"""What another engine is storing is looked for after such a pause, and after longer ones up to the next."""
+"""The pause before chunks that another engine is storing are looked for again. It grows up to the next one."""
 _LONGEST_PAUSE_S = 0.05
 
 
@@ -114,7 +113,7 @@ class Asking:
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
         self._begun: list[LookUp] = []
-        """Since the last step."""
+        """Look-ups begun since the last step."""
 
     @property
     def _longest_s(self) -> float:
@@ -138,7 +137,7 @@ class Asking:
         return time.monotonic() - tracked.arrived_s < self._longest_s
 
     def names_of(self, tracked: TrackedRequest) -> list[bytes]:
-        """Of its full blocks, as many as there are by now."""
+        """Return the names of its full blocks, as many as there are by now."""
         if tracked.adapter is not None and not tracked.adapter_key:
             tracked.adapter_key = tracked.adapter.result() if tracked.adapter.done() else nobodys_key()
         return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
@@ -176,12 +175,12 @@ class Asking:
         return tracked.match
 
     def let_go(self, tracked: TrackedRequest) -> None:
-        """What a look-up may have found is not going to be loaded."""
+        """Release what a look-up may hold: it is not going to be loaded."""
         if tracked.lookup is not None:
             self._release(tracked.claim)
 
     def forget(self, tracked: TrackedRequest) -> None:
-        """What was found is not believed any more."""
+        """Forget the look-up and its answer."""
         if tracked.lookup is not None:
             tracked.lookup.give_up()
         self.let_go(tracked)
@@ -211,7 +210,7 @@ class Asking:
         self._patience_s -= time.monotonic() - began_s
 
     def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:
-        """Whether more of the prompt was announced (`tiercache.expect_tokens`), and there is time to look again."""
+        """Return True if more of the prompt was announced (`tiercache.expect_tokens`), and there is time to look again."""
         now_s = time.monotonic()
         expected = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1) // self._geometry.block_tokens
         if not self._geometry.save_tails:
@@ -403,7 +402,7 @@ class SchedulerSide:
                 tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
 
     def finished(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks have to stay until its saves have ended, and what its answer is to say."""
+        """Return whether the request's blocks have to stay until its saves have ended, and what its answer is to say."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False, None

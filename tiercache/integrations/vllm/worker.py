@@ -32,9 +32,9 @@ from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, k
 logger = logging.getLogger("tiercache.vllm")
 
 _MARGIN_S = 2.0
-"""What a wait for the cache's thread may take beyond the cache's own deadline."""
+"""The time that a wait for the cache's thread may take beyond the cache's own deadline."""
 _PREEMPTION_WAIT_S = 1.0
-"""For copies that have not begun. Those under way are always waited for: they take as long as a memcpy."""
+"""The wait for copies that have not begun. Running ones are always waited for: they take as long as a memcpy."""
 _COPY_WAIT_S = 10.0
 
 
@@ -95,7 +95,7 @@ class WorkerSide:
         self._saving: list[_Saving] = []
         self._turns = SessionTurns(self.thread, lambda names: keys_of(self._namespace, names, geometry))
         self._storing: dict[concurrent.futures.Future[int], str] = {}
-        """Of saves that may be off the engine's blocks already and are not in the cache yet; whose they are."""
+        """Saves that may be off the engine's blocks already and are not in the cache yet, with their requests."""
         self._saves_ended: Counter[str] = Counter()
         self._loads_ended: set[str] = set()
         self._held: set[str] = set()
@@ -178,7 +178,7 @@ class WorkerSide:
         return progress
 
     def take_residency(self) -> Report | None:
-        """What has come to the tiers and gone from them since the last call; None where nothing has, or nobody wants to
+        """Return what has come to the tiers and gone from them since the last call; None if nothing has, or nobody wants to
         know."""
         return self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
 
@@ -297,7 +297,7 @@ class WorkerSide:
         return max(tokens)
 
     def _bytes_of(self, transfers: Sequence[BlockTransfer]) -> int:
-        """That move to or from the engine's blocks."""
+        """Return the bytes that move to or from the engine's blocks."""
         return sum(len(transfer.blocks) * self.mover.kvs[transfer.group].bytes_per_block for transfer in transfers)
 
     def _has_ended(self, saving: _Saving) -> bool:

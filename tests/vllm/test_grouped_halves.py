@@ -148,7 +148,7 @@ class Engine:
         """Waits for an asynchronous load; returns which have failed."""
         received = self.until(lambda: self.worker.finished()[1])
         failed = self.worker.take_failed()
-        self.side.receiving_failed(failed)
+        self.side.loads_failed((), failed)
         self.side.received(received)
         return failed
 

@@ -51,16 +51,6 @@ def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvG
     return groups if len(found) > 1 else (replace(groups[0], layers=()),)
 
 
-def what_they_keep(groups: tuple[KvGroup, ...]) -> str:
-    """Return in words what groups keep, for the log."""
-    windows = [group.window_tokens for group in groups if group.window_tokens is not None and not group.recurrent]
-    states = sum(group.recurrent for group in groups)
-    sizes = ", ".join(map(str, sorted(set(windows))))
-    said = f", {len(windows)} of which keep a window ({sizes} tokens)" if windows else ""
-    said += f", {states} of which keep a recurrent state, so that chunks are single blocks" if states else ""
-    return f"{said}: of a hit they load what it leaves them" if said else ""
-
-
 def block_sizes(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     """Return what hits are multiples of, and how many tokens each of a request's block hashes stands for."""
     if len(kv_cache_config.kv_cache_groups) == 1:

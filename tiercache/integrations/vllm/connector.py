@@ -24,13 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tiercache.config import Config
 from tiercache.integrations.vllm import check_version
-from tiercache.integrations.vllm.blocks import (
-    block_sizes,
-    find_groups,
-    head_parts,
-    make_mover,
-    what_they_keep,
-)
+from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.identity import beside_others, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
@@ -99,14 +93,16 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._geometry.block_tokens,
                 ", no longer than the shortest window needs" if not self._geometry.plain else "",
             )
-        if self._geometry.parts is not None:
-            logger.info("KV heads are stored in %d parts: hits are whole chunks", self._geometry.parts.all)
         if not self._geometry.plain:
+            recurrent = [group for group in self._groups if group.recurrent]
+            windows = {group.window_tokens for group in self._groups if group.window_tokens and not group.recurrent}
             logger.info(
-                "%d groups of layers%s%s",
+                "%d groups of layers, %d of them with recurrent states, windows of %s tokens, KV heads in %d parts: hits "
+                "are whole chunks, and save_unfull_chunk has no effect",
                 len(self._groups),
-                what_they_keep(self._groups),
-                "; save_unfull_chunk is off: hits are whole chunks" if self._config.save_unfull_chunk else "",
+                len(recurrent),
+                ", ".join(map(str, sorted(windows))) or "all",
+                self._geometry.parts.all if self._geometry.parts is not None else 1,
             )
         if transfer.kv_load_failure_policy != "recompute":
             # vLLM reads this after it has made the connector. "fail" would end a request for a chunk that went missing.
@@ -235,10 +231,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @survives(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
-        if connector_output.invalid_block_ids:
-            self._scheduler.loads_failed(connector_output.invalid_block_ids)
-        if connector_output.failed_recving:
-            self._scheduler.receiving_failed(connector_output.failed_recving)
+        if connector_output.invalid_block_ids or connector_output.failed_recving:
+            self._scheduler.loads_failed(connector_output.invalid_block_ids, connector_output.failed_recving or ())
         if connector_output.finished_recving:
             self._scheduler.received(connector_output.finished_recving)
         if isinstance(connector_output.kv_connector_worker_meta, StepReport):

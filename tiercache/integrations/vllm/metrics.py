@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -252,53 +253,37 @@ class WorkerFigures:
         self._cache = cache
         self._every_s = every_s
         self._due_s = 0.0
-        self._stored: deque[tuple[int, float]] = deque()
-        self._new = TierCacheStats()
+        self._new: deque[TierCacheStats] = deque()
+        """The news of all threads, until a step takes them."""
         self._before: dict[tuple[str, Labels], float | Distribution] = {}
         self._shown: dict[str, dict[Labels, float]] = {}
-        self._sampled: TierCacheStats | None = None
-        """The cache's new figures, until a step takes them."""
-        self._sampling = False
 
     def loaded(self, payload_bytes: int, took_s: float, outcome: str) -> None:
         """`outcome` is whole, part or failed."""
-        self._new.count(LOADS.name, 1, (outcome,))
+        new = TierCacheStats()
+        new.count(LOADS.name, 1, (outcome,))
         if payload_bytes:
-            _note(self._new, payload_bytes, took_s, LOAD_BYTES, LOAD_TIME, LOAD_SIZE)
+            _note(new, payload_bytes, took_s, LOAD_BYTES, LOAD_TIME, LOAD_SIZE)
+        self._new.append(new)
 
     def stored(self, payload_bytes: int, took_s: float) -> None:
         if payload_bytes:
-            self._stored.append((payload_bytes, took_s))
+            new = TierCacheStats()
+            _note(new, payload_bytes, took_s, STORE_BYTES, STORE_TIME, STORE_SIZE)
+            self._new.append(new)
 
     def take(self) -> TierCacheStats | None:
         """Return what is new since the last call; None if nothing is."""
-        self._ask()
-        if not self._stored and self._sampled is None and self._new.is_empty():
+        if (now_s := time.monotonic()) >= self._due_s:
+            self._due_s = now_s + self._every_s
+            with contextlib.suppress(RuntimeError):  # the cache is closed
+                self._thread.loop.call_soon_threadsafe(lambda: self._new.append(self._since_last()))
+        if not self._new:
             return None
-        new, self._new = self._new, TierCacheStats()
-        while self._stored:
-            stored_bytes, took_s = self._stored.popleft()
-            _note(new, stored_bytes, took_s, STORE_BYTES, STORE_TIME, STORE_SIZE)
-        if (sampled := self._sampled) is not None:
-            self._sampled = None
-            new.aggregate(sampled)
-        return None if new.is_empty() else new
-
-    def _ask(self) -> None:
-        # In this order: `_sample` sets the one before it clears the other, and a sample must not replace one.
-        if self._sampling or self._sampled is not None or (now_s := time.monotonic()) < self._due_s:
-            return
-        self._due_s = now_s + self._every_s
-        with contextlib.suppress(RuntimeError):  # the cache is closed
-            self._sampling = True
-            self._thread.loop.call_soon_threadsafe(self._sample)
-
-    def _sample(self) -> None:
-        """On the cache's thread."""
-        try:
-            self._sampled = self._since_last()
-        finally:
-            self._sampling = False
+        taken = TierCacheStats()
+        while self._new:
+            taken.aggregate(self._new.popleft())
+        return None if taken.is_empty() else taken
 
     @survives(TierCacheStats)
     def _since_last(self) -> TierCacheStats:
@@ -427,19 +412,14 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return None if metric is None else metric.labels(*self.per_engine_labelvalues[engine_idx], *labels)
 
     def _make(self, family: Family) -> Any:
-        named: dict[str, Any] = {
-            "name": family.name,
-            "documentation": family.text,
-            "labelnames": [*self._labelnames, *family.labels],
+        makers = {
+            "counter": self._counter_cls,
+            "gauge": partial(self._gauge_cls, multiprocess_mode="mostrecent"),
+            "histogram": partial(self._histogram_cls, buckets=family.bounds),
         }
+        labels = [*self._labelnames, *family.labels]
         try:
-            match family.kind:
-                case "counter":
-                    metric = self._counter_cls(**named)
-                case "gauge":
-                    metric = self._gauge_cls(**named, multiprocess_mode="mostrecent")
-                case "histogram":
-                    metric = self._histogram_cls(**named, buckets=family.bounds)
+            metric = makers[family.kind](name=family.name, documentation=family.text, labelnames=labels)
         except ValueError as error:
             logger.warning("%s is not exported: another connector exports it (%s)", family.name, error)
             return None

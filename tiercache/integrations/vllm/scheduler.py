@@ -10,7 +10,7 @@ import concurrent.futures
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -389,16 +389,11 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.receiving = False
 
-    def loads_failed(self, blocks: set[int]) -> None:
-        """These blocks are recomputed; so are all behind them, whose chunks are saved anew."""
-        for tracked in self._requests.values():
-            if not tracked.loaded_blocks.isdisjoint(blocks):
-                tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
-
-    def receiving_failed(self, request_ids: set[str]) -> None:
-        """These begin again from their first token, and find no blocks filled."""
-        for request_id in request_ids:
-            if (tracked := self._requests.get(request_id)) is not None:
+    def loads_failed(self, blocks: Collection[int], request_ids: Collection[str] = ()) -> None:
+        """These blocks are recomputed, and so are all behind them, whose chunks are saved anew; these requests begin again
+        from their first token, and find no blocks filled."""
+        for request_id, tracked in self._requests.items():
+            if request_id in request_ids or not tracked.loaded_blocks.isdisjoint(blocks):
                 tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
 
     def finished(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:

@@ -53,6 +53,7 @@ from tiercache.integrations.vllm.planning import (
     window_chunks,
 )
 from tiercache.memory.slots import Lease
+from tiercache.tiers.base import Tier
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -168,8 +169,7 @@ class LookupServer:
         self, engine: str, rank: int, thread: CacheThread, geometry: BlockGeometry, *, into_device: bool = False
     ) -> None:
         self.thread = thread
-        self._direct = [tier for tier in thread.cache.tiers if into_device and tier.serves_device]
-        """Tiers that read into the device by themselves."""
+        self._into_device = into_device
         self._path = socket_path(engine, rank)
         self._geometry = geometry
         self._key = (engine, rank)
@@ -196,13 +196,19 @@ class LookupServer:
             logger.warning("a look-up failed: %r", error)
             return Match(failed=True)
 
+    @property
+    def _direct(self) -> list[Tier]:
+        """Return the tiers that read into the device by themselves."""
+        return [tier for tier in self.thread.cache.tiers if self._into_device and tier.serves_device]
+
     async def _find(self, names: Sequence[bytes], claim: str) -> Match:
         cache, geometry, claims = self.thread.cache, self._geometry, self.claims if claim else None
         until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
         match, found = await locate(cache, names, geometry)
         if claims is not None and not geometry.plain:
             return await claims.claim(claim, names, match, until_s) if match.blocks else match
-        for_host = [key for key in found if not any(tier.contains(key) for tier in self._direct)]
+        direct = self._direct
+        for_host = [key for key in found if not any(tier.contains(key) for tier in direct)]
         if claims is not None and found and len(for_host) == len(found):
             held = await claims.claim_prefix(claim, found, until_s)
             if held is not None:

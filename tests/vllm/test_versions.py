@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.engines import ImportedVllm, close_answer, drive, same_answer, tiercache_settings
-from tiercache.integrations.vllm import TESTED, check_version
+from tiercache.integrations.vllm.versions import TESTED, check_version
 
 OTHERS = sorted(Path(sys.prefix).glob("vllm-*"))
 """`make test-setup` puts the oldest one that the connector works with there."""

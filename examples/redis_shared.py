@@ -100,28 +100,30 @@ def redis_server(place: Path) -> Iterator[str]:
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         raise SystemExit("redis-server is missing: apt-get install redis-server, or name a server with --url")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(place), "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen([*command, "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)  # fmt: skip
-    try:
-        url = f"redis://127.0.0.1:{port}"
-        until = time.monotonic() + _SOON_S
-        with redis.Redis.from_url(url) as client:
-            while True:
-                try:
-                    client.ping()
-                    break
-                except redis.ConnectionError:
-                    if time.monotonic() > until or process.poll() is not None:
-                        raise
-                    time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(_SOON_S)
+    with socket.socket() as held:  # stays bound, so that no other program is given the port before the server listens
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(place), "--save", "",
+                   "--appendonly", "no"]  # fmt: skip
+        process = subprocess.Popen([*command, "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)  # fmt: skip
+        try:
+            url = f"redis://127.0.0.1:{port}"
+            until = time.monotonic() + _SOON_S
+            with redis.Redis.from_url(url) as client:
+                while True:
+                    try:
+                        client.ping()
+                        break
+                    except redis.ConnectionError:
+                        if time.monotonic() > until or process.poll() is not None:
+                            raise
+                        time.sleep(0.05)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(_SOON_S)
 
 
 def wait_for_chunks(url: str, prefix: str, chunks: int) -> None:

@@ -117,26 +117,27 @@ async def drive(
 @asynccontextmanager
 async def own_server(hot_gb: float) -> AsyncIterator[str]:
     """Started, and ended, with its output where ours goes. Yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = sys.executable, str(SERVER), "--port", str(port), "--hot-gb", str(hot_gb)
-    server = await asyncio.create_subprocess_exec(*command)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        async with asyncio.timeout(_START_S), httpx.AsyncClient() as client:
-            while server.returncode is None:
-                with contextlib.suppress(httpx.TransportError):
-                    if (await client.get(f"{url}/state")).is_success:
-                        break
-                await asyncio.sleep(0.2)
-            else:
-                raise RuntimeError(f"the server ended with status {server.returncode}")
-        yield url
-    finally:
-        if server.returncode is None:
-            server.send_signal(signal.SIGINT)
-        await server.wait()
+    with socket.socket() as held:  # stays bound, so that no other program is given the port before the server listens
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        command = sys.executable, str(SERVER), "--port", str(port), "--hot-gb", str(hot_gb)
+        server = await asyncio.create_subprocess_exec(*command)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            async with asyncio.timeout(_START_S), httpx.AsyncClient() as client:
+                while server.returncode is None:
+                    with contextlib.suppress(httpx.TransportError):
+                        if (await client.get(f"{url}/state")).is_success:
+                            break
+                    await asyncio.sleep(0.2)
+                else:
+                    raise RuntimeError(f"the server ended with status {server.returncode}")
+            yield url
+        finally:
+            if server.returncode is None:
+                server.send_signal(signal.SIGINT)
+            await server.wait()
 
 
 def table_of(found: dict[bool, Found]) -> Table:

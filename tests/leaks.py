@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.made import SHARED_MEMORY, forget_what_was_made, is_our_place, is_ours
+from tests.servers.ports import held_ports
 from tiercache.memory.slots import Purpose, SlotBudget
 from tiercache.tiers.cpu import CpuTier
 
@@ -155,7 +156,10 @@ def _end_loop(runner: asyncio.Runner, patience_s: float) -> Leaks:
 
 
 def _descriptors() -> Iterator[str]:
+    ports = {str(each.fileno()) for each in held_ports}
     for name in os.listdir("/proc/self/fd"):
+        if name in ports:
+            continue  # until this process ends
         try:
             yield f"{name} -> {os.readlink(f'/proc/self/fd/{name}')}"
         except FileNotFoundError:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tests.servers.ports import hold_port
 from tiercache.bench.figures import Figures
 from tiercache.bench.loop_figures import lags, p99
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys, size_name
@@ -213,9 +214,7 @@ class Server:
 
     def __init__(self, place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = hold_port()
         self._process = subprocess.Popen(
             ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(place)],
             stdout=subprocess.DEVNULL,

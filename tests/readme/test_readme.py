@@ -9,7 +9,6 @@ import itertools
 import json
 import re
 import shlex
-import socket
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from tests.readme.blocks import (
     text_of,
 )
 from tests.readme.conftest import Shell
+from tests.servers.ports import hold_port
 from tests.vllm.shortened import shorten
 from tiercache import Config
 from tiercache.demo.server import quickest_dtype
@@ -157,7 +157,7 @@ def load_example(command: str, shell: Shell, place: Path) -> str:
 def serve_example(command: str, shell: Shell, place: Path) -> str:
     """Asked for its page."""
     link_model(place)
-    port = free_port()
+    port = hold_port()
     script = f"""
         {command} --port {port} >server.log 2>&1 &
         trap 'kill -INT $!; wait $!' EXIT
@@ -179,7 +179,7 @@ def serve(command: str, shell: Shell, place: Path) -> str:
     """With the model that `make demo` uses, a smaller cache, and a port of its own; asked by examples/query_twice.py.
     Without vLLM's own prefix cache, which would leave nothing to load, and not compiled, which takes long."""
     link_model(place)
-    port = free_port()
+    port = hold_port()
     (place / "text.txt").write_text((REPOSITORY / "LICENSE").read_text()[:3000])
     small = command.replace("MODEL ", "demo/model ").replace("examples/configs/local_disk.yaml", "small.yaml")
     assert small.count("small.yaml") == small.count("demo/model ") == 1
@@ -254,7 +254,7 @@ async def controlled(command: str, place: Path, shell: Shell) -> str:
     *before, server, client = block.commands()
     assert command in (*before, server, client), "it is not in the block that is run here"
     assert "serve-control" in server and "curl" in client, "the three commands changed their order"
-    port = free_port()
+    port = hold_port()
     async with TierCache.open(config_of(place), LAYOUT):
         for one in before:
             await asyncio.to_thread(shell, one)
@@ -568,7 +568,3 @@ def link_model(place: Path) -> None:
     shorten(prepare_model(REPOSITORY / "demo" / "model"), place / "demo" / "model")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

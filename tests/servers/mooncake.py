@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.servers.ports import hold_port
 from tests.servers.processes import stop_process
 
 START_S = 20.0
@@ -34,12 +35,6 @@ def missing() -> str | None:
     except ImportError as error:
         return f"no Mooncake ({error}): pip install mooncake-transfer-engine-non-cuda; apt install libibverbs1"
     return None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _package() -> Path:
@@ -87,7 +82,7 @@ class Master(Process):
     """Forgets a process that gave memory 2 s after it last heard of it. What it says goes to a file in `place`."""
 
     def __init__(self, place: Path, *, lease_ms: int = 10_000, port: int | None = None) -> None:
-        self.port = port or free_port()
+        self.port = port or hold_port()
         self._log = place / f"master-{self.port}.log"
         self._lease_ms = lease_ms
 
@@ -105,7 +100,7 @@ class Master(Process):
                 [
                     str(_package() / "mooncake_master"),
                     *("--rpc_address=127.0.0.1", f"--rpc_port={self.port}"),
-                    *("--metrics_host=127.0.0.1", f"--metrics_port={free_port()}", "--client_ttl=2"),
+                    *("--metrics_host=127.0.0.1", f"--metrics_port={hold_port()}", "--client_ttl=2"),
                     f"--default_kv_lease_ttl={self._lease_ms}",
                 ],
                 stdout=log,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +11,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from types import TracebackType
+
+from tests.servers.ports import hold_port
 
 KEY, SECRET = "AKIATIERCACHE", "a-secret-of-the-tests"
 STRANGER, STRANGERS_SECRET = "AKIASTRANGER", "another-secret-of-the-tests"
@@ -50,7 +50,7 @@ class S3Server:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        ports = _free_ports(8)
+        ports = [hold_port() for _ in range(8)]
         self.port = ports[0]
         names = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc",
                  "filer.port", "filer.port.grpc")  # fmt: skip
@@ -112,9 +112,3 @@ class S3Server:
                 time.sleep(0.1)
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.servers.ports import hold_port
 from tests.vllm.shortened import shorten
 from tiercache.demo.model import prepare_model
-from tiercache.demo.server import _free_port
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "serve_fastapi.py"
@@ -53,7 +53,7 @@ def serving(
     place: Path, ends_by: signal.Signals = signal.SIGINT
 ) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
     """Told to end behind the test, unless it has been."""
-    port = _free_port()
+    port = hold_port()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}
     command = sys.executable, str(EXAMPLE), "--port", str(port), "--directory", str(place / "kv"), "--hot-gb", "0.1"
     with (place / "server.log").open("w") as log:

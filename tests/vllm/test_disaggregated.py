@@ -14,10 +14,11 @@ import httpx
 import pytest
 
 from tests.needs import takes_minutes
+from tests.servers.ports import hold_port
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY, drive, same_answer, tiercache_settings
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.test_sliding_windows import prompt_of
-from tiercache.demo.server import MODEL_NAME, Server, _free_port, quickest_dtype, serving
+from tiercache.demo.server import MODEL_NAME, Server, quickest_dtype, serving
 
 EXAMPLE = REPOSITORY / "examples" / "disaggregated_prefill.py"
 
@@ -60,7 +61,7 @@ def test_one_engine_computes_and_another_generates(tmp_path: Path, layers: list[
 
 @contextmanager
 def proxy(prefill: Server, decode: Server) -> Iterator[str]:
-    port = _free_port()
+    port = hold_port()
     command = [sys.executable, str(EXAMPLE), "--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

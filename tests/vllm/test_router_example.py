@@ -19,8 +19,9 @@ import httpx
 import pytest
 
 from tests.needs import takes_minutes
+from tests.servers.ports import hold_port
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY
-from tiercache.demo.server import MODEL_NAME, Server, _free_port, quickest_dtype, serving
+from tiercache.demo.server import MODEL_NAME, Server, quickest_dtype, serving
 
 EXAMPLE = REPOSITORY / "examples" / "kv_events_router.py"
 
@@ -144,7 +145,7 @@ def engine(model: str, place: Path) -> Iterator[tuple[Server, str]]:
 @contextmanager
 def routing(engines: list[tuple[Server, str]], log: Path, *more: str) -> Iterator[str]:
     """The example, in a process of its own; its URL."""
-    port = _free_port()
+    port = hold_port()
     named = [word for server, endpoint in engines for word in ("--engine", f"{server.url},{endpoint}")]
     with log.open("wb") as output:
         command = [sys.executable, str(EXAMPLE), *named, "--port", str(port), *more]

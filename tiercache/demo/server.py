@@ -92,17 +92,16 @@ def serving(
     `connector` is a module and a class in it; without `config` there is none. `arguments` and `environment` override
     the defaults. Ends the whole process group at the end of the block in any case, so that nothing is left running.
     """
-    port = _free_port()
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "8192", "--max-num-seqs", "4", "--dtype", quickest_dtype()),
-        "--enforce-eager",  # compiling takes longer than the whole demo
-        *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
-        *(_with_connector(connector) if config is not None else ()),
-        *arguments,
-    ]
-    with log.open("wb") as output:
+    with _held_port() as port, log.open("wb") as output:
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
+            *("--max-model-len", "8192", "--max-num-seqs", "4", "--dtype", quickest_dtype()),
+            "--enforce-eager",  # compiling takes longer than the whole demo
+            *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            *(_with_connector(connector) if config is not None else ()),
+            *arguments,
+        ]
         process = subprocess.Popen(
             command,
             stdout=output,
@@ -111,12 +110,12 @@ def serving(
             env=_environment(config) | dict(environment or {}),
             start_new_session=True,
         )
-    server = Server(f"http://127.0.0.1:{port}", log, process.pid)
-    try:
-        _wait_until_healthy(process, server)
-        yield server
-    finally:
-        _stop(process)
+        server = Server(f"http://127.0.0.1:{port}", log, process.pid)
+        try:
+            _wait_until_healthy(process, server)
+            yield server
+        finally:
+            _stop(process)
 
 
 def _with_connector(connector: str) -> tuple[str, str]:
@@ -199,7 +198,11 @@ def _group_lives(group: int) -> bool:
     return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def _held_port() -> Iterator[int]:
+    """Yield a port that no other program is given until the block ends: a bound socket without a listener holds it,
+    and a server that sets SO_REUSEADDR may listen there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])

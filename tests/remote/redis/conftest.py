@@ -46,9 +46,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def tls_server(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[Server]:
-    from tests.remote.redis.servers import free_port, running, tls_options
+    from tests.remote.redis.servers import running, tls_options
+    from tests.servers.ports import hold_port
 
-    port = free_port()
+    port = hold_port()
     with running(tmp_path_factory.mktemp("tls"), *tls_options(port, certificates), port=port) as server:
         yield server
 

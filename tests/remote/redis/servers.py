@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,19 +12,14 @@ from typing import Any
 
 import redis
 
+from tests.servers.ports import hold_port
 from tests.servers.processes import stop_process
 
 START_S = 15.0
 
 
-def free_port() -> int:
-    """Below 55535: a cluster's bus listens 10,000 above."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < 55000:
-            return port
+_CLUSTER_BUS = 10_000
+"""A cluster's servers talk to one another this many ports above theirs."""
 
 
 class Server:
@@ -33,7 +27,7 @@ class Server:
 
     def __init__(self, place: Path, *options: str, port: int | None = None, sentinel: bool = False) -> None:
         self.place = place
-        self.port = port or free_port()
+        self.port = port or hold_port(_CLUSTER_BUS)
         self._sentinel = sentinel
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.servers.ports import hold_port
 from tests.servers.processes import stop_process
 from tests.torture.campaign.places.base import Place, Skipped
 
@@ -37,9 +38,7 @@ class RedisPlace(Place):
         if importlib.util.find_spec("redis") is None:
             raise Skipped("redis-py is not installed (pip install 'tiercache[redis]')")
         self.directory.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = int(probe.getsockname()[1])
+        self._port = hold_port()
         self._start()
 
     def close(self) -> None:

@@ -517,6 +517,44 @@ async def main():
 """,
 }
 """What the text around each program takes for granted: the cache, the engine's tensors, a function that may await."""
+_API = """
+import asyncio, hashlib, sys, numpy as np, tiercache
+from tiercache.tiers.remote.base import RemoteSettings
+sys.path.insert(0, "examples")
+from sqlite_tier import SqliteTier
+async def main():
+    layout = tiercache.Layout("my-model", chunk_tokens=256, bytes_per_token=8192)
+    config, tokens = tiercache.Config.load(), list(range(512))
+    payloads = [np.full(layout.chunk_bytes, value, np.uint8) for value in (1, 2)]
+    async with tiercache.TierCache.open(config, layout) as cache:
+        await cache.store(tokens, payloads)
+        await cache.flush()
+"""
+_API_OF_TRANSFORMERS = """
+import asyncio, torch, tiercache
+from transformers import GenerationConfig
+from tests.transformers.models import make_model, tokens
+from tiercache.integrations.transformers import Generator, ModelKv, PrefixCache
+async def main():
+    model, ids, config = make_model("llama"), tokens(600), tiercache.Config.load()
+"""
+_API_OF_DEVICES = """
+import asyncio, torch, tiercache
+from tiercache.device.paged import PagedChunk, PagedKv
+from tiercache.testing.twin import TwinDriver
+def CudaDriver(ordinal): return TwinDriver()
+async def main():
+    layout = tiercache.Layout("my-model", chunk_tokens=256, bytes_per_token=8192)
+    config, tokens, driver = tiercache.Config.load(), list(range(512)), CudaDriver(0)
+    layer_tensors = [torch.randn((2, 32, 16, 4, 64), dtype=torch.bfloat16) for _ in range(3)]
+    kv = PagedKv(driver, [plane for layer in layer_tensors for plane in layer])
+    paged_layout = tiercache.Layout("my-model", chunk_tokens=256, bytes_per_token=kv.block_bytes // 16)
+"""
+_API_SECTIONS = {
+    _API_OF_TRANSFORMERS: ("ModelKv", "Generator", "PrefixCache"),
+    _API_OF_DEVICES: ("CudaDriver", "PagedKv", "PagedChunk"),
+}
+"""Sections of docs/api.md by what their examples take for granted; `_API` for all others."""
 EPILOGUE = {
     ("docs/embedding.md", "Prefetching"): """
         assert progress.promoted == 2, progress
@@ -533,16 +571,36 @@ asyncio.run(main())
 }
 
 
-@pytest.mark.parametrize("block", all_blocks("python"), ids=lambda one: one.name)
-def test_program(block: Block, shell: Shell, place: Path) -> None:
-    prologue = PROLOGUE[block.page, block.section]
+def program_of(block: Block, prologue: str, epilogue: str) -> str:
     indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1] if prologue else ""
-    body = "".join(f"{indent}{line}" if line.strip() else line for line in block.text.splitlines(keepends=True))
-    (place / "program.py").write_text(prologue + body + EPILOGUE.get((block.page, block.section), ""))
+    return prologue + "".join(indent + line if line.strip() else line for line in block.text.splitlines(True)) + epilogue
+
+
+@pytest.mark.parametrize(
+    "block", [one for one in all_blocks("python") if one.page != "docs/api.md"], ids=lambda one: one.name
+)
+def test_program(block: Block, shell: Shell, place: Path) -> None:
+    where = block.page, block.section
+    (place / "program.py").write_text(program_of(block, PROLOGUE[where], EPILOGUE.get(where, "")))
     said = shell("python program.py", TIERCACHE_CONFIG_FILE="small.yaml").stdout
     for before, text in printed():
         if before == block:
             compare(text, said)
+
+
+@pytest.mark.parametrize("prologue", [_API, *_API_SECTIONS], ids=["the cache", "transformers", "device memory"])
+def test_examples_of_the_api(prologue: str, shell: Shell, place: Path) -> None:
+    special = [section for sections in _API_SECTIONS.values() for section in sections]
+    sections = _API_SECTIONS.get(prologue)
+    examples = [
+        block
+        for block in blocks("docs/api.md")
+        if (block.section in sections if sections else block.section not in special)
+    ]
+    assert len(examples) >= 3
+    run = "\nasyncio.run(main())\n"
+    (place / "program.py").write_text("".join(program_of(block, prologue, run) for block in examples))
+    shell("python program.py", TIERCACHE_CONFIG_FILE="small.yaml")
 
 
 def shapes_of(lines: str) -> list[re.Pattern[str]]:

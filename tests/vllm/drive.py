@@ -232,13 +232,6 @@ class Driver:
             if found["statistics"]["writers"][tier]["written"] >= chunks or time.monotonic() > until_s:
                 return found
 
-    def first_token_s(self, prompt: str) -> float:
-        from vllm import SamplingParams
-
-        began_s = time.perf_counter()
-        self.llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-        return time.perf_counter() - began_s
-
     def cold_files(self, directory: str) -> int:
         """Nothing of the chunk files stays in the page cache; returns how many there are."""
         files = [path for path in Path(directory).glob("??/*") if path.is_file()]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 
 from tests.vllm.engines import CHUNK_TOKENS, drive, same_answer, tiercache_settings
 
-ROUNDS = 5
 CHUNKS = 4
 """Of each prompt: 256 of its tokens are whole blocks."""
 
 
 @pytest.fixture(scope="module")
 def life(
-    model: str, prompts: list[str], continued: str, tmp_path_factory: pytest.TempPathFactory
+    model: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], str]:
     """One engine's answers, by the name of the step."""
     directory = tmp_path_factory.mktemp("kv")
@@ -69,18 +67,7 @@ def life(
         ("anew", ["generate", [first]]),
         ("flush", ["flush"]),
         ("found anew", control("lookup", first)),
-        ("warm up", ["generate", [continued]]),
-        ("flush", ["flush"]),
     ]
-    for number in range(ROUNDS):
-        steps += [
-            ("cold", ["clear_hot"]),
-            ("files", ["cold_files", str(directory)]),
-            ("announced", control("prefetch", continued, handle=f"r{number}")),
-            ("promoted", control("progress", handle=f"r{number}", until_s=30)),
-            (f"prefetched {number}", ["first_token_s", continued]),
-            (f"cpu {number}", ["first_token_s", continued]),
-        ]
     answers, log = drive(
         {
             "model": model,
@@ -143,16 +130,6 @@ def test_after_a_reset_announced_tokens_get_the_new_names(life: Life) -> None:
     answers, _ = life
     assert answers["found after reset"]["found"] == 0
     assert answers["found anew"]["found"] == answers["found"]["found"]
-
-
-def test_prefetched_prompt_answers_about_as_soon_as_a_hit_in_ram(life: Life) -> None:
-    """The exact ratio is examples/prefetch_gateway.py's to measure; this would notice a prefetch that does nothing."""
-    answers, _ = life
-    prefetched, cpu = (
-        median(answers[f"{name} {number}"] for number in range(ROUNDS)) for name in ("prefetched", "cpu")
-    )
-    print(f"first token: prefetched {prefetched:.4f} s, CPU tier {cpu:.4f} s, ratio {prefetched / cpu:.3f}")
-    assert prefetched < 2 * cpu
 
 
 def test_worker_in_a_process_of_its_own_names_announced_tokens_alike(

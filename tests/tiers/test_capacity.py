@@ -319,6 +319,25 @@ def test_a_process_whose_lock_file_was_deleted_gives_nothing_back(tmp_path: Path
         assert counted_in(counter(tmp_path)) == 350
 
 
+def test_a_recount_keeps_what_a_dead_process_had_reserved_until_it_is_taken_over(tmp_path: Path) -> None:
+    """It ended as a close does that cannot write the counter; and for some time nobody can remove its lock file."""
+    with opened(tmp_path, step=100) as dead:
+        write(dead, 1)
+        (lock,) = locks(tmp_path)
+        record = struct.unpack("<8sQQQ", lock.read_bytes())
+    lock.write_bytes(struct.pack("<8sQQQ", *record[:3], 0))
+    reserved = record[1]
+    assert reserved > 0
+    with opened(tmp_path, step=100) as capacity:
+        capacity.recount(capacity.mark(), 200)
+        assert counted_in(counter(tmp_path)) == 200 + reserved
+        capacity.return_dead()
+        assert not lock.exists()
+        assert capacity.used_bytes == 200
+        assert write(capacity, reserved)
+        assert counted_in(counter(tmp_path)) >= 200 + reserved
+
+
 def test_what_a_dead_process_had_reserved_in_a_deleted_counter_is_not_taken_from_the_next(tmp_path: Path) -> None:
     with opened(tmp_path, step=100) as dead:
         write(dead, 1)

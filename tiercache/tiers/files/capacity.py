@@ -349,15 +349,18 @@ class Capacity:
         """Correct the counter by a scan that began after `mark`. Return the change.
 
         Nothing changes if another process used or deleted bytes meanwhile. This process knows its own changes: each existing
-        file was seen, published since, or is still reserved.
+        file was seen, published since, or is still reserved. The numbers of dead processes stay counted.
         """
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
-            are_quiet = not any(record.is_active for record in self._owner.others())
+            others = self._owner.others()
+            left_bytes = sum(record.number_bytes for record in others if record.counter == now.identity)
+            # Looked at twice: who takes over such a number is active before it removes the lock file.
+            are_quiet = not any(record.is_active for record in (*others, *self._owner.others()))
             if not (mark.is_alone and are_quiet and now.changes - self._changes == mark.others_changes):
                 return 0
             with self._state:
-                there_bytes = found_bytes + self._number_bytes
+                there_bytes = found_bytes + self._number_bytes + left_bytes
                 most_bytes = there_bytes + self._deleting_bytes + self._committed_bytes - mark.settled_bytes
                 least_bytes = there_bytes - (self._released_bytes - mark.released_bytes)
             if now.trusted and least_bytes <= now.counted_bytes <= most_bytes:

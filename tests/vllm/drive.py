@@ -350,7 +350,7 @@ class Driver:
         from tiercache.core.keys import keys_from_hashes
         from tiercache.integrations.vllm.lookup import local
         from tiercache.integrations.vllm.names import BlockNames
-        from tiercache.integrations.vllm.planning import GroupChunk, names_of
+        from tiercache.integrations.vllm.planning import names_of
 
         (server,) = local.values()
         thread, geometry = server.thread, server._geometry
@@ -358,7 +358,7 @@ class Driver:
         async def corrupt() -> int:
             names = await BlockNames("sha256", geometry.block_tokens).of_tokens(tokens, "", None)
             chunks = [
-                GroupChunk(position, chunk)
+                (position, chunk)
                 for position, group in enumerate(geometry.groups)
                 if group.window_tokens is not None
                 for chunk in range(len(names) // geometry.blocks_per_chunk)

@@ -14,7 +14,7 @@ import torch
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.copies import DeviceMover, make_mover
+from tiercache.integrations.vllm.blocks import make_mover
 from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup
 
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT, CHUNK_BLOCKS = 64, 4, 2, 16, 32, 4
@@ -41,7 +41,7 @@ class Engine:
             use_gds=False,
         )
         mover = make_mover(config, {str(number): layer for number, layer in enumerate(self.kv)}, BLOCKS, GROUPS)
-        assert isinstance(mover, DeviceMover)
+        assert mover.driver is not None
         self.mover = mover
         layout = Layout(
             "m",

@@ -59,7 +59,7 @@ def agreed(geometry: BlockGeometry, chunks: int, present: set[GroupChunk]) -> in
         for position, group in enumerate(geometry.groups):
             skipped = 0 if group.window_tokens is None else max(0, hit * size - group.window_tokens + 1)
             kept = range(skipped // group.block_tokens * group.block_tokens, hit * size)
-            if any(GroupChunk(position, token // size) not in present for token in kept):
+            if any((position, token // size) not in present for token in kept):
                 return False
         return True
 
@@ -70,7 +70,7 @@ def agreed(geometry: BlockGeometry, chunks: int, present: set[GroupChunk]) -> in
 def test_the_search_finds_the_longest_hit_that_all_groups_agree_on(data: st.DataObject) -> None:
     geometry = data.draw(geometries())
     chunks = data.draw(st.integers(0, 12))
-    possible = [GroupChunk(group, chunk) for group in range(len(geometry.groups)) for chunk in range(chunks)]
+    possible = [(group, chunk) for group in range(len(geometry.groups)) for chunk in range(chunks)]
     present = set(possible) - set(data.draw(st.lists(st.sampled_from(possible)) if possible else st.just([])))
     search, questions = HitSearch(chunks, geometry), 0
     while search.question:
@@ -102,13 +102,13 @@ def parts_of(position: int, geometry: BlockGeometry) -> list[tuple[bytes, range]
 
 
 def test_of_a_window_only_the_end_is_asked_for() -> None:
-    assert window_chunks(6, TWO) == [GroupChunk(0, 5), GroupChunk(0, 4)]
+    assert window_chunks(6, TWO) == [(0, 5), (0, 4)]
     search = HitSearch(6, TWO)
-    assert search.question == [GroupChunk(1, chunk) for chunk in range(6)]
+    assert search.question == [(1, chunk) for chunk in range(6)]
     search.answer(6)
-    assert search.question == [GroupChunk(0, 5), GroupChunk(0, 4)]
+    assert search.question == [(0, 5), (0, 4)]
     search.answer(1)
-    assert search.chunks == 4 and search.question == [GroupChunk(0, 3), GroupChunk(0, 2)]
+    assert search.chunks == 4 and search.question == [(0, 3), (0, 2)]
     search.answer(2)
     assert search.chunks == 4 and search.question == []
 
@@ -204,7 +204,7 @@ def test_ranks_of_any_number_have_the_same_keys_for_the_same_heads(groups: tuple
         here = 4 // ranks
         for rank in range(ranks):
             geometry = in_parts(TWO, groups, HeadParts(4, here, rank * here))
-            chunks = [GroupChunk(position, 1) for position in range(len(geometry.groups))]
+            chunks = [(position, 1) for position in range(len(geometry.groups))]
             names = names_of(chunks, NAMES, geometry)
             assert names == names_of(chunks, NAMES, in_parts(TWO, groups, HeadParts(4, here))), "the scheduler's differ"
             for (position, group), key in zip(
@@ -226,10 +226,10 @@ def test_a_state_is_saved_where_the_engine_says_that_it_is_and_nowhere_else() ->
     transfers, saved = plan_saves(NAMES, 1, 4, tables, geometry, last=False, states=[(0, 7, 48), (0, 8, 72), (1, 5, 64)])
     assert saved == 4
     assert [(one.group, one.blocks) for one in transfers] == [(0, (7,)), (1, (21,)), (1, (22,)), (1, (23,))]
-    assert transfers[0].name == names_of([GroupChunk(0, 2)], NAMES, geometry)[0]
+    assert transfers[0].name == names_of([(0, 2)], NAMES, geometry)[0]
     loads = plan_loads(NAMES, 3, 0, 48, ([0, 0, 7], [20, 21, 22]), geometry)
     assert [(one.group, one.blocks) for one in loads] == [(0, (7,)), (1, (20,)), (1, (21,)), (1, (22,))]
-    assert window_chunks(3, geometry) == [GroupChunk(0, 2)], "a hit needs one state"
+    assert window_chunks(3, geometry) == [(0, 2)], "a hit needs one state"
 
 
 def test_blocks_that_are_given_away_hold_nothing_that_is_computed() -> None:
@@ -240,17 +240,17 @@ def test_blocks_that_are_given_away_hold_nothing_that_is_computed() -> None:
 
 
 def test_chunks_of_groups_have_names_of_their_own_and_a_single_group_has_the_chunks() -> None:
-    one, other = (names_of([GroupChunk(group, 0)], NAMES, TWO)[0] for group in range(2))
+    one, other = (names_of([(group, 0)], NAMES, TWO)[0] for group in range(2))
     assert one != other and one.startswith(NAMES[1]) and other.startswith(NAMES[1])
     alone = BlockGeometry(16, 2, groups=(WINDOW,))
-    assert names_of([GroupChunk(0, 0)], NAMES, alone) == [NAMES[1]]
+    assert names_of([(0, 0)], NAMES, alone) == [NAMES[1]]
 
 
 def test_names_that_hold_a_prefix_are_the_whole_of_it_and_the_end_of_the_windows() -> None:
     plain = BlockGeometry(16, 2)
     assert held_names(NAMES, 5, plain) == [NAMES[1], NAMES[3]]
     held = [(0, 3), (0, 2), *((1, chunk) for chunk in range(4))]
-    assert set(held_names(NAMES, 8, TWO)) == {names_of([GroupChunk(*one)], NAMES, TWO)[0] for one in held}
+    assert set(held_names(NAMES, 8, TWO)) == {names_of([one], NAMES, TWO)[0] for one in held}
     assert len(all_names(NAMES[:9], TWO)) == 8
     assert all_names(NAMES[:3], BlockGeometry(16, 2, save_tails=True)) == NAMES[:3]
 

@@ -18,12 +18,12 @@ from tiercache.config import Config
 from tiercache.control.messages import Prefix
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.copies import make_mover
+from tiercache.integrations.vllm.blocks import make_mover
 from tiercache.integrations.vllm.hints import RequestBegan
 from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupClient
 from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.names import BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, GroupChunk, KvGroup, all_names, names_of
+from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, all_names, names_of
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 from tiercache.integrations.vllm.worker import WorkerSide
 
@@ -148,7 +148,7 @@ class Engine:
         """Waits for an asynchronous load; returns which have failed."""
         received = self.until(lambda: self.worker.finished()[1])
         failed = self.worker.take_failed()
-        self.side.receiving_failed(failed)
+        self.side.loads_failed((), failed)
         self.side.received(received)
         return failed
 
@@ -159,14 +159,14 @@ class Engine:
         found = set()
         for chunk in range(8):
             for group in range(2):
-                keys = keys_from_hashes(cache.namespace, names_of([GroupChunk(group, chunk)], NAMES, GEOMETRY))
+                keys = keys_from_hashes(cache.namespace, names_of([(group, chunk)], NAMES, GEOMETRY))
                 if self.worker.thread.submit(cache.lookup_keys(keys)).result(10).chunks:
                     found.add((group, chunk))
         return found
 
     def forgets(self, *chunks: tuple[int, int]) -> None:
         cache = self.worker.thread.cache
-        keys = keys_from_hashes(cache.namespace, names_of([GroupChunk(*one) for one in chunks], NAMES, GEOMETRY))
+        keys = keys_from_hashes(cache.namespace, names_of(list(chunks), NAMES, GEOMETRY))
         self.worker.thread.submit(cache.forget(keys)).result(10)
 
     def computes_and_saves(self, tokens: int = 132) -> Any:
@@ -355,7 +355,7 @@ def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Callable[..., Eng
 
     async def announced() -> tuple[list[bytes], list[bytes], list[bytes]]:
         names = await naming.names.of_tokens(prefix.tokens or (), "", None)
-        stored = names_of([GroupChunk(group, chunk) for group in range(2) for chunk in range(2)], names, GEOMETRY)
+        stored = names_of([(group, chunk) for group in range(2) for chunk in range(2)], names, GEOMETRY)
         for key in keys_from_hashes(cache.namespace, stored):
             await cache.put(key, b"x" * 2048)
         return names, await naming.keys(cache, prefix), await naming.all_keys(cache, prefix)
@@ -363,7 +363,7 @@ def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Callable[..., Eng
     names, keys, all_keys = engine.worker.thread.submit(announced()).result(10)
     found = [(1, 0), (1, 1), (0, 1), (0, 0)]
     missing = [(1, 2), (1, 3), (0, 3), (0, 2)]
-    expected = names_of([GroupChunk(*one) for one in found + missing], names, GEOMETRY)
+    expected = names_of([*found, *missing], names, GEOMETRY)
     assert keys == keys_from_hashes(cache.namespace, expected)
     assert set(all_keys) == set(keys) and len(all_keys) == 8
 
@@ -398,7 +398,7 @@ def test_a_damaged_chunk_is_not_promised(made: Callable[..., Engine], tmp_path: 
     cache = engine.worker.thread.cache
     assert engine.worker.thread.submit(cache.flush(10)).result(20).complete
     engine.worker.thread.submit(_clear(cache)).result(10)
-    (key,) = keys_from_hashes(cache.namespace, names_of([GroupChunk(0, 3)], NAMES, GEOMETRY))
+    (key,) = keys_from_hashes(cache.namespace, names_of([(0, 3)], NAMES, GEOMETRY))
     (path,) = tmp_path.glob(f"??/{key.hex()}")
     with path.open("r+b") as file:
         file.seek(4096 + 100)
@@ -480,7 +480,7 @@ def test_a_turn_names_the_chunks_of_all_groups(made: Callable[..., Engine]) -> N
     engine = made()
     engine.arrives(132, kv_transfer_params={"tiercache.session": "s"})
     (began,) = engine.steps().turns
-    held = [GroupChunk(1, chunk) for chunk in range(4)] + [GroupChunk(0, 3), GroupChunk(0, 2)]
+    held = [(1, chunk) for chunk in range(4)] + [(0, 3), (0, 2)]
     assert isinstance(began, RequestBegan) and began.names == names_of(held, NAMES, GEOMETRY)
     assert len(all_names(NAMES[:8], GEOMETRY)) == 8
 

@@ -16,7 +16,8 @@ SHAPE = (BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)
 
 
 def kv_of(tensors: dict[str, Any]) -> KvBlocks:
-    return KvBlocks(tensors, blocks=BLOCKS, heads=HEADS, block_tokens=TOKENS, head_size=HEAD_SIZE)
+    content_bytes = 2 * HEAD_SIZE * next(iter(tensors.values())).element_size() if tensors else 1
+    return KvBlocks(tensors, blocks=BLOCKS, heads=HEADS, block_tokens=TOKENS, content_bytes=content_bytes)
 
 
 @pytest.fixture(params=["one storage", "a storage each"])
@@ -41,7 +42,7 @@ def test_parts_of_the_heads_are_the_same_bytes_whatever_rank_has_them(whole: str
         heads = slice(part * HEADS, (part + 1) * HEADS)
         views = {name: tensor[:, heads] for name, tensor in alone.items()}
         ranks = {name: tensor[:, heads].contiguous() for name, tensor in alone.items()}
-        sizes = {"blocks": BLOCKS, "heads": HEADS, "block_tokens": TOKENS, "head_size": HEAD_SIZE, "part": True}
+        sizes = {"blocks": BLOCKS, "heads": HEADS, "block_tokens": TOKENS, "content_bytes": 4 * HEAD_SIZE, "part": True}
         of_views, of_rank = KvBlocks(views, **sizes), KvBlocks(ranks, **sizes)
         assert of_views.describe() == of_rank.describe() and of_views.bytes_per_block == of_rank.bytes_per_block
         payloads = [np.zeros(3 * of_rank.bytes_per_block, np.uint8) for _ in range(2)]
@@ -66,7 +67,7 @@ def states(stride: int) -> dict[str, Any]:
 
 def test_recurrent_states_move_without_the_room_behind_them() -> None:
     tensors = states(128)
-    kv = KvBlocks(tensors, blocks=BLOCKS, heads=1, block_tokens=TOKENS, state_bytes=100)
+    kv = KvBlocks(tensors, blocks=BLOCKS, heads=1, block_tokens=TOKENS, content_bytes=100, states=True)
     assert (kv.bytes_per_block, kv.bytes_per_token) == (500, 32)
     payload = np.zeros(2 * kv.bytes_per_block, np.uint8)
     kv.gather([3, 20], payload)
@@ -84,7 +85,7 @@ def test_recurrent_states_move_without_the_room_behind_them() -> None:
 def test_states_that_overlap_are_refused() -> None:
     tensors = {"layer.0": torch.zeros(4000, dtype=torch.int8).as_strided((BLOCKS, 1, 1, 100), (64, 100, 100, 1))}
     with pytest.raises(LayoutError, match="expected dense blocks"):
-        KvBlocks(tensors, blocks=BLOCKS, heads=1, block_tokens=TOKENS, state_bytes=100)
+        KvBlocks(tensors, blocks=BLOCKS, heads=1, block_tokens=TOKENS, content_bytes=100, states=True)
 
 
 @pytest.mark.parametrize("blocks", [[3], [0, 1], [4, 5, 6, 7], [23, 0], [7, 3, 4, 5, 20, 1], [2, 4, 6, 8, 10]])
@@ -120,7 +121,7 @@ def test_mlas_latents_are_blocks_of_one_head() -> None:
         )
         for number in range(LAYERS)
     }
-    kv = KvBlocks(latent, blocks=BLOCKS, heads=1, block_tokens=TOKENS, head_size=36, head_size_v=0)
+    kv = KvBlocks(latent, blocks=BLOCKS, heads=1, block_tokens=TOKENS, content_bytes=4 * 36)
     payload = np.zeros(3 * kv.bytes_per_block, np.uint8)
     kv.gather([7, 2, 3], payload)
     assert np.array_equal(payload, reference(latent, [7, 2, 3]))

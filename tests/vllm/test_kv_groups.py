@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.blocks import block_sizes, find_groups, is_plain
-from tiercache.integrations.vllm.planning import KvGroup
+from tiercache.integrations.vllm.blocks import block_sizes, find_groups
+from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 SLIDING = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128)
@@ -49,6 +49,10 @@ def kv_of(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+def is_plain(groups: tuple[KvGroup, ...]) -> bool:
+    return BlockGeometry.for_chunk_size(64, 16, True, groups).plain
+
+
 def groups_of(*specs: Any, **engine: Any) -> tuple[KvGroup, ...]:
     return find_groups(engine_of(**engine), kv_of(*specs))
 
@@ -57,7 +61,7 @@ def groups_of(*specs: Any, **engine: Any) -> tuple[KvGroup, ...]:
 def test_one_group_of_full_attention_or_mla_has_all_layers(spec: Any) -> None:
     (group,) = groups_of(spec)
     assert (group.layers, group.window_tokens, group.spec) == ((), None, spec)
-    assert is_plain((group,), kv_of(spec))
+    assert is_plain((group,))
 
 
 def test_windows_are_groups_of_their_own() -> None:
@@ -68,13 +72,13 @@ def test_windows_are_groups_of_their_own() -> None:
         (1, ("layer.1",), 128),
         (2, ("layer.2",), 130),
     ]
-    assert not is_plain(groups, kv_of(FULL, SLIDING, longer))
+    assert not is_plain(groups)
 
 
 def test_windows_alone_are_one_group_with_a_window() -> None:
     groups = groups_of(SLIDING)
     assert [(one.layers, one.window_tokens) for one in groups] == [((), 128)]
-    assert not is_plain(groups, kv_of(SLIDING))
+    assert not is_plain(groups)
 
 
 def test_groups_that_no_prefix_names_are_left_out_and_the_others_keep_their_tables() -> None:
@@ -85,13 +89,14 @@ def test_groups_that_no_prefix_names_are_left_out_and_the_others_keep_their_tabl
     kv.kv_cache_groups[0].enable_kv_transfer = False
     (group,) = find_groups(engine_of(), kv)
     assert group.index == 1 and group.layers == ("layer.1",)
-    assert not is_plain((group,), kv), "a bad block cannot be told of where there are several groups"
+    assert not is_plain((group,)), "a bad block cannot be told of where there are several groups"
 
 
 def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
     wide = replace(FULL, block_size=48)
     assert block_sizes(engine_of(), kv_of(wide, replace(SLIDING, block_size=32))) == (96, 16)
     assert block_sizes(engine_of(), kv_of(FULL, SLIDING)) == (16, 16)
+    assert block_sizes(engine_of(), kv_of(wide)) == (48, 48)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_a_recurrent_state_is_the_last_block() -> None:
     state, attention = groups_of(replace(MAMBA, mamba_cache_mode="align"), FULL)
     assert state.recurrent and not attention.recurrent
     assert [state.first_block(tokens) for tokens in (16, 32, 160)] == [0, 1, 9]
-    assert not is_plain((state,), kv_of(state.spec))
+    assert not is_plain((state,))
 
 
 @pytest.mark.parametrize(

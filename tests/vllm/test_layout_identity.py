@@ -280,7 +280,7 @@ def test_a_model_that_cannot_be_identified_shares_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [TinyEngine(str(model)) for _ in range(2)]
-    monkeypatch.setattr("tiercache.integrations.vllm.digests._STALL_S", 0.1)
+    monkeypatch.setattr("tiercache.integrations.vllm.identity._STALL_S", 0.1)
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")
     one, other = (engine.layout() for engine in engines)

@@ -23,7 +23,7 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import lookup
 from tiercache.integrations.vllm.lookup import LookUp, LookupClient, LookupServer, socket_path
-from tiercache.integrations.vllm.planning import BlockGeometry, GroupChunk, KvGroup, Match, names_of
+from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match, names_of
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
 NAMES = [bytes([number]) * 32 for number in range(11)]
@@ -92,7 +92,7 @@ class GroupedWorker(Worker):
         layout = Layout("m", chunk_tokens=32, bytes_per_token=64, block_tokens=16, rank=rank, world_size=2)
         self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
         cache = self.thread.cache
-        for key in keys_from_hashes(cache.namespace, names_of([GroupChunk(*one) for one in chunks], NAMES, GROUPS)):
+        for key in keys_from_hashes(cache.namespace, names_of(chunks, NAMES, GROUPS)):
             assert self.thread.submit(cache.put(key, b"x" * 2048)).result(10)
         self.server = LookupServer(engine, rank, self.thread, GROUPS)
 

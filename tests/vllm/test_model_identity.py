@@ -18,9 +18,14 @@ import pytest
 
 from tests.vllm.pipes import end_reads
 from tests.vllm.tiny_llama import safetensors
-from tiercache.integrations.vllm import digests
-from tiercache.integrations.vllm.digests import KEPT, FileChanged
-from tiercache.integrations.vllm.identity import NothingToRead, identity_of_adapter, identity_of_model
+from tiercache.integrations.vllm import identity
+from tiercache.integrations.vllm.identity import (
+    KEPT,
+    FileChanged,
+    NothingToRead,
+    identity_of_adapter,
+    identity_of_model,
+)
 
 LONG_AGO_NS = 1_600_000_000 * 10**9
 
@@ -35,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def any_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests of files that were written a moment ago are kept as well: a test has no older ones."""
-    monkeypatch.setattr(digests, "_GRAIN_NS", 0)
+    monkeypatch.setattr(identity, "_GRAIN_NS", 0)
 
 
 def shard(number: int) -> bytes:
@@ -275,10 +280,10 @@ def test_a_kept_digest_spares_reading(tmp_path: Path) -> None:
     """16 GB, of which nobody could say anything within a second who had to read it."""
     model = save(tmp_path / "large")
     os.truncate(first_shard(model), 16 * 10**9)
-    stamps = {path.name: digests.stamp_of(path.stat()) for path in model.glob("*.safetensors")}
+    stamps = {path.name: identity.stamp_of(path.stat()) for path in model.glob("*.safetensors")}
     identities = []
     for digit in "ab":
-        digests._write_kept(model / KEPT, {name: (stamp, digit * 64) for name, stamp in stamps.items()})
+        identity._write_kept(model / KEPT, {name: (stamp, digit * 64) for name, stamp in stamps.items()})
         began_s = time.perf_counter()
         identities.append(identity_of_model(model))
         assert time.perf_counter() - began_s < 60
@@ -341,8 +346,8 @@ def test_digests_are_kept_in_the_users_cache_where_the_directory_takes_none(mode
     before = identity_of_model(model)
     (place,) = home.iterdir()
     assert kept(place).keys() == {path.name for path in model.glob("*.safetensors")}
-    stamps = {name: digests.stamp_of((model / name).stat()) for name in kept(place)}
-    digests._write_kept(place, {name: (stamp, "c" * 64) for name, stamp in stamps.items()})
+    stamps = {name: identity.stamp_of((model / name).stat()) for name in kept(place)}
+    identity._write_kept(place, {name: (stamp, "c" * 64) for name, stamp in stamps.items()})
     assert identity_of_model(model) != before, "it was found there"
 
 
@@ -360,8 +365,8 @@ def test_where_nothing_can_be_kept_it_is_read_each_time(
 RANK = """
 import sys
 from pathlib import Path
-from tiercache.integrations.vllm import digests, identity
-digests._GRAIN_NS = 0
+from tiercache.integrations.vllm import identity
+identity._GRAIN_NS = 0
 print("ready", flush=True)
 sys.stdin.readline()
 print(identity.identity_of_model(Path(sys.argv[1])))
@@ -387,7 +392,7 @@ def test_processes_that_begin_together_agree_and_leave_a_whole_record(tmp_path: 
             rank.stdin.write("\n")
             rank.stdin.flush()
         assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == [expected] * 4
-        assert len(digests._read_kept(model / KEPT)) == 12
+        assert len(identity._read_kept(model / KEPT)) == 12
         assert [path.name for path in model.iterdir() if path.name.startswith(".")] == [KEPT]
 
 
@@ -412,7 +417,7 @@ def test_a_file_that_is_written_to_meanwhile_has_no_digest(model: Path) -> None:
 
 def test_a_mount_that_hangs_is_not_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe into which nobody writes takes its place."""
-    monkeypatch.setattr(digests, "_STALL_S", 0.1)
+    monkeypatch.setattr(identity, "_STALL_S", 0.1)
     first_shard(model).unlink()
     os.mkfifo(first_shard(model))
     with pytest.raises(TimeoutError, match="not a byte of model-00001-of-00002.safetensors"):

@@ -77,7 +77,7 @@ def test_a_hit_is_the_prefix_caches_answer_and_loads_what_windows_leave(
     kept = WINDOW_TOKENS  # whole blocks, and chunks, are a part of it
     a_token = 2 * 256 * (2 if gemma["dtype"] == "bfloat16" else 4)
     bytes_loaded = (FULL_LAYERS * HIT_TOKENS + windows * kept) * a_token
-    loads = re.findall(r"Loaded (\d+) out of (\d+) chunks of 6 groups, ([\d.]+) MiB", log + log_later)
+    loads = re.findall(r"Loaded (\d+) out of (\d+) tokens .*\(chunks: \d+, groups: 6, MiB: ([\d.]+)\)", log + log_later)
     assert [float(mib) for _, _, mib in loads] == [pytest.approx(bytes_loaded / 2**20, abs=0.06)] * 3
     assert len(capacity(log_alone)) == 1 and capacity(log_alone) == capacity(log) == capacity(log_later)
     assert "of no use" not in log + log_later

@@ -18,7 +18,7 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.errors import DeviceError, LayoutError
 from tiercache.integrations.vllm import worker as worker_module
-from tiercache.integrations.vllm.copies import make_mover
+from tiercache.integrations.vllm.blocks import make_mover
 from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
 from tiercache.integrations.vllm.metadata import Load, Save, StepWork
 from tiercache.integrations.vllm.names import BlockNames
@@ -470,6 +470,6 @@ def test_gpu_without_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     def no_driver(ordinal: int) -> None:
         raise DeviceError(f"cuda:{ordinal}: no NVIDIA driver")
 
-    monkeypatch.setattr("tiercache.integrations.vllm.copies.CudaDriver", no_driver)
+    monkeypatch.setattr("tiercache.integrations.vllm.blocks.CudaDriver", no_driver)
     with pytest.raises(DeviceError, match="cuda:3: no NVIDIA driver"):
         make_mover(Config(), {"a": SimpleNamespace(device=torch.device("cuda:3"))}, BLOCKS, GROUPS)

@@ -70,7 +70,8 @@ class TinyEngine:
         from tiercache.integrations.vllm.identity import make_layout
         from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
 
-        blocks = KvBlocks(self.tensors, blocks=4, heads=1, block_tokens=BLOCK_TOKENS, head_size=32)
+        content_bytes = 64 * self.kv.element_size()
+        blocks = KvBlocks(self.tensors, blocks=4, heads=1, block_tokens=BLOCK_TOKENS, content_bytes=content_bytes)
         geometry = BlockGeometry.for_chunk_size(64, BLOCK_TOKENS, save_tails=True)
         group = KvGroup(0, self.spec.block_size, (), None, self.spec)
         return make_layout(self.config, [group], [blocks], geometry, self.tensors, model_id)

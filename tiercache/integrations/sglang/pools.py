@@ -20,7 +20,7 @@ import numpy as np
 
 from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.copies import Lending
+from tiercache.integrations.vllm.blocks import Lending
 from tiercache.payloads import Sink, Source
 
 if TYPE_CHECKING:

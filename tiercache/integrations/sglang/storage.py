@@ -33,7 +33,7 @@ from tiercache.integrations.sglang.identity import for_process, make_layout
 from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, prefix, present, restorable
 from tiercache.integrations.sglang.pools import HostPool, StoredPool, make_pool, pages_among, shares_pages, stored_pool
 from tiercache.integrations.unread import warn_of_unread
-from tiercache.integrations.vllm.copies import Lending
+from tiercache.integrations.vllm.blocks import Lending
 from tiercache.payloads import source_of
 
 if TYPE_CHECKING:

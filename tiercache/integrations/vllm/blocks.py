@@ -16,19 +16,31 @@ ones. Each layer is one plane of `PagedKv`.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.device.driver import Driver
-from tiercache.device.paged import PagedKv
-from tiercache.errors import ConfigError, LayoutError
-from tiercache.integrations.vllm.planning import HeadParts, KvGroup
+from tiercache.assembly import make_cpu_driver
+from tiercache.bridge import CacheThread
+from tiercache.config import Config
+from tiercache.core.keys import ChunkKey
+from tiercache.device.driver import CudaDriver, Driver, Event, Stream, Tensor
+from tiercache.device.paged import PagedChunk, PagedKv
+from tiercache.errors import ConfigError, DeviceError, LayoutError
+from tiercache.integrations.vllm.planning import BlockTransfer, HeadParts, KvGroup
+from tiercache.memory.slots import Lease
+from tiercache.payloads import Source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,6 +48,8 @@ if TYPE_CHECKING:
 
 STATE_TOKENS = 2
 """The window that a recurrent state is like."""
+_POLL_S = 0.0005
+"""Between two looks at the events of a device."""
 
 
 def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvGroup, ...]:
@@ -51,22 +65,20 @@ def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvG
 
 
 def what_they_keep(groups: tuple[KvGroup, ...]) -> str:
-    """In words, for the log."""
+    """Return in words, for the log, which groups keep less than every token."""
     windows = [group.window_tokens for group in groups if group.window_tokens is not None and not group.recurrent]
     states = sum(group.recurrent for group in groups)
     sizes = ", ".join(map(str, sorted(set(windows))))
     said = f", {len(windows)} of which keep a window ({sizes} tokens)" if windows else ""
     said += f", {states} of which keep a recurrent state, so that chunks are single blocks" if states else ""
-    return f"{said}: of a hit they load what it leaves them" if said else ""
-
-
-def is_plain(groups: tuple[KvGroup, ...], kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all layers keep every token in blocks of one kind."""
-    return len(kv_cache_config.kv_cache_groups) == 1 and groups[0].window_tokens is None
+    return f"{said}: a hit loads from them what the next token needs" if said else ""
 
 
 def block_sizes(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
-    """What hits are multiples of, and how many tokens each of a request's block hashes stands for."""
+    """Return what hits are multiples of, and how many tokens each of a request's block hashes stands for."""
+    if len(kv_cache_config.kv_cache_groups) == 1:
+        block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        return block_tokens, block_tokens
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     aligned, hashed = resolve_kv_cache_block_sizes(kv_cache_config, config)
@@ -200,7 +212,7 @@ def _replicas(spec: Any, ranks: int, heads: int | None) -> int:
 
 
 def _kv_heads(config: VllmConfig) -> int | None:
-    """Of each layer, over all ranks; None where layers have unlike numbers, or a draft model has layers as well."""
+    """Return the KV heads of each layer over all ranks; None if layers have unlike numbers, or a draft model has layers."""
     model, speculative = config.model_config, config.speculative_config
     if speculative is not None and getattr(speculative, "draft_model_config", None) is not None:
         return None
@@ -216,12 +228,48 @@ def _kv_heads(config: VllmConfig) -> int | None:
     return heads if heads > 0 else None
 
 
-class KvBlocks:
-    """All layers' KV tensors of one worker. Raises LayoutError for an arrangement that was not verified.
+class _LayerTensors:
+    """The common part of KV in host memory and in device memory: one tensor a layer, all of one shape, strides and dtype.
 
-    Expected of each tensor: shape (blocks, heads, block_tokens, head_size + head_size_v), dense, in host memory. By
-    default V is as wide as K; MLA's latents are no two of them. Of recurrent states: (blocks, heads, 1, `state_bytes`), with
-    room behind each block. With `part` they are views of a part of the heads.
+    Blocks move as opaque bytes: what lies inside one (on CPU a K half and a V half per head) is the engine's business and
+    part of the layout's fingerprint. `blocks` and `block_tokens` are those of the engine's block manager; a token has
+    `content_bytes` in each of `heads`. Of recurrent states (`states`) there is one in the place of the tokens.
+    """
+
+    bytes_per_block: int
+    """The bytes of one block over all layers."""
+
+    def __init__(self, tensors: Mapping[str, Any], blocks: int, block_tokens: int) -> None:
+        if not tensors:
+            raise LayoutError("the engine registered no KV tensors")
+        self.first_name, self._first = next(iter(tensors.items()))
+        self.dtype = str(self._first.dtype).removeprefix("torch.")
+        self.layers = len(tensors)
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+
+    @property
+    def bytes_per_token(self) -> int:
+        return -(-self.bytes_per_block // self.block_tokens)
+
+    def _check_alike(self, tensors: Mapping[str, Any]) -> None:
+        for name, tensor in tensors.items():
+            if _kind(tensor) != _kind(self._first):
+                raise LayoutError(
+                    f"KV of layer {name}: expected shape, strides and dtype of {self.first_name} {_kind(self._first)}, "
+                    f"found {_kind(tensor)}; models with unlike layers are not supported"
+                )
+
+
+class KvBlocks(_LayerTensors):
+    """KV in host memory. Raises LayoutError for an arrangement that was not verified.
+
+    Expected of each tensor: shape (blocks, heads, tokens, K and V of a token), dense; behind a recurrent state there may be
+    room. With `part` they are views of a part of the heads. A chunk's payload is (layers, blocks, block bytes), contiguous.
+
+    On vLLM's CPU platform all layers lie in one storage at equal distances, so one `numpy.copyto` moves a run of consecutive
+    blocks of all layers: few, large calls that release the GIL. Many small copies on a thread beside the engine's wait for
+    Python's lock again and again.
     """
 
     def __init__(
@@ -231,49 +279,26 @@ class KvBlocks:
         blocks: int,
         heads: int,
         block_tokens: int,
-        head_size: int = 0,
-        head_size_v: int | None = None,
-        state_bytes: int | None = None,
+        content_bytes: int,
+        states: bool = False,
         part: bool = False,
     ) -> None:
-        if not tensors:
-            raise LayoutError("the engine registered no KV tensors")
-        first_name, first = next(iter(tensors.items()))
-        self.shape = tuple(first.shape)
-        self.strides = tuple(first.stride())
-        self.dtype = str(first.dtype).removeprefix("torch.")
-        self.layers = len(tensors)
-        self.block_tokens = block_tokens
-        width = head_size + (head_size if head_size_v is None else head_size_v)
-        inside = (heads, block_tokens, width) if state_bytes is None else (heads, 1, state_bytes)
-        self._check(first_name, first, (blocks, *inside), padded=part or state_bytes is not None)
+        super().__init__(tensors, blocks, block_tokens)
+        first, size = self._first, self._first.element_size()
+        inside = (heads, 1 if states else block_tokens, content_bytes // size)
+        self._check_dense((blocks, *inside), padded=part or states)
+        self._check_alike(tensors)
         self._part = part
-        for name, tensor in tensors.items():
-            found = (tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
-            if found != (self.shape, self.strides, self.dtype):
-                raise LayoutError(
-                    f"KV of layer {name}: expected shape, strides and dtype of {first_name} "
-                    f"{(self.shape, self.strides, self.dtype)}, found {found}; models with unlike layers are not supported"
-                )
-        self.blocks = self.shape[0]
-        self.block_bytes: int = math.prod(inside) * first.element_size()
-        stride = self.strides[0] * first.element_size()
-        self._planes = _planes(list(tensors.values()), self.blocks, self.block_bytes, stride)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Of one block over all layers."""
-        return self.layers * self.block_bytes
-
-    @property
-    def bytes_per_token(self) -> int:
-        return -(-self.bytes_per_block // self.block_tokens)
+        self.block_bytes: int = math.prod(inside) * size
+        self.bytes_per_block = self.layers * self.block_bytes
+        self._planes = _planes(list(tensors.values()), blocks, self.block_bytes, first.stride(0) * size)
 
     def describe(self) -> str:
-        """The byte format, for the layout's fingerprint. Of a part it does not say how far apart blocks lie."""
+        """Return the byte format, for the layout's fingerprint. Of a part it does not say how far apart blocks lie."""
+        shape, strides = tuple(self._first.shape), tuple(self._first.stride())
         if self._part:
-            return f"vllm-blocks(layers,blocks,bytes) part={self.shape[1:]} dtype={self.dtype}"
-        return f"vllm-blocks(layers,blocks,bytes) shape={self.shape[1:]} strides={self.strides} dtype={self.dtype}"
+            return f"vllm-blocks(layers,blocks,bytes) part={shape[1:]} dtype={self.dtype}"
+        return f"vllm-blocks(layers,blocks,bytes) shape={shape[1:]} strides={strides} dtype={self.dtype}"
 
     def gather(self, blocks: Sequence[int], payload: np.ndarray) -> None:
         """Copy `blocks` of all layers into `payload` (uint8[layers * len(blocks) * block_bytes])."""
@@ -300,8 +325,8 @@ class KvBlocks:
                 np.copyto(plane[:, block : block + stop - start], part)
                 layer += len(plane)
 
-    @staticmethod
-    def _check(name: str, tensor: Any, expected: tuple[int, ...], *, padded: bool) -> None:
+    def _check_dense(self, expected: tuple[int, ...], *, padded: bool) -> None:
+        name, tensor = self.first_name, self._first
         if str(tensor.device) != "cpu":
             raise LayoutError(f"KV of layer {name}: expected memory of the CPU platform, found device {tensor.device}")
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
@@ -352,12 +377,13 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             start = position
 
 
-class DeviceKvBlocks:
-    """All layers' KV tensors of one worker. Raises LayoutError for a shape that was not verified, or blocks that overlap.
+class DeviceKvBlocks(_LayerTensors):
+    """KV in device memory. Raises LayoutError for a shape that was not verified, or blocks that overlap.
 
-    Expected of each tensor: shape (kernel blocks, heads, tokens, `content_bytes`), in memory of `driver`. `blocks` and
-    `block_tokens` are those of the engine's block manager. Of recurrent states there is one in the place of the tokens
-    (`states`).
+    vLLM 0.32 views every layer's KV as (kernel blocks, heads, tokens, K and V of a token), whatever the order in memory is
+    (`vllm/v1/kv_cache_layout.py`; FlashAttention, FlashInfer and Triton attention all have it so). A block that the engine's
+    manager hands out is one kernel block or several behind each other. Each layer is one plane of `PagedKv`. A chunk's
+    payload is (blocks, layers, block bytes), contiguous.
     """
 
     def __init__(
@@ -371,50 +397,346 @@ class DeviceKvBlocks:
         content_bytes: int,
         states: bool = False,
     ) -> None:
-        if not tensors:
-            raise LayoutError("the engine registered no KV tensors")
-        first_name, first = next(iter(tensors.items()))
+        super().__init__(tensors, blocks, block_tokens)
         self.driver = driver
-        self.dtype = str(first.dtype).removeprefix("torch.")
-        self.layers = len(tensors)
-        self.blocks = blocks
-        self.block_tokens = block_tokens
-        _check_shape(first_name, first, blocks, heads, 1 if states else block_tokens, content_bytes)
+        self._check_shape(heads, 1 if states else block_tokens, content_bytes)
         for name, tensor in tensors.items():
             if not driver.owns(tensor):
                 raise LayoutError(f"KV of layer {name}: expected memory of {driver.name}, found device {tensor.device}")
-            if _kind(tensor) != _kind(first):
-                raise LayoutError(
-                    f"KV of layer {name}: expected shape, strides and dtype of {first_name} {_kind(first)}, found "
-                    f"{_kind(tensor)}; models with unlike layers are not supported"
-                )
+        self._check_alike(tensors)
         try:
             self.kv = PagedKv(driver, list(tensors.values()), blocks)
         except LayoutError as error:
-            raise LayoutError(f"KV of layer {first_name}: {error}") from error
-        self.bytes_per_block: int = self.kv.block_bytes
-        """The bytes of one block over all layers."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        return -(-self.bytes_per_block // self.block_tokens)
+            raise LayoutError(f"KV of layer {self.first_name}: {error}") from error
+        self.bytes_per_block = self.kv.block_bytes
 
     def describe(self) -> str:
         """Return the byte format, for the layout's fingerprint. Where the blocks lie is no part of it."""
         return f"vllm-device-{self.kv.describe()}"
 
-
-def _check_shape(name: str, tensor: Any, blocks: int, heads: int, block_tokens: int, content_bytes: int) -> None:
-    shape, size = tuple(tensor.shape), tensor.element_size()
-    split = shape[0] // blocks if len(shape) == 4 and blocks > 0 else 0
-    whole = split > 0 and block_tokens % split == 0 and content_bytes % size == 0
-    if not whole or shape != (blocks * split, heads, block_tokens // split, content_bytes // size):
-        raise LayoutError(
-            f"KV of layer {name}: expected shape (blocks, heads, tokens, K and V of a token) with {blocks} blocks of "
-            f"{block_tokens} tokens (or equal parts of them), {heads} heads and {content_bytes} bytes, as vLLM 0.32 has "
-            f"it on CUDA, found {shape} of {size} bytes each; this layout was not verified, so its bytes are not touched"
-        )
+    def _check_shape(self, heads: int, block_tokens: int, content_bytes: int) -> None:
+        shape, size, blocks = tuple(self._first.shape), self._first.element_size(), self.blocks
+        split = shape[0] // blocks if len(shape) == 4 and blocks > 0 else 0
+        whole = split > 0 and block_tokens % split == 0 and content_bytes % size == 0
+        if not whole or shape != (blocks * split, heads, block_tokens // split, content_bytes // size):
+            raise LayoutError(
+                f"KV of layer {self.first_name}: expected shape (blocks, heads, tokens, K and V of a token) with {blocks} "
+                f"blocks of {block_tokens} tokens (or equal parts of them), {heads} heads and {content_bytes} bytes, as "
+                f"vLLM 0.32 has it on CUDA, found {shape} of {size} bytes each; this layout was not verified, so its bytes "
+                "are not touched"
+            )
 
 
 def _kind(tensor: Any) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
+
+
+class TakenBack(Exception):
+    """The engine took its blocks back: they must not be touched any more."""
+
+
+class Lending:
+    """The engine's blocks, lent to copying threads for one transfer. A copy runs inside `with lending`; after `take_back`
+    none begins, and it waits for those that run.
+
+    Without it a copy that comes too late would write into a block that the engine has given to another request, or store
+    that request's bytes under this one's key.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._copying = 0
+        self._taken_back = False
+
+    def __enter__(self) -> None:
+        with self._condition:
+            if self._taken_back:
+                raise TakenBack
+            self._copying += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._condition:
+            self._copying -= 1
+            self._condition.notify_all()
+
+    def reading(self, source: Source) -> Source:
+        """Return `source`, which reads what is lent, as a source that raises TakenBack."""
+
+        def fill(slot: np.ndarray) -> None:
+            with self:
+                source(slot)
+                self.check()
+
+        return fill
+
+    def check(self) -> None:
+        """Raise TakenBack when what was just read may have been overwritten meanwhile."""
+        if self._taken_back:
+            raise TakenBack
+
+    def take_back(self, wait_s: float) -> bool:
+        """Return False when a copy is still running after `wait_s` seconds."""
+        with self._condition:
+            self._taken_back = True
+            return self._condition.wait_for(lambda: not self._copying, max(0.0, wait_s))
+
+
+class Move:
+    """Chunks on their way between the engine's blocks and the cache. Public methods are called by the engine's thread.
+
+    Each copy runs on a thread of the cache, inside `lending`. In device memory that only enqueues it, behind what the engine
+    had enqueued when the move began (`after`), and an event behind it says when it has ended. So a save lets go of the
+    engine's blocks as soon as they are gathered, long before the chunks have come to the host or a file.
+    """
+
+    future: concurrent.futures.Future[int]
+    """Ends with the number of chunks that are in the cache, or (of the contiguous prefix) in the blocks."""
+
+    def __init__(self, driver: Driver | None, thread: CacheThread, copies: int) -> None:
+        self._driver = driver
+        self._thread = thread
+        self._lending = Lending()
+        self._task: asyncio.Task[int] | None = None
+        self._lock = threading.Lock()
+        self._to_come = copies
+        """Copies that have not run, or have failed."""
+        self._last_has_run = threading.Event()
+        """Set when no further copy will run: all have, the cache is done, or the blocks were taken back."""
+        self._behind: dict[Stream, Event] = {}
+        """The last event of each stream, as long as it may not have happened."""
+        self.after = driver.record(driver.current_stream()) if driver is not None else None
+
+    def begin(self, operation: Callable[[], Coroutine[Any, Any, int]]) -> None:
+        """Run the cache's part. Raises CacheClosed."""
+        self.future = self._thread.submit(self._run(operation))
+
+    def is_off_blocks(self) -> bool:
+        """Return True if the blocks are not touched any more. May be true long before `future` is done."""
+        return self._last_has_run.is_set() and self._have_ended()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return `is_off_blocks`, after waiting for that."""
+        until_s = time.monotonic() + timeout_s
+        if not self._last_has_run.wait(timeout_s):
+            return False
+        while not self._have_ended():
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def take_back(self, wait_s: float) -> bool:
+        """Let no further copy begin, and wait for those that run. Return False when one still runs after `wait_s`
+        seconds."""
+        returned = self._lending.take_back(wait_s)
+        self._last_has_run.set()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._thread.loop.call_soon_threadsafe(self._cancel)
+        if returned and self.wait(wait_s):
+            return True
+        with self._lock, contextlib.suppress(DeviceError):
+            # At least whatever the engine enqueues from now on comes after them.
+            for event in self._behind.values():
+                assert self._driver is not None
+                self._driver.wait(self._driver.current_stream(), event)
+        return False
+
+    def copy(self, copy: Callable[[], None], stream: Stream = None) -> None:
+        """Run one copy of the blocks, on a thread of the cache. Raises TakenBack."""
+        with self._lending:
+            try:
+                copy()
+            finally:
+                if self._driver is not None:
+                    # Also a copy that failed may have been enqueued in part.
+                    event = self._driver.record(stream)
+                    with self._lock:
+                        self._behind[stream] = event
+            self._lending.check()
+            with self._lock:
+                self._to_come -= 1
+                if not self._to_come:
+                    self._last_has_run.set()
+
+    async def _run(self, operation: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        self._task = asyncio.current_task()
+        try:
+            self._lending.check()
+            return await operation()
+        finally:
+            self._last_has_run.set()
+
+    def _cancel(self) -> None:
+        """Called on the cache's loop. `future` ends with the operation, which may still be at work on a slot."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _have_ended(self) -> bool:
+        """Return True if all copies that have run by now have ended: in device memory they run on."""
+        with self._lock:
+            try:
+                if self._driver is not None and not all(self._driver.query(event) for event in self._behind.values()):
+                    return False
+            except DeviceError:
+                # The device is lost, or about to be: who waits for this has a time limit.
+                return False
+            self._behind.clear()
+            return True
+
+
+class _LentChunk(PagedChunk):
+    """A chunk in blocks of a device that may be taken back."""
+
+    def __init__(self, move: Move, kv: DeviceKvBlocks, transfer: BlockTransfer) -> None:
+        super().__init__(kv.kv, transfer.blocks, chunk_blocks=transfer.chunk_blocks, skip=transfer.skip)
+        self._move = move
+
+    def gather(self, chunk: Tensor, stream: Stream) -> None:
+        self._move.copy(lambda: super(_LentChunk, self).gather(chunk, stream), stream)
+
+    def scatter(self, chunk: Tensor, stream: Stream) -> None:
+        self._move.copy(lambda: super(_LentChunk, self).scatter(chunk, stream), stream)
+
+
+class Mover:
+    """Begins moves between one worker's KV blocks and its cache. All methods are called by the engine's thread."""
+
+    def __init__(self, kvs: Sequence[KvBlocks | DeviceKvBlocks], windows: Iterable[int] = ()) -> None:
+        """`kvs` by group, as `BlockTransfer.group` counts them; their tensors may share memory. `windows`: groups with a
+        window, whose chunks do not follow one another in a prefix: the last are worth most."""
+        self.kvs = kvs
+        self.driver: Driver | None = getattr(kvs[0], "driver", None)
+        """The driver of the device that the blocks lie in; None for host memory. The cache has to use the same."""
+        self._windows = frozenset(windows)
+
+    def put(
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
+    ) -> Move:
+        """Store blocks as chunks. They are read when all that the engine has begun by now is done."""
+        move, cache = Move(self.driver, thread, len(transfers)), thread.cache
+        chunks = [self._chunk(move, transfer) for transfer in transfers]
+
+        def put_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
+            if self.driver is None:
+                items = [(keys[one], self._payload_bytes(transfers[one]), chunks[one]) for one in positions]
+                return cache.put_from(items, deadline_s=deadline_s, prefix=not window)
+            return cache.put_many(
+                [keys[one] for one in positions],
+                [chunks[one] for one in positions],
+                after=move.after,
+                deadline_s=deadline_s,
+                prefix=not window,
+            )
+
+        move.begin(lambda: self._by_group(transfers, put_group))
+        return move
+
+    def get(
+        self,
+        thread: CacheThread,
+        keys: Sequence[ChunkKey],
+        transfers: Sequence[BlockTransfer],
+        deadline_s: float,
+        held: Mapping[ChunkKey, Lease] | None = None,
+    ) -> Move:
+        """Load chunks into blocks. They are written when all that the engine has begun by now is done. `held` as for
+        `TierCache.get_to`.
+
+        Chunks of several groups: all of them are needed, so what one lacks leaves the others uncounted.
+        """
+        move, cache = Move(self.driver, thread, len(transfers)), thread.cache
+        chunks = [self._chunk(move, transfer, load=True) for transfer in transfers]
+
+        def get_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
+            # Of a window the last first: eviction keeps what is named before rather than what follows.
+            ordered = positions[::-1] if window else positions
+            some_keys, some = [keys[one] for one in ordered], [chunks[one] for one in ordered]
+            if self.driver is None:
+                return cache.get_to(some_keys, some, deadline_s=deadline_s, held=held)
+            return cache.get_into(some_keys, some, after=move.after, deadline_s=deadline_s, held=held)
+
+        move.begin(lambda: self._by_group(transfers, get_group))
+        return move
+
+    def _payload_bytes(self, transfer: BlockTransfer) -> int:
+        return transfer.chunk_blocks * self.kvs[transfer.group].bytes_per_block
+
+    def _chunk(self, move: Move, transfer: BlockTransfer, *, load: bool = False) -> Any:
+        """Return what the cache copies to or from: a source or a sink of host memory, or a chunk of a device's."""
+        kv, blocks = self.kvs[transfer.group], transfer.blocks
+        if isinstance(kv, DeviceKvBlocks):
+            return _LentChunk(move, kv, transfer)
+        if load:
+            return lambda chunk: move.copy(lambda: kv.scatter(chunk, transfer.chunk_blocks, transfer.skip, blocks))
+        return lambda slot: move.copy(lambda: kv.gather(blocks, slot))
+
+    async def _by_group(
+        self,
+        transfers: Sequence[BlockTransfer],
+        move: Callable[[Sequence[int], bool], Coroutine[Any, Any, int]],
+    ) -> int:
+        """Run `move` for the positions of each group's transfers, side by side, saying whether it has a window. Return the
+        sum of what they return; where one fails, the others are ended first."""
+        groups: dict[int, list[int]] = {}
+        for position, transfer in enumerate(transfers):
+            groups.setdefault(transfer.group, []).append(position)
+        if len(groups) == 1:
+            ((group, positions),) = groups.items()
+            return await move(positions, group in self._windows)
+        async with asyncio.TaskGroup() as tasks:
+            moves = [tasks.create_task(move(positions, group in self._windows)) for group, positions in groups.items()]
+        return sum(one.result() for one in moves)
+
+
+def make_mover(
+    config: Config, tensors: Mapping[str, Any], blocks: int, groups: Sequence[KvGroup], parts: HeadParts | None = None
+) -> Mover:
+    """`groups` as the geometry has them. Raises LayoutError for KV that cannot be moved from where it lies
+    or was not verified; DeviceError without driver."""
+    driver = _driver_of(config, tensors)
+    kvs: list[KvBlocks | DeviceKvBlocks] = []
+    for group in groups:
+        sizes: dict[str, Any] = {
+            "blocks": blocks,
+            "heads": group.spec.num_heads // (parts.here if parts else 1),
+            "block_tokens": group.spec.block_size,
+            "content_bytes": group.spec.state_content_size_bytes,
+            "states": group.recurrent,
+        }
+        of_group = _tensors_of(group, tensors, parts)
+        if driver is None:
+            kvs.append(KvBlocks(of_group, **sizes, part=parts is not None))
+        else:
+            on_device = DeviceKvBlocks(driver, of_group, **sizes)
+            on_device.kv.warm_up()
+            kvs.append(on_device)
+    return Mover(kvs, [position for position, group in enumerate(groups) if group.window_tokens is not None])
+
+
+def _tensors_of(group: KvGroup, tensors: Mapping[str, Any], parts: HeadParts | None) -> Mapping[str, Any]:
+    """Return the group's tensors; of its part of the heads, views."""
+    if group.layers:
+        tensors = {name: tensors[name] for name in group.layers if name in tensors}
+    if parts is None:
+        return tensors
+    heads = group.spec.num_kv_heads // parts.here
+    return {name: tensor[:, group.part * heads : (group.part + 1) * heads] for name, tensor in tensors.items()}
+
+
+def _driver_of(config: Config, tensors: Mapping[str, Any]) -> Driver | None:
+    """Return the driver of the device that holds the KV; None for host memory."""
+    devices = {str(tensor.device): tensor.device for tensor in tensors.values()}
+    if len(devices) != 1:
+        raise LayoutError(f"expected the KV of all layers on one device, found {', '.join(sorted(devices)) or 'no KV'}")
+    ((name, device),) = devices.items()
+    if device.type == "cpu":
+        return make_cpu_driver() if config.device == "cpu" else None
+    if device.type != "cuda":
+        raise LayoutError(f"expected KV in host memory or on a CUDA GPU, found it on {name}")
+    if config.device != "auto":
+        raise LayoutError(
+            f"the KV lies on {name}, and the configuration says device: {config.device}; use device: auto"
+        )
+    return CudaDriver(device.index or 0)

@@ -23,8 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
-from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, is_plain, what_they_keep
-from tiercache.integrations.vllm.copies import make_mover
+from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover, what_they_keep
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.identity import beside_others, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
@@ -72,18 +71,12 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = beside_others(self._config, parallel.data_parallel_index, parallel.data_parallel_size)
         self._engine = str(transfer.engine_id)
         self._groups = find_groups(vllm_config, kv_cache_config)
-        plain = is_plain(self._groups, kv_cache_config)
-        self._block_tokens, self._hash_tokens = self._groups[0].block_tokens, self._groups[0].block_tokens
-        if not plain:
-            self._block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)
-        self._geometry = BlockGeometry.for_chunk_size(
-            self._config.chunk_size,
-            self._block_tokens,
-            self._config.save_unfull_chunk,
-            () if plain else self._groups,
+        block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)
+        self._geometry = fitted(
+            BlockGeometry.for_chunk_size(
+                self._config.chunk_size, block_tokens, self._config.save_unfull_chunk, self._groups
+            )
         )
-        if self._geometry.groups:
-            self._geometry = fitted(self._geometry)
         if (parts := head_parts(vllm_config, self._groups, self._config.kv_head_parts)) is not None:
             self._geometry = in_parts(self._geometry, self._groups, parts)
         self._scheduler: SchedulerSide | None = None
@@ -98,11 +91,11 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._config.chunk_size,
                 self._geometry.chunk_tokens,
                 self._geometry.block_tokens,
-                ", no longer than the shortest window needs" if self._geometry.groups else "",
+                ", no longer than the shortest window needs" if not self._geometry.plain else "",
             )
         if self._geometry.parts is not None:
             logger.info("KV heads are stored in %d parts: hits are whole chunks", self._geometry.parts.all)
-        if self._geometry.groups:
+        if not self._geometry.plain:
             logger.info(
                 "%d groups of layers%s%s",
                 len(self._groups),
@@ -118,8 +111,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
         client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
-        groups = self._geometry.groups or self._groups
-        events = KvEvents(self._geometry, groups, self._hash_tokens) if self._tells_routers else None
+        events = KvEvents(self._geometry, self._hash_tokens) if self._tells_routers else None
         return SchedulerSide(self._config, self._geometry, names, client, workers, events, transfer.kv_role)
 
     @property
@@ -141,7 +133,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         geometry, blocks = self._geometry, self._kv_cache_config.num_blocks
-        mover = make_mover(self._config, kv_caches, blocks, geometry.groups or self._groups, geometry.parts)
+        mover = make_mover(self._config, kv_caches, blocks, geometry.groups, geometry.parts)
         layout = make_layout(
             self._vllm_config, self._groups, mover.kvs, self._geometry, kv_caches, self._config.model_id
         )
@@ -154,7 +146,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._names(),
             kv_events=self._tells_routers,
         )
-        if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs][: len(self._geometry.groups)]):
+        if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs]):
             logger.info(
                 "chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * empty
             )
@@ -237,10 +229,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @survives(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
-        if connector_output.invalid_block_ids:
-            self._scheduler.loads_failed(connector_output.invalid_block_ids)
-        if connector_output.failed_recving:
-            self._scheduler.receiving_failed(connector_output.failed_recving)
+        if connector_output.invalid_block_ids or connector_output.failed_recving:
+            self._scheduler.loads_failed(connector_output.invalid_block_ids, connector_output.failed_recving or ())
         if connector_output.finished_recving:
             self._scheduler.received(connector_output.finished_recving)
         if isinstance(connector_output.kv_connector_worker_meta, StepReport):
@@ -279,7 +269,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @survives(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """By tier where the chunks lay when they were found; what was in RAM counts first."""
+        """Return tokens by the tier in which their chunks lay when they were found. Chunks in RAM count first."""
         assert self._scheduler is not None
         sources: dict[CacheHitSource, int] = {}
         left = num_external_tokens
@@ -295,7 +285,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @survives(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Of either half, each step: what is new; None where nothing is."""
+        """Return the new figures of either half, each step; None if there are none."""
         half = self._worker or self._scheduler
         return half.figures.take() if half is not None else None
 

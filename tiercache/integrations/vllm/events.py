@@ -26,7 +26,7 @@ from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.logs import survives
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup, keys_of, name_of
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup, keys_of, suffix_of
 from tiercache.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ MEDIA = {"cpu": "CPU", "shared_memory": "STORAGE", "disk": "STORAGE", "gds": "ST
 """The tiers of this host, and vLLM's names for what they are. Others are reached by every engine alike, which tells a router
 nothing, and what leaves them is not known here."""
 MOST_CHUNKS = 65536
-"""That are announced at a time: of 256 tokens in blocks of 16, about 2 KiB each."""
+"""The most chunks that are announced at a time. Each takes about 2 KiB for 256 tokens in blocks of 16."""
 _MOST_AT_ONCE = 8192
 """Changes that a step carries; the rest goes with the next one."""
 _LINGER_S = 1.0
-"""So long steps are asked for after the last report, while a worker is busy."""
+"""The time for which steps are asked for after the last report, while a worker is busy."""
 _FIELDS = frozenset(BlockStored.__struct_fields__)
 _LOCALITY = {"locality": "LOCAL"} if "locality" in _FIELDS else {}
 """Older vLLMs say nothing about that."""
@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Of one worker, with a step."""
+    """The changes that one worker reports with a step."""
 
     rank: int
     changes: list[Change]
@@ -74,14 +74,14 @@ class ChunkBlocks:
     hashes: tuple[bytes, ...]
     """The engine's, of each block; not the names under which we store."""
     parent: bytes | None
-    """Of the block before them."""
+    """The hash of the block before them."""
     tokens: array[int]
     block_tokens: int
     group: int = 0
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
-    """What vLLM hashed besides the tokens of each block: images, cache salt, adapter."""
+    """The things that vLLM hashed besides the tokens of each block: images, cache salt, adapter."""
 
 
 @dataclass
@@ -103,9 +103,9 @@ class Removed:
 class _Chunk:
     blocks: ChunkBlocks
     ranks: dict[str, dict[int, int]] = field(default_factory=dict)
-    """By tier: which rank has which part."""
+    """The part that each rank has, by tier."""
     media: set[str] = field(default_factory=set)
-    """Where it is announced."""
+    """The media in which the chunk is announced."""
 
 
 class AnnouncedBlocks:
@@ -125,7 +125,7 @@ class AnnouncedBlocks:
         return len(self._chunks)
 
     def knows(self, name: bytes) -> bool:
-        """And if so, it is named now."""
+        """Return True if the chunk is known. It counts as named now."""
         if name not in self._chunks:
             return False
         self._chunks.move_to_end(name)
@@ -166,7 +166,7 @@ class AnnouncedBlocks:
         return watching
 
     def take(self) -> list[Stored | Removed]:
-        """What is to be told since the last call, in this order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -223,13 +223,12 @@ def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 class KvEvents:
     """The scheduler's half. Of groups with a window nothing is told: what they keep is of use at the end of a hit only."""
 
-    def __init__(self, geometry: BlockGeometry, groups: Sequence[KvGroup], hash_tokens: int) -> None:
-        """`groups` as transfers count them; each of a request's block hashes stands for `hash_tokens`."""
+    def __init__(self, geometry: BlockGeometry, hash_tokens: int) -> None:
+        """Each of a request's block hashes stands for `hash_tokens`."""
         self.announced = AnnouncedBlocks()
         self._geometry = geometry
-        self._groups = groups
         self._hash_tokens = hash_tokens
-        self._kinds = {group.index: _kind_of(group) for group in groups}
+        self._kinds = {group.index: _kind_of(group) for group in geometry.groups}
         self._busy: set[int] = set()
         """Ranks that may soon have more to say."""
         self._reported_s = 0.0
@@ -253,14 +252,12 @@ class KvEvents:
         start = geometry.whole_chunks(first)
         ends = {name: end for end, name in enumerate(names[start:], start + 1)} if transfers else {}
         for transfer in transfers:
-            group = self._groups[transfer.group]
+            group = geometry.groups[transfer.group]
             # Of the parts of a rank, which come and go together, the last says it for all.
             tells = group.window_tokens is None and (geometry.parts is None or group.part == geometry.parts.here - 1)
             if tells and not self.announced.knows(transfer.name):
-                suffix = name_of(b"", transfer.group, geometry)
-                name = transfer.name.removesuffix(suffix) if suffix else transfer.name
-                end = ends[name]
-                blocks = geometry.blocks_per_chunk if geometry.groups else transfer.chunk_blocks
+                end = ends[transfer.name.removesuffix(suffix_of(transfer.group, geometry))]
+                blocks = transfer.chunk_blocks * group.block_tokens // geometry.block_tokens
                 self.announced.know(transfer.name, self._described(request, transfer.group, end - blocks, end))
 
     def take(self) -> list[KVCacheEvent]:
@@ -271,7 +268,7 @@ class KvEvents:
 
     def _described(self, request: Request, position: int, start: int, end: int) -> ChunkBlocks:
         """Blocks `start` .. `end` of the geometry's, as the group counts them."""
-        group = self._groups[position]
+        group = self._geometry.groups[position]
         first_token, end_token = start * self._geometry.block_tokens, end * self._geometry.block_tokens
         step = group.block_tokens // self._hash_tokens
         first, stop = first_token // group.block_tokens, end_token // group.block_tokens
@@ -296,7 +293,7 @@ class KvEvents:
 
 
 def _kind_of(group: KvGroup) -> dict[str, str]:
-    """What vLLM's events say about such blocks."""
+    """Return the fields by which vLLM's events describe such blocks."""
     if group.spec is None or "kv_cache_spec_kind" not in _FIELDS:
         return {}
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
@@ -438,7 +435,7 @@ class Residency:
         self._was_busy = False
 
     def watch(self, watching: Mapping[bytes, bool]) -> None:
-        """From now on these chunks, by name; or, with False, no longer."""
+        """Watch these chunks, by name, from now on; or, with False, no longer."""
         if watching:
             keys = keys_of(self._namespace, list(watching), self._geometry)
             self._chunks.drop(keys)  # what is watched anew is told anew

@@ -13,8 +13,10 @@ import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
 
 from tiercache.bridge import CacheThread
 from tiercache.control.messages import LONGEST_NAME, LONGEST_S
@@ -27,32 +29,36 @@ PREFIX = "tiercache."
 EXPECT_TOKENS = PREFIX + "expect_tokens"
 
 
-@dataclass(frozen=True)
-class Wishes:
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Wishes(msgspec.Struct, frozen=True):
     """A field of this class is a parameter `tiercache.<field>`."""
 
-    session: str = ""
+    session: _Name = ""
     """An id of the program's own: its turns predict one another."""
-    step: str = ""
+    step: _Name = ""
     """Accepted without effect."""
-    ended: str = ""
+    ended: _Name = ""
     """Accepted without effect."""
-    next_in_s: float | None = None
-    """What the request leaves behind is needed again in so many seconds."""
-    pin_s: float | None = None
+    next_in_s: _Seconds | None = None
+    """The time in seconds after which the request's KV is needed again."""
+    pin_s: _Seconds | None = None
     """Keep it hot for so long."""
     forget: bool = False
     """Remove what the request stored when it has finished. What others had stored before stays, as far as memory and this
     host's tiers know, and as the request's look-up found it: of a chunk on a server that was not asked nobody knows."""
     session_over: bool = False
     """No turn of the session follows this one."""
-    expect_tokens: int = 0
+    expect_tokens: _Tokens = 0
     """Another engine is storing so many of the prompt's first tokens just now: look-ups wait for them, as long as
     `lookup_timeout_ms` says."""
 
     @property
     def at_the_end(self) -> bool:
-        """Whether there is anything to do when the request has finished."""
+        """Return True if there is anything to do when the request has finished."""
         return bool(self.session or self.forget or self.next_in_s is not None or self.pin_s is not None)
 
 
@@ -77,7 +83,7 @@ Turn = RequestBegan | RequestEnded
 
 
 def said_by(request: Any) -> dict[str, Any]:
-    """Of what comes in several ways, `kv_transfer_params` win over `kv_hints`, and these over `session_id`."""
+    """Return the request's parameters. `kv_transfer_params` win over `kv_hints`, and these over `session_id`."""
     said: dict[str, Any] = {}
     if session := getattr(request, "session_id", None):
         said[PREFIX + "session"] = session
@@ -94,7 +100,7 @@ def _is_ours(name: Any) -> bool:
 
 
 def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
-    """What is wrong counts as not said, with one warning for each parameter; nothing here fails a request.
+    """Return the wishes of valid parameters. An invalid one is ignored with one warning, and never fails a request.
 
     `warned` remembers what was warned about.
     """
@@ -105,58 +111,20 @@ def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
         if not _is_ours(name):
             continue
         field = name.removeprefix(PREFIX)
-        expected, parse = _KINDS.get(field, (f"one of {', '.join(_KINDS)} after {PREFIX}", lambda _: None))
-        if (parsed := parse(value)) is not None:
-            found[field] = parsed
-        elif field[:64] not in warned and len(warned) < 100:
-            warned.add(field[:64])
-            logger.warning(
-                "what a request says: %.80r is ignored: expected %s, found %.80s", name, expected, _shown(value)
-            )
+        try:
+            if field not in _KINDS:
+                raise ValueError(f"the names are {', '.join(_KINDS)}")
+            found[field] = msgspec.convert(value, _KINDS[field])
+        except (msgspec.ValidationError, ValueError, OverflowError) as error:
+            if field[:64] not in warned and len(warned) < 100:
+                warned.add(field[:64])
+                logger.warning(
+                    "what a request says: %.80r is ignored: expected a name and a value of ours: %s", name, error
+                )
     return Wishes(**found)
 
 
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
-    except RecursionError:
-        return "a value that is nested too deep"
-
-
-def _name(value: Any) -> str | None:
-    return value if isinstance(value, str) and 0 < len(value) <= LONGEST_NAME else None
-
-
-def _seconds(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if 0 <= value <= LONGEST_S else None
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else None
-
-
-def _flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
-_A_NAME = (f"a text of 1 .. {LONGEST_NAME} characters", _name)
-_SOME_SECONDS = (f"a number of seconds in 0 .. {LONGEST_S:.0f}", _seconds)
-_A_FLAG = ("true or false", _flag)
-_KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "session": _A_NAME,
-    "step": _A_NAME,
-    "ended": _A_NAME,
-    "next_in_s": _SOME_SECONDS,
-    "pin_s": _SOME_SECONDS,
-    "forget": _A_FLAG,
-    "session_over": _A_FLAG,
-    "expect_tokens": ("a number of tokens", _count),
-}
-assert set(_KINDS) == {field.name for field in fields(Wishes)}
+_KINDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Wishes)}
 
 
 _STORING_S = 30.0
@@ -175,7 +143,7 @@ class SessionTurns:
         self._warned = False
 
     def stores(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
-        """Of a request that wishes to have it forgotten, before it begins to store these. Called by the engine's thread."""
+        """Note chunks that are to be forgotten, before the request begins to store them. Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # closed
             self._thread.loop.call_soon_threadsafe(self._note, request_id, keys)
 

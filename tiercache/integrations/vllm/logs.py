@@ -68,7 +68,7 @@ Trace = Mapping[str, str]
 
 
 def trace_of(request: Any) -> Trace | None:
-    """None where the request has none, or nobody would look at it."""
+    """Return the request's trace; None if it has none, or spans are not exported."""
     headers = getattr(request, "trace_headers", None)
     return dict(headers) if headers and trace is not None else None
 

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import itertools
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,61 +46,62 @@ from tiercache.integrations.vllm.planning import (
     Match,
     agreed,
     all_names,
-    chunk_ends,
+    full_chunks,
     held_names,
     keys_of,
     names_of,
     needed_chunks,
     tail_lengths,
+    window_chunks,
 )
 from tiercache.memory.slots import Lease
+from tiercache.tiers.base import Tier
 
 logger = logging.getLogger("tiercache.vllm")
 
 LARGEST_MESSAGE_BYTES = 64 << 20
 
 _PART_FOR_PROMOTING = 0.8
-"""Of the time that the scheduler's half waits for an answer."""
+"""The part of `lookup_timeout_ms` in which chunks may come to the hot cache."""
 _MOST_QUESTIONS = 256
-"""For one hit of several groups, of which a recurrent state may be stored in few places. Each is answered from memory, but
+"""The most questions for one hit. Recurrent states may be stored in few places. Each is answered from memory, but
 where a shared tier has to be asked."""
 
 local: dict[tuple[str, int], LookupServer] = {}
-"""Those of workers that live in this process, by engine and rank."""
+"""The servers of workers that live in this process, by engine and rank."""
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
     """Messages are lists of these, and of answers: what a step asks in one, and what is answered together in one."""
 
     number: int
-    """Of its connection, where answers come in any order."""
+    """The question's number in its connection, where answers come in any order."""
     names: list[bytes]
     claim: str = ""
 
 
 class LookUp:
-    """What the caches have of one request: asked by the scheduler's thread, answered by another.
+    """A question about one request to the caches: asked by the scheduler's thread, answered by another.
 
     A `concurrent.futures.Future` does the same for 6 us, of which a step with 64 arrivals has many.
     """
 
-    __slots__ = ("_wake", "answers", "claim", "given_up", "match", "names", "on_given_up")
+    __slots__ = ("_wake", "answers", "claim", "given_up", "match", "names")
 
     def __init__(self, names: list[bytes], claim: str = "") -> None:
         """`names`: one a block."""
         self.names = names
         self.claim = claim
         self.answers: dict[int, Match] = {}
-        """By rank, so far."""
+        """The answers so far, by rank."""
         self.match: Match | None = None
         """The answer, which stays as it is."""
         self.given_up = False
-        self.on_given_up: Callable[[], None] | None = None
         self._wake: threading.Event | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody waits for an answer that is not there yet."""
+        """Return True if an answer is wanted and not there yet."""
         return self.match is None and not self.given_up
 
     def give(self, match: Match) -> None:
@@ -119,10 +119,8 @@ class LookUp:
         return self.match
 
     def give_up(self) -> None:
-        """Nobody wants the answer any more: where it is not looked up yet, it is not, and where it is, that is cancelled."""
+        """Nobody wants the answer any more: where it is not asked yet, it is not."""
         self.given_up = True
-        if self.on_given_up is not None:
-            self.on_given_up()
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -132,83 +130,38 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     held: bool = False
 
 
-async def find(
-    cache: TierCache,
-    names: Sequence[bytes],
-    geometry: BlockGeometry,
-    *,
-    into_device: bool = False,
-    claims: Claims | None = None,
-    claim: str = "",
-) -> Match:
-    """`locate`, for a request that is here. With `claims`, what is found is in the hot cache when this returns, and held for
-    the request, as far as there is room for that and time until then.
-
-    Where it is not, it is prefetched, so that reading overlaps with the request's wait in the engine's queue; but for what a
-    tier reads into the device by itself, if that is where it will be wanted (`into_device`).
-    """
-    until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
-    match, found = await locate(cache, names, geometry)
-    if claims is not None and geometry.groups:
-        return await claims.claim(claim, names, match, until_s) if match.blocks else match
-    direct = [tier for tier in cache.tiers if into_device and tier.serves_device]
-    for_host = [key for key in found if not any(tier.contains(key) for tier in direct)]
-    if claims is not None and found and len(for_host) == len(found):
-        held = await claims.claim_prefix(claim, found, until_s)
-        if held is not None:
-            if held < len(found):
-                match = match.shortened(held * geometry.blocks_per_chunk, geometry)
-            match.held = True
-            return match
-    cache.warm_soon(for_host)
-    return match
-
-
 async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
-    """How many blocks of a request the cache has, and in which chunks: full ones, then the longest tail. `names` has one
-    name a block.
+    """Return how many blocks of a request the cache has, and the chunks of the longest hit that all groups agree on: full
+    ones, then the longest tail. Of windows only what the hit needs is asked for. `names` has one name a block.
     """
-    if geometry.groups:
-        return await _locate_groups(cache, names, geometry)
-    ends = chunk_ends(len(names), geometry)
-    keys = keys_of(cache.namespace, [names[end - 1] for end in ends], geometry)
-    hit = await cache.lookup_keys(keys)
-    match = Match(hit.chunks * geometry.blocks_per_chunk)
-    tokens = {name: count * geometry.chunk_tokens for name, count in hit.by_tier.items()}
-    found = list(keys[: hit.chunks])
-    for length in tail_lengths(len(names), match.blocks, geometry):
-        (key,) = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
-        tail = await cache.lookup_keys([key])
-        if tail.chunks:
-            found.append(key)
-            match.blocks += length
-            for name, count in tail.by_tier.items():
-                tokens[name] = tokens.get(name, 0) + count * length * geometry.block_tokens
-            break
-    match.tokens_by_tier = tokens
-    return match, found
-
-
-async def _locate_groups(
-    cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry
-) -> tuple[Match, list[ChunkKey]]:
-    """The longest hit that all groups agree on. Of the windows only what the hit needs is asked for."""
     search = HitSearch(len(names) // geometry.blocks_per_chunk, geometry)
-    by_tier: dict[str, int] | None = None
+    found: list[ChunkKey] = []
+    tokens: dict[str, int] = {}
     asked = 0
     while search.question:
         asked += 1
         if asked > _MOST_QUESTIONS:
             logger.info("windows are stored with so many gaps that a look-up was given up: it counts as a miss")
             return Match(), []
-        hit = await cache.lookup_keys(keys_of(cache.namespace, names_of(search.question, names, geometry), geometry))
-        by_tier = by_tier or hit.by_tier
+        keys = keys_of(cache.namespace, names_of(search.question, names, geometry), geometry)
+        hit = await cache.lookup_keys(keys)
+        # Chunks of the layers that see every token are asked for first, and it counts where they lie.
+        found = found or keys
+        tokens = tokens or {tier: count * geometry.chunk_tokens for tier, count in hit.by_tier.items()}
         search.answer(hit.chunks)
-    needed = needed_chunks(search.chunks, geometry)
-    # By where the chunks lie that were asked for first: those of the layers that see every token.
-    tokens = {tier: count * geometry.chunk_tokens for tier, count in (by_tier or {}).items()}
+    windows = names_of(window_chunks(search.chunks, geometry), names, geometry)
+    found = found[: len(full_chunks(1, geometry)) * search.chunks] + keys_of(cache.namespace, windows, geometry)
     match = Match(tokens_by_tier=tokens).shortened(search.chunks * geometry.blocks_per_chunk, geometry)
-    return match, keys_of(cache.namespace, names_of(needed, names, geometry), geometry)
+    for length in tail_lengths(len(names), match.blocks, geometry):
+        tail = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
+        hit = await cache.lookup_keys(tail)
+        if hit.chunks:
+            found += tail
+            match.blocks += length
+            for tier, count in hit.by_tier.items():
+                match.tokens_by_tier[tier] = match.tokens_by_tier.get(tier, 0) + count * length * geometry.block_tokens
+            break
+    return match, found
 
 
 class LookupServer:
@@ -224,38 +177,63 @@ class LookupServer:
         self._key = (engine, rank)
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._finding: set[asyncio.Task[None]] = set()
-        """For this process."""
+        """Look-ups for this process."""
         local[self._key] = self
         cache = thread.cache
-        direct = into_device and any(tier.serves_device for tier in cache.tiers)
         # Of several groups all has to come to the hot cache for that.
-        useful = not direct if geometry.groups else not cache.config.enable_async_loading
+        useful = not cache.config.enable_async_loading if geometry.plain else not self._direct
         self.claims = Claims(cache, geometry) if useful and cache.ahead.promotes else None
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str = "") -> Match:
-        return await find(
-            self.thread.cache,
-            names,
-            self._geometry,
-            into_device=self._into_device,
-            claims=self.claims if claim else None,
-            claim=claim,
-        )
+        """`locate`, for a request that is here. A look-up that fails is a miss.
+
+        With a `claim`, what is found is in the hot cache when this returns, and held for the request, as far as there is
+        room for that and time until then. Where it is not, it is prefetched, so that reading overlaps with the request's
+        wait in the engine's queue; but for what a tier reads into the device by itself, if that is where it will be wanted.
+        """
+        try:
+            return await self._find(names, claim)
+        except Exception as error:
+            logger.warning("a look-up failed: %r", error)
+            return Match(failed=True)
+
+    @property
+    def _direct(self) -> list[Tier]:
+        """Return the tiers that read into the device by themselves."""
+        return [tier for tier in self.thread.cache.tiers if self._into_device and tier.serves_device]
+
+    async def _find(self, names: Sequence[bytes], claim: str) -> Match:
+        cache, geometry, claims = self.thread.cache, self._geometry, self.claims if claim else None
+        until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
+        match, found = await locate(cache, names, geometry)
+        if claims is not None and not geometry.plain:
+            return await claims.claim(claim, names, match, until_s) if match.blocks else match
+        direct = self._direct
+        for_host = [key for key in found if not any(tier.contains(key) for tier in direct)]
+        if claims is not None and found and len(for_host) == len(found):
+            held = await claims.claim_prefix(claim, found, until_s)
+            if held is not None:
+                if held < len(found):
+                    match = match.shortened(held * geometry.blocks_per_chunk, geometry)
+                match.held = True
+                return match
+        cache.warm_soon(for_host)
+        return match
 
     def ask(self, asked: Sequence[LookUp]) -> None:
-        """For the scheduler's half in this process, whose thread calls it. Raises RuntimeError where the loop is closed."""
+        """Begin look-ups. Called by the scheduler's thread in this process. Raises RuntimeError if the loop is closed."""
         self.thread.loop.call_soon_threadsafe(self._begin, asked)
 
     def release(self, claims: Iterable[str]) -> None:
-        """What was held for these requests is loaded, or not wanted any more. Called by the engine's thread."""
+        """Let go of chunks that are loaded, or not wanted any more. Called by the engine's thread."""
         if self.claims is not None and (over := tuple(claims)):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is held
                 self.thread.loop.call_soon_threadsafe(self.claims.release, *over)
 
     @property
     def held(self) -> Mapping[ChunkKey, Lease]:
-        """Of all requests. Belongs to the cache's loop."""
+        """Return the leases of all requests. Belongs to the cache's loop."""
         return self.claims.leases if self.claims is not None else {}
 
     def close(self) -> None:
@@ -269,21 +247,11 @@ class LookupServer:
             task = self.thread.loop.create_task(self._find_for(one))
             self._finding.add(task)
             task.add_done_callback(self._finding.discard)
-            one.on_given_up = functools.partial(self._cancel, task)
-            if one.given_up:  # before that
-                task.cancel()
-
-    def _cancel(self, task: asyncio.Task[None]) -> None:
-        """Called by the scheduler's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self.thread.loop.call_soon_threadsafe(task.cancel)
 
     async def _find_for(self, one: LookUp) -> None:
         match = Match(failed=True)
         try:
             match = await self.find(one.names, one.claim)
-        except Exception as error:
-            logger.warning("a look-up failed: %r", error)
         finally:
             one.give(match)
 
@@ -327,16 +295,12 @@ class LookupServer:
             del self._connections[serving]
 
     async def _answer(self, answers: _Answers, question: Question) -> None:
-        try:
-            match = await self.find(question.names, question.claim)
-        except Exception as error:
-            logger.warning("a look-up failed: %r", error)
-            match = Match()
+        match = await self.find(question.names, question.claim)
         answers.add(Answer(question.number, match.blocks, match.tokens_by_tier, match.held))
 
 
 class _Answers:
-    """What is found in one round of the loop goes in one message: each costs the scheduler's process a turn of Python's
+    """Sends all answers of one round of the loop in one message: each costs the scheduler's process a turn of Python's
     lock."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -445,7 +409,7 @@ class LookupClient:
             return
         answers = list(one.answers.values())
         least = min(answers, key=lambda match: match.blocks)
-        if not self._geometry.groups or all(match.blocks == least.blocks for match in answers):
+        if self._geometry.plain or all(match.blocks == least.blocks for match in answers):
             one.give(agreed(answers, self._geometry))
             return
         # Windows have to be there for the hit as it is: who has more may not have that.
@@ -475,7 +439,7 @@ class _Connection:
             self._send(numbered)
 
     def forget_ended(self) -> None:
-        """Of those that were given up, which may never be answered."""
+        """Forget look-ups that were given up: they may never be answered."""
         self._waiting = {number: one for number, one in self._waiting.items() if one.is_open}
 
     async def close(self) -> None:
@@ -517,7 +481,7 @@ class _Connection:
 
 
 def _miss(asked: Sequence[LookUp], error: Exception) -> int:
-    """Those that have no answer are misses; returns how many."""
+    """Make misses of look-ups that have no answer, and return how many there are."""
     unanswered = [one for one in asked if one.is_open]
     if unanswered:
         logger.warning("%d look-ups got no answer from the workers: %r", len(unanswered), error)
@@ -528,11 +492,11 @@ def _miss(asked: Sequence[LookUp], error: Exception) -> int:
 
 _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0
-"""For a request that waits for blocks, or of whose end nobody told."""
+"""The longest time that chunks are held for a request, which may wait for blocks, or have ended without a word."""
 _OVER_FOR_S = 10.0
-"""So long after its release a look-up may come to claim; what is claimed later yet expires as above."""
+"""The time after its release in which a look-up may come to claim. Later claims expire as above."""
 HELD_FOR_S = 30.0
-"""For so long after the question what was held is there, and as long again for the load to begin."""
+"""The time after the question for which held chunks are counted on. The load has as long again to begin."""
 
 
 @dataclass
@@ -683,8 +647,8 @@ class AnnouncedPrompts:
         self._geometry = geometry
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """As a request finds them: full chunks as far as there are any, the longest tail behind them, then what is
-        missing."""
+        """Return keys as a request finds them: full chunks as far as there are any, the longest tail behind them, then
+        what is missing."""
         if (given := given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)

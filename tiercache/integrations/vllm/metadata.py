@@ -22,7 +22,7 @@ class Load:
     transfers: list[BlockTransfer]
     asynchronous: bool
     claim: str = ""
-    """Under which the chunks may be held, until this has ended."""
+    """The claim under which the chunks may be held until this has ended."""
     impossible: tuple[int, ...] = ()
     """Blocks that the engine expects filled and that no transfer fills: something went wrong while planning."""
     trace: Trace | None = None
@@ -53,18 +53,18 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """Claims of look-ups of which nothing will be loaded."""
     forget_hot: bool = False
     generation: bytes = b""
-    """With `forget_hot`: what names are made with from now on, see `BlockNames`."""
+    """With `forget_hot`: the generation of names from now on, see `BlockNames`."""
     token_s: float | None = None
-    """What one token more costs the engine, in seconds, when that has changed."""
+    """The engine's time for one more token, in seconds, when that has changed."""
     watching: dict[bytes, bool] = field(default_factory=dict)
     """Chunks, by name, of which routers are told from now on where they are; with False, no longer."""
     turns: list[Turn] = field(default_factory=list)
-    """What requests say about themselves, in the order in which they came and finished."""
+    """Hints of requests, in the order in which they came and finished."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What has ended since the last step."""
+    """Saves and loads that have ended since the last step."""
 
     saves: dict[str, int]
     """How many `Save`s of each request, summed over workers."""
@@ -80,7 +80,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class ResidencyChanges(KVConnectorKVEvents):  # type: ignore[misc]
-    """What workers send with a step: a `Report` each. What one says has not to wait for what another one says."""
+    """Reports of workers with a step. None has to wait for another one's."""
 
     def __init__(self, report: Report) -> None:
         self._reports: list[Report] = [report]

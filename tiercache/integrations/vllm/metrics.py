@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -70,7 +71,7 @@ LOADS = Family(
 
 
 def _below(part: str, key: str) -> Callable[[Figures], Iterator[Row]]:
-    """Of the tiers below the hot cache, which is the primary tier in vLLM's words."""
+    """Return rows of the tiers below the hot cache, which is the primary tier in vLLM's words."""
 
     def rows(figures: Figures) -> Iterator[Row]:
         for tier, values in figures["statistics"][part].items():
@@ -124,13 +125,13 @@ SAMPLED = (
         lambda figures: [((), figures["statistics"]["puts_skipped"])],
     ),
 )
-"""What a worker's cache counts; see `WorkerFigures`."""
+"""Figures of a worker's cache; see `WorkerFigures`."""
 
 COUNTED = (
     *(LOAD_BYTES, LOAD_TIME, LOAD_SIZE, STORE_BYTES, STORE_TIME, STORE_SIZE, LOADS),
     *(LOOKUP_DELAY, CHUNK_QUERIES, CHUNK_HITS, QUERIED_TOKENS, HIT_TOKENS, LOOKUPS_FAILED, LOADS_SKIPPED),
 )
-"""What the two halves of the connector count."""
+"""Figures of the connector's two halves."""
 
 EXPORTED = {family.name: family for family in (*COUNTED, *SAMPLED)}
 
@@ -174,7 +175,7 @@ class TierCacheStats(KVConnectorStats):  # type: ignore[misc]
         known[labels] = (list(counts), list(sums))
 
     def show(self, cache: str, gauges: dict[str, dict[Labels, float]]) -> None:
-        """All gauges of a cache."""
+        """Set all gauges of a cache."""
         self.data["gauges"][cache] = gauges
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -188,7 +189,7 @@ class TierCacheStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line: what came since the last one, and how much waits now. Of tiers, only what is not nothing."""
+        """Return the log line: what came since the last one, and how much waits now. Tiers without news are left out."""
         queried = self._counts(QUERIED_TOKENS.name)
         line: dict[str, int | float] = {"Queried tokens": max(queried.values(), default=0)}
         for (tier,), tokens in self._counts(HIT_TOKENS.name).items():
@@ -251,53 +252,37 @@ class WorkerFigures:
         self._cache = cache
         self._every_s = every_s
         self._due_s = 0.0
-        self._stored: deque[tuple[int, float]] = deque()
-        self._new = TierCacheStats()
+        self._new: deque[TierCacheStats] = deque()
+        """The news of all threads, until a step takes them."""
         self._before: dict[tuple[str, Labels], float | Distribution] = {}
         self._shown: dict[str, dict[Labels, float]] = {}
-        self._sampled: TierCacheStats | None = None
-        """What is new in the cache, until a step takes it."""
-        self._sampling = False
 
     def loaded(self, payload_bytes: int, took_s: float, outcome: str) -> None:
         """`outcome` is whole, part or failed."""
-        self._new.count(LOADS.name, 1, (outcome,))
+        new = TierCacheStats()
+        new.count(LOADS.name, 1, (outcome,))
         if payload_bytes:
-            _note(self._new, payload_bytes, took_s, LOAD_BYTES, LOAD_TIME, LOAD_SIZE)
+            _note(new, payload_bytes, took_s, LOAD_BYTES, LOAD_TIME, LOAD_SIZE)
+        self._new.append(new)
 
     def stored(self, payload_bytes: int, took_s: float) -> None:
         if payload_bytes:
-            self._stored.append((payload_bytes, took_s))
+            new = TierCacheStats()
+            _note(new, payload_bytes, took_s, STORE_BYTES, STORE_TIME, STORE_SIZE)
+            self._new.append(new)
 
     def take(self) -> TierCacheStats | None:
-        """What is new since the last call; None where nothing is."""
-        self._ask()
-        if not self._stored and self._sampled is None and self._new.is_empty():
+        """Return what is new since the last call; None if nothing is."""
+        if (now_s := time.monotonic()) >= self._due_s:
+            self._due_s = now_s + self._every_s
+            with contextlib.suppress(RuntimeError):  # the cache is closed
+                self._thread.loop.call_soon_threadsafe(lambda: self._new.append(self._since_last()))
+        if not self._new:
             return None
-        new, self._new = self._new, TierCacheStats()
-        while self._stored:
-            stored_bytes, took_s = self._stored.popleft()
-            _note(new, stored_bytes, took_s, STORE_BYTES, STORE_TIME, STORE_SIZE)
-        if (sampled := self._sampled) is not None:
-            self._sampled = None
-            new.aggregate(sampled)
-        return None if new.is_empty() else new
-
-    def _ask(self) -> None:
-        # In this order: `_sample` sets the one before it clears the other, and a sample must not replace one.
-        if self._sampling or self._sampled is not None or (now_s := time.monotonic()) < self._due_s:
-            return
-        self._due_s = now_s + self._every_s
-        with contextlib.suppress(RuntimeError):  # the cache is closed
-            self._sampling = True
-            self._thread.loop.call_soon_threadsafe(self._sample)
-
-    def _sample(self) -> None:
-        """On the cache's thread."""
-        try:
-            self._sampled = self._since_last()
-        finally:
-            self._sampling = False
+        taken = TierCacheStats()
+        while self._new:
+            taken.aggregate(self._new.popleft())
+        return None if taken.is_empty() else taken
 
     @survives(TierCacheStats)
     def _since_last(self) -> TierCacheStats:
@@ -351,7 +336,7 @@ class SchedulerFigures:
             new.distribute(LOOKUP_DELAY.name, delay)
 
     def take(self) -> TierCacheStats | None:
-        """What is new since the last call; None where nothing is."""
+        """Return what is new since the last call; None if nothing is."""
         if self._new.is_empty():
             return None
         new, self._new = self._new, TierCacheStats()
@@ -367,7 +352,7 @@ def _note(new: TierCacheStats, payload_bytes: int, took_s: float, size: Family, 
 
 
 _registered: list[Any] = []
-"""Under names of ours. vLLM takes its own out of the registry before it makes a new server's."""
+"""Metrics under names of ours. vLLM takes its own out of the registry before it makes a new server's."""
 
 
 class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -387,7 +372,7 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
         self._gauges: dict[int, dict[str, dict[str, dict[Labels, float]]]] = {}
-        """Of each engine, of each of its caches: the latest of each gauge."""
+        """The latest value of each gauge, by engine and by its caches."""
         while _registered:
             with contextlib.suppress(KeyError):  # not there, or not there any more
                 REGISTRY.unregister(_registered.pop())
@@ -419,26 +404,21 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     metric.set(total)
 
     def _metric(self, name: str, engine_idx: int, labels: Labels) -> Any:
-        """With its labels; None where the name is somebody else's."""
+        """Return the metric with its labels; None if another connector has the name."""
         if name not in self._metrics:
             self._metrics[name] = self._make(EXPORTED[name])
         metric = self._metrics[name]
         return None if metric is None else metric.labels(*self.per_engine_labelvalues[engine_idx], *labels)
 
     def _make(self, family: Family) -> Any:
-        named: dict[str, Any] = {
-            "name": family.name,
-            "documentation": family.text,
-            "labelnames": [*self._labelnames, *family.labels],
+        makers = {
+            "counter": self._counter_cls,
+            "gauge": partial(self._gauge_cls, multiprocess_mode="mostrecent"),
+            "histogram": partial(self._histogram_cls, buckets=family.bounds),
         }
+        labels = [*self._labelnames, *family.labels]
         try:
-            match family.kind:
-                case "counter":
-                    metric = self._counter_cls(**named)
-                case "gauge":
-                    metric = self._gauge_cls(**named, multiprocess_mode="mostrecent")
-                case "histogram":
-                    metric = self._histogram_cls(**named, buckets=family.bounds)
+            metric = makers[family.kind](name=family.name, documentation=family.text, labelnames=labels)
         except ValueError as error:
             logger.warning("%s is not exported: another connector exports it (%s)", family.name, error)
             return None

@@ -30,8 +30,7 @@ import msgspec
 import numpy as np
 
 from tiercache.core.keys import tenant_tag
-from tiercache.integrations.vllm.digests import Stamp, stamp_of
-from tiercache.integrations.vllm.identity import adapter_files, identity_of_adapter, place_of
+from tiercache.integrations.vllm.identity import Stamp, adapter_files, identity_of_adapter, place_of, stamp_of
 from tiercache.integrations.vllm.planning import NAME_BYTES
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class _Adapter:
 
 @dataclass
 class _Announced:
-    """What vLLM's hashing reads of a request, for one that is still to come."""
+    """A request that is still to come, with the fields that vLLM's hashing reads."""
 
     all_token_ids: list[int]
     cache_salt: str | None
@@ -87,7 +86,7 @@ class BlockNames:
         self.adapters = adapters or Adapters(place_of)
 
     def forget_everything(self) -> bytes:
-        """From now on no name is one that was ever given before, here or elsewhere. Returns what makes them so."""
+        """Give only names that were never given before, here or elsewhere. Return the generation that makes them so."""
         self._generation = os.urandom(16)
         return self._generation
 
@@ -149,10 +148,7 @@ class BlockNames:
 
 
 _CLOCK_GRAIN_NS = 2_000_000_000
-"""By so much clocks of file systems may be wrong."""
-_PATIENCE_S = 1.0
-"""For what is under way: whoever comes after it is not kept waiting for a mount that hangs."""
-
+"""The most by which clocks of file systems are taken to be wrong."""
 Stamps = tuple[tuple[str, Stamp], ...]
 
 
@@ -165,38 +161,35 @@ class Adapters:
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._secret = os.urandom(16)
         self._known: dict[str, tuple[Stamps, bytes]] = {}
-        self._waiting: deque[tuple[str, Future[bytes]]] = deque()
         self._lock = threading.Lock()
-        self._busy_since_s: float | None = None
+        self._waiting: deque[tuple[str, Future[bytes]]] = deque()
+        self._is_answering = False
 
     def key_of(self, path: str) -> Future[bytes]:
-        """What blocks of the adapter at `path` are named with besides vLLM's hash. Has no exception."""
+        """Return what blocks of the adapter at `path` are named with besides vLLM's hash. The future has no exception. While
+        the adapters' mount hangs it has no result either: who waits for it has a time limit."""
         future: Future[bytes] = Future()
         with self._lock:
-            if self._busy_since_s is not None and time.monotonic() - self._busy_since_s > _PATIENCE_S:
-                future.set_result(nobodys_key())
-                return future
             self._waiting.append((path, future))
-            if self._busy_since_s is not None:
-                return future
-            self._busy_since_s = time.monotonic()
-        try:
-            threading.Thread(target=self._answer, name="tiercache-adapters", daemon=True).start()
-        except RuntimeError:  # no more threads
-            self._answer(read=False)
+            if not self._is_answering:
+                try:
+                    threading.Thread(target=self._answer, name="tiercache-adapters", daemon=True).start()
+                    self._is_answering = True
+                except RuntimeError:  # no more threads
+                    self._waiting.pop()
+                    future.set_result(nobodys_key())
         return future
 
-    def _answer(self, *, read: bool = True) -> None:
-        """Until nobody waits."""
+    def _answer(self) -> None:
+        """Answer until nobody waits."""
         while True:
             with self._lock:
                 if not self._waiting:
-                    self._busy_since_s = None
+                    self._is_answering = False
                     return
                 path, future = self._waiting.popleft()
-                self._busy_since_s = time.monotonic()
             try:
-                key = self._find(path) if read else nobodys_key()
+                key = self._find(path)
             except Exception:  # what cannot be read is not known
                 key = nobodys_key()
             if future.set_running_or_notify_cancel():
@@ -219,7 +212,7 @@ class Adapters:
 
 
 def nobodys_key() -> bytes:
-    """For an adapter of which nothing is known: nothing is found by it, ever."""
+    """Return a key for an adapter of which nothing is known: nothing is ever found by it."""
     return os.urandom(24)
 
 

@@ -17,9 +17,10 @@ engine reports (vLLM's boundary states). So chunks are single blocks if there ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.core.keys import TAG_BYTES, ChunkKey, keys_from_hashes
 
@@ -32,7 +33,7 @@ class KvGroup:
     """Layers that share block tables. A block of one group and a block of another have nothing to do with each other."""
 
     index: int
-    """Of its block table among those of a request."""
+    """The number of the group's block table among those of a request."""
     block_tokens: int
     layers: tuple[str, ...] = ()
     """Empty: all of the model's."""
@@ -47,7 +48,7 @@ class KvGroup:
     what a window of two tokens is: one block, the last."""
 
     def first_block(self, computed_tokens: int) -> int:
-        """Those before it are null when so many tokens are computed (vLLM's `get_num_skipped_tokens`)."""
+        """Return the first block that is kept when so many tokens are computed (vLLM's `get_num_skipped_tokens`)."""
         if self.window_tokens is None:
             return 0
         return max(0, computed_tokens - self.window_tokens + 1) // self.block_tokens
@@ -65,15 +66,16 @@ class HeadParts:
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """With `groups`, `block_tokens` is what the blocks of all groups divide; see `grouped.py`."""
+    """`block_tokens` is what the blocks of all groups divide."""
 
     block_tokens: int
     blocks_per_chunk: int
     save_tails: bool = False
+    """Only where the geometry is plain."""
     groups: tuple[KvGroup, ...] = ()
-    """Empty for a model whose layers all keep every token in blocks of one kind, and whose heads are not cut into parts."""
+    """The default is one group that keeps every token."""
     parts: HeadParts | None = None
-    """With these, `groups` has every group once for each part of a rank."""
+    """If set, `groups` has every group once for each part of a rank."""
 
     @classmethod
     def for_chunk_size(
@@ -81,7 +83,20 @@ class BlockGeometry:
     ) -> BlockGeometry:
         """`chunk_tokens` rounded to whole blocks, at least one; one where there are recurrent states."""
         blocks = 1 if any(group.recurrent for group in groups) else max(1, round(chunk_tokens / block_tokens))
-        return cls(block_tokens, blocks, save_tails and not groups, groups)
+        geometry = cls(block_tokens, blocks, groups=groups)
+        return replace(geometry, save_tails=save_tails and geometry.plain)
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            object.__setattr__(self, "groups", (KvGroup(0, self.block_tokens),))
+
+    @cached_property
+    def plain(self) -> bool:
+        """True if all layers keep every token in blocks of one table, and heads are not cut into parts. Then a hit may be
+        shortened anywhere, tails count, and the engine can be told of single blocks that could not be loaded."""
+        first = self.groups[0]
+        alone = len(self.groups) == 1 and not first.layers
+        return alone and first.window_tokens is None and self.parts is None
 
     @property
     def chunk_tokens(self) -> int:
@@ -91,9 +106,12 @@ class BlockGeometry:
         """`blocks` less the tail."""
         return blocks - blocks % self.blocks_per_chunk
 
+    def chunks_in(self, blocks: int) -> int:
+        """Return how many chunks hold `blocks` blocks: full ones, and the tail where tails are stored."""
+        return -(-blocks // self.blocks_per_chunk) if self.save_tails else blocks // self.blocks_per_chunk
 
-@dataclass(frozen=True)
-class BlockTransfer:
+
+class BlockTransfer(NamedTuple):
     """One chunk between the cache and blocks of the engine.
 
     `blocks` are engine block ids; they are blocks `skip` .. `skip + len(blocks)` of the chunk's `chunk_blocks`.
@@ -109,7 +127,7 @@ class BlockTransfer:
 
 @dataclass
 class Match:
-    """What a look-up found: blocks of the contiguous prefix, and their tokens by tier."""
+    """The result of a look-up: blocks of the contiguous prefix, and their tokens by tier."""
 
     blocks: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
@@ -128,7 +146,7 @@ class Match:
 
 
 def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
-    """What all workers have, each of which answered for itself.
+    """Return what all workers have, each of which answered for itself.
 
     A worker that has more need not have the tail of one that has less: it may have only the full chunk that this tail
     became. Unless all have the same, tails do not count.
@@ -136,19 +154,8 @@ def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
     least = min(answers, key=lambda match: match.blocks)
     if all(answer.blocks == least.blocks for answer in answers):
         return replace(least, held=all(answer.held for answer in answers))
-    match = Match(geometry.whole_chunks(least.blocks), held=all(answer.held for answer in answers))
-    left = match.blocks * geometry.block_tokens
-    for tier, tokens in least.tokens_by_tier.items():
-        if part := min(tokens, left):
-            match.tokens_by_tier[tier] = part
-            left -= part
-    return match
-
-
-def chunk_ends(blocks: int, geometry: BlockGeometry) -> list[int]:
-    """Ends (in blocks) of the full chunks of a request of `blocks` full blocks."""
-    step = geometry.blocks_per_chunk
-    return list(range(step, blocks + 1, step))
+    match = least.shortened(geometry.whole_chunks(least.blocks), geometry)
+    return replace(match, held=all(answer.held for answer in answers))
 
 
 def tail_lengths(blocks: int, matched_blocks: int, geometry: BlockGeometry) -> range:
@@ -167,77 +174,20 @@ def loadable_tokens(
     cache does the same). 0 where the hit is shorter than `least_tokens`.
     """
     usable = min(match.blocks, (request_tokens - 1) // geometry.block_tokens) * geometry.block_tokens
-    if geometry.groups and usable < match.blocks * geometry.block_tokens:
+    if not geometry.plain and usable < match.blocks * geometry.block_tokens:
         return 0  # windows were found for the hit as it is, and not for a shorter one
     return max(0, usable - computed_tokens) if usable >= least_tokens else 0
 
 
-def plan_load(
-    names: Sequence[bytes],
-    matched_blocks: int,
-    first_token: int,
-    end_token: int,
-    blocks: Sequence[int],
-    geometry: BlockGeometry,
-) -> list[BlockTransfer]:
-    """Transfers that fill tokens `first_token` .. `end_token` (multiples of a block) of a request.
-
-    `names[i]` names the prefix that ends with block `i`; `blocks` are all block ids of the request; `matched_blocks` is how
-    far the cache reaches, which decides whether the last chunk is a tail.
-    """
-    step = geometry.blocks_per_chunk
-    first, end = first_token // geometry.block_tokens, end_token // geometry.block_tokens
-    transfers = []
-    for start in range(first - first % step, end, step):
-        stop = min(start + step, matched_blocks)
-        lower, upper = max(start, first), min(stop, end)
-        transfers.append(BlockTransfer(names[stop - 1], stop - start, lower - start, tuple(blocks[lower:upper])))
-    return transfers
-
-
-def stored_ends(blocks: int, geometry: BlockGeometry) -> list[int]:
-    """Ends (in blocks) of the chunks that hold the first `blocks` blocks: full ones, and the tail if there is one."""
-    ends = chunk_ends(blocks, geometry)
-    return ends if not geometry.save_tails or not blocks or blocks in ends[-1:] else [*ends, blocks]
-
-
 def wants_save(saved_blocks: int, ready_blocks: int, geometry: BlockGeometry, *, last: bool) -> bool:
-    """Whether `plan_save` would have anything to do; asked every step, so it costs nothing."""
+    """Return True if `plan_saves` would have anything to do. Asked every step, so it costs nothing."""
     if last and geometry.save_tails:
         return ready_blocks > saved_blocks
     return geometry.whole_chunks(ready_blocks) > saved_blocks
 
 
-def plan_save(
-    names: Sequence[bytes],
-    saved_blocks: int,
-    ready_blocks: int,
-    blocks: Sequence[int],
-    geometry: BlockGeometry,
-    *,
-    last: bool,
-) -> tuple[list[BlockTransfer], int]:
-    """Transfers for the chunks that became whole: blocks `saved_blocks` .. `ready_blocks`, and the new `saved_blocks`.
-
-    `last` says that no further block is expected soon, so that a tail is worth keeping (if `save_tails`).
-    """
-    step = geometry.blocks_per_chunk
-    ready_blocks = min(ready_blocks, len(names), len(blocks))
-    start = geometry.whole_chunks(saved_blocks)
-    transfers = []
-    while start + step <= ready_blocks:
-        transfers.append(BlockTransfer(names[start + step - 1], step, 0, tuple(blocks[start : start + step])))
-        start += step
-    if last and geometry.save_tails and max(saved_blocks, start) < ready_blocks:
-        transfers.append(
-            BlockTransfer(names[ready_blocks - 1], ready_blocks - start, 0, tuple(blocks[start:ready_blocks]))
-        )
-        start = ready_blocks
-    return transfers, max(saved_blocks, start)
-
-
 NAME_BYTES = 32
-"""Of a block's name, without its tenant's tag."""
+"""The length of a block's name without its tenant's tag."""
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids by group, as vLLM numbers groups. Block 0 is the null block."""
@@ -245,30 +195,25 @@ Tables = Sequence[Sequence[int]]
 NULL_BLOCK = 0
 
 _TAGGED_BYTES = NAME_BYTES + TAG_BYTES
-"""Of a block's name with its tenant's tag."""
+"""The length of a block's name with its tenant's tag."""
 _SUFFIX_BYTES = 2
-"""Behind a chunk's name: of which group it is."""
+"""The length of the group's number behind a chunk's name."""
 _MOST_EMPTY = 0.1
 _LEAST_PART = 4
-"""Of the `chunk_size` that was asked for. Small chunks cost more a token."""
+"""The least part of the `chunk_size` that was asked for. Small chunks cost more a token."""
 
 
-@dataclass(frozen=True)
-class GroupChunk:
-    group: int
-    """Its position among the geometry's groups."""
-    chunk: int
+GroupChunk = tuple[int, int]
+"""A group's part of a chunk: the group's position among the geometry's, and the number of the chunk."""
 
 
-def name_of(chunk_name: bytes, group: int, geometry: BlockGeometry) -> bytes:
-    """Of a group's part of a chunk. One group alone has the chunk to itself."""
-    if len(geometry.groups) > 1 or geometry.parts is not None:
-        return chunk_name + group.to_bytes(_SUFFIX_BYTES, "big")
-    return chunk_name
+def suffix_of(group: int, geometry: BlockGeometry) -> bytes:
+    """Return what is behind a chunk's name for a group's part of it. One group alone has the chunk to itself."""
+    return group.to_bytes(_SUFFIX_BYTES, "big") if len(geometry.groups) > 1 or geometry.parts is not None else b""
 
 
 def in_parts(geometry: BlockGeometry, groups: Sequence[KvGroup], parts: HeadParts) -> BlockGeometry:
-    """With every one of `groups` cut into a rank's parts."""
+    """Return the geometry with every one of `groups` cut into a rank's parts."""
     cut = tuple(replace(group, part=part) for group in groups for part in range(parts.here))
     return replace(geometry, groups=cut, save_tails=False, parts=parts)
 
@@ -295,13 +240,13 @@ def _counted_from_the_first_of_all(name: bytes, parts: HeadParts) -> bytes:
 
 
 def full_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """Those of groups that keep every token, in the order of the prefix."""
+    """Return the chunks of groups that keep every token, in the order of the prefix."""
     groups = [position for position, group in enumerate(geometry.groups) if group.window_tokens is None]
-    return [GroupChunk(group, chunk) for chunk in range(chunks) for group in groups]
+    return [(group, chunk) for chunk in range(chunks) for group in groups]
 
 
 def window_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """Those that groups with a window need for a hit of so many chunks, the last first."""
+    """Return the chunks that groups with a window need for a hit of so many chunks, the last first."""
     end = chunks * geometry.chunk_tokens
     firsts = {
         position: group.first_block(end) * group.block_tokens // geometry.chunk_tokens
@@ -310,7 +255,7 @@ def window_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
     }
     earliest = min(firsts.values(), default=chunks)
     return [
-        GroupChunk(position, chunk)
+        (position, chunk)
         for chunk in range(chunks - 1, earliest - 1, -1)
         for position, first in firsts.items()
         if chunk >= first
@@ -333,7 +278,7 @@ class HitSearch:
     def answer(self, present: int) -> None:
         missing = self.question[present:]
         if missing:
-            self.chunks = missing[0].chunk
+            _, self.chunks = missing[0]
         elif self._asked_windows:
             self.question = []
             return
@@ -342,55 +287,68 @@ class HitSearch:
 
 
 def needed_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """All that a hit of so many chunks needs."""
+    """Return all that a hit of so many chunks needs."""
     return full_chunks(chunks, geometry) + window_chunks(chunks, geometry)
 
 
-def names_of(chunks: Sequence[GroupChunk], names: Sequence[bytes], geometry: BlockGeometry) -> list[bytes]:
-    """`names` has one a block, as everywhere."""
-    step = geometry.blocks_per_chunk
-    return [name_of(names[(one.chunk + 1) * step - 1], one.group, geometry) for one in chunks]
+def names_of(
+    chunks: Sequence[GroupChunk], names: Sequence[bytes], geometry: BlockGeometry, blocks: int | None = None
+) -> list[bytes]:
+    """Return the names of `chunks`. `names` has one a block; a chunk that ends behind the first `blocks` of them is a tail,
+    which ends with them."""
+    step, end = geometry.blocks_per_chunk, len(names) if blocks is None else blocks
+    tail = end // step
+    suffixes = [suffix_of(group, geometry) for group in range(len(geometry.groups))]
+    return [names[(chunk + 1) * step - 1 if chunk < tail else end - 1] + suffixes[group] for group, chunk in chunks]
 
 
 def held_names(names: Sequence[bytes], blocks: int, geometry: BlockGeometry) -> list[bytes]:
-    """Of the chunks that hold the first `blocks` blocks of a request, for whoever goes on behind them."""
-    if geometry.groups:
-        return names_of(needed_chunks(blocks // geometry.blocks_per_chunk, geometry), names, geometry)
-    return [names[end - 1] for end in stored_ends(blocks, geometry)]
+    """Return the names of the chunks that hold the first `blocks` blocks of a request, for whoever goes on behind them."""
+    return names_of(needed_chunks(geometry.chunks_in(blocks), geometry), names, geometry, blocks)
 
 
 def all_names(names: Sequence[bytes], geometry: BlockGeometry) -> list[bytes]:
-    """Of every chunk that a request with these blocks may have stored, tails included."""
-    if geometry.groups:
-        chunks = range(len(names) // geometry.blocks_per_chunk)
-        both = [GroupChunk(group, chunk) for group in range(len(geometry.groups)) for chunk in chunks]
-        return names_of(both, names, geometry)
+    """Return the names of every chunk that a request with these blocks may have stored, tails included."""
     if geometry.save_tails:
         return list(names)
-    return [names[end - 1] for end in chunk_ends(len(names), geometry)]
+    chunks = range(len(names) // geometry.blocks_per_chunk)
+    return names_of([(group, chunk) for group in range(len(geometry.groups)) for chunk in chunks], names, geometry)
 
 
-def part_of(group: KvGroup, chunk: int, geometry: BlockGeometry) -> range:
-    """The blocks of the group, counted from the start of the request, that are stored for a chunk."""
-    step = geometry.chunk_tokens // group.block_tokens
-    return range(max(chunk * step, group.first_block((chunk + 1) * geometry.chunk_tokens)), (chunk + 1) * step)
+def part_of(group: KvGroup, first: int, end: int, geometry: BlockGeometry) -> range:
+    """Return the blocks of the group, counted from the start of the request, that are stored for a chunk which is the
+    geometry's blocks `first` .. `end`."""
+    a_block = geometry.block_tokens // group.block_tokens
+    return range(max(first * a_block, group.first_block(end * geometry.block_tokens)), end * a_block)
+
+
+def named_parts(
+    position: int, chunks: range, names: Sequence[bytes], blocks: int, geometry: BlockGeometry
+) -> Iterator[tuple[bytes, range]]:
+    """Yield name and part (see `part_of`) of a group's chunks. The request has `blocks` blocks: a chunk that ends behind
+    them is a tail, which ends with them."""
+    group, suffix, step = geometry.groups[position], suffix_of(position, geometry), geometry.blocks_per_chunk
+    for chunk in chunks:
+        end = min((chunk + 1) * step, blocks)
+        yield names[end - 1] + suffix, part_of(group, chunk * step, end, geometry)
 
 
 def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
-    """The most that are stored for a chunk."""
-    return max(len(part_of(group, chunk, geometry)) for chunk in range(2))
+    """Return the most blocks that are stored for a chunk."""
+    step = geometry.blocks_per_chunk
+    return max(len(part_of(group, chunk * step, (chunk + 1) * step, geometry)) for chunk in range(2))
 
 
 def empty_part(geometry: BlockGeometry, block_bytes: Sequence[int]) -> float:
-    """What part of the hot cache stays empty when as many chunks of each group are in it: a slot holds one of any.
+    """Return the part of the hot cache that stays empty with as many chunks of each group: a slot holds one of any.
     `block_bytes` of each group."""
     stored = [part_blocks(group, geometry) * size for group, size in zip(geometry.groups, block_bytes, strict=True)]
     return 1 - sum(stored) / (max(stored) * len(stored)) if stored else 0.0
 
 
 def fitted(geometry: BlockGeometry) -> BlockGeometry:
-    """With chunks halved until hardly any of the hot cache stays empty: of a chunk that is longer than a window, that group
-    stores the end only. What is left where no part of a chunk does is as little as it can be."""
+    """Return the geometry with chunks halved until hardly any of the hot cache stays empty: of a chunk that is longer than a
+    window, that group stores the end only. If halving does not suffice, as little as possible stays empty."""
     block_bytes = [_block_bytes(group) for group in geometry.groups]
     parts = [
         replace(geometry, blocks_per_chunk=geometry.blocks_per_chunk // part)
@@ -404,7 +362,7 @@ def fitted(geometry: BlockGeometry) -> BlockGeometry:
 
 
 def _block_bytes(group: KvGroup) -> int:
-    """As the engine counts them; without its word, all groups have equal blocks."""
+    """Return the bytes of a block as the engine counts them. Without its word, all groups have equal blocks."""
     return getattr(group.spec, "page_size_bytes", 1) * max(1, len(group.layers))
 
 
@@ -416,33 +374,32 @@ def plan_loads(
     tables: Tables,
     geometry: BlockGeometry,
 ) -> list[BlockTransfer]:
-    """Transfers that fill what the engine keeps of tokens `first_token` .. `end_token` (multiples of a block).
+    """Return transfers that fill what the engine keeps of tokens `first_token` .. `end_token` (multiples of a block).
 
-    Of a group with a window these are the last blocks only, in chunks that may begin before them. Raises ValueError where
-    one that has to be filled is null, or not there.
+    `names[i]` names the prefix that ends with block `i`; `matched_blocks` is how far the cache reaches, which decides
+    whether the last chunk is a tail. Of a group with a window these are the last blocks only, in chunks that may begin
+    before them.
+    Raises ValueError where a block that has to be filled is null, or not there.
     """
-    if not geometry.groups:
-        return plan_load(names, matched_blocks, first_token, end_token, tables[0], geometry)
     transfers = []
     for position, group in enumerate(geometry.groups):
         table, step = tables[group.index], geometry.chunk_tokens // group.block_tokens
         lower = max(first_token // group.block_tokens, group.first_block(end_token))
         upper = end_token // group.block_tokens
-        for chunk in range(lower // step, -(-upper // step)):
-            part = part_of(group, chunk, geometry)
+        chunks = range(lower // step, -(-upper // step))
+        for name, part in named_parts(position, chunks, names, matched_blocks, geometry):
             first, stop = max(lower, part.start), min(upper, part.stop)
             blocks = tuple(table[first:stop])
             if len(blocks) != stop - first or NULL_BLOCK in blocks:
                 raise ValueError(
                     f"group {group.index}: expected blocks {first} .. {stop - 1} to load into, found {blocks}"
                 )
-            (name,) = names_of([GroupChunk(position, chunk)], names, geometry)
             transfers.append(BlockTransfer(name, len(part), first - part.start, blocks, position))
     return transfers
 
 
 def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry) -> set[int]:
-    """Those that do not hold the first `computed_tokens` tokens already, which the engine found in its own cache or has had
+    """Return blocks that do not hold the first `computed_tokens` tokens, which the engine found in its own cache or has had
     loaded."""
     sizes = {group.index: group.block_tokens for group in geometry.groups}
     behind = {
@@ -478,23 +435,30 @@ def plan_saves(
     last: bool,
     states: Collection[tuple[int, int, int]] = (),
 ) -> tuple[list[BlockTransfer], int]:
-    """As `plan_save`, for all groups. Chunks of which a window has left a block behind already are not stored. `states` are
-    those that the engine has: group, block, and the tokens after which it is the state."""
-    if not geometry.groups:
-        return plan_save(names, saved_blocks, ready_blocks, tables[0], geometry, last=last)
-    a_chunk = geometry.blocks_per_chunk
-    chunks = range(saved_blocks // a_chunk, min(ready_blocks, len(names)) // a_chunk)
+    """Return transfers for the chunks that became whole (blocks `saved_blocks` .. `ready_blocks`), and the new
+    `saved_blocks`.
+
+    `last` says that no further block is expected soon, so that a tail is worth keeping (if `save_tails`). Chunks of which a
+    window has left a block behind already are not stored. `states` are those that the engine has: group, block, and the
+    tokens after which it is the state.
+    """
+    ready = min(ready_blocks, len(names))
+    for group in geometry.groups:
+        if group.window_tokens is None:
+            ready = min(ready, len(tables[group.index]) * group.block_tokens // geometry.block_tokens)
+    end = ready if last and geometry.save_tails else geometry.whole_chunks(ready)
+    if end <= saved_blocks:
+        return [], saved_blocks
     transfers = []
     ends = {(index, tokens): block for index, block, tokens in states}
+    chunks = range(saved_blocks // geometry.blocks_per_chunk, geometry.chunks_in(end))
     for position, group in enumerate(geometry.groups):
         table = tables[group.index]
-        for chunk in chunks:
-            part = part_of(group, chunk, geometry)
+        for name, part in named_parts(position, chunks, names, end, geometry):
             if group.recurrent:
-                blocks: tuple[int, ...] = (ends.get((group.index, (chunk + 1) * geometry.chunk_tokens), NULL_BLOCK),)
+                blocks: tuple[int, ...] = (ends.get((group.index, part.stop * group.block_tokens), NULL_BLOCK),)
             else:
                 blocks = tuple(table[part.start : part.stop])
             if part and len(blocks) == len(part) and NULL_BLOCK not in blocks:
-                (name,) = names_of([GroupChunk(position, chunk)], names, geometry)
                 transfers.append(BlockTransfer(name, len(part), 0, blocks, position))
-    return transfers, max(saved_blocks, chunks.stop * a_chunk)
+    return transfers, end

@@ -10,7 +10,7 @@ import concurrent.futures
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +51,10 @@ class TrackedRequest:
     names: list[bytes] = field(default_factory=list)
     lookup: LookUp | None = None
     claim: str = ""
-    """Of the look-up, under which what it found may be held."""
+    """The name under which the look-up's chunks may be held."""
     asked_at_s: float = 0.0
     ask_again_at_s: float = 0.0
-    """Not before; where more is expected than was found."""
+    """The earliest time of the next look-up, where more is expected than was found."""
     pause_s: float = 0.0
     put_off_at_s: float | None = None
     """When the engine was first told to come again for the answer."""
@@ -77,7 +77,7 @@ class TrackedRequest:
     arrived_s: float = field(default_factory=time.monotonic)
     adapter: concurrent.futures.Future[bytes] | None = None
     adapter_key: bytes = b""
-    """What the names of its blocks have of its LoRA adapter, once any were given."""
+    """The part of its LoRA adapter in the names of its blocks, once any were given."""
     began: bool = False
     """The workers were told of it, if it wishes anything."""
     stale: bool = False
@@ -85,11 +85,11 @@ class TrackedRequest:
 
 
 _WAIT_A_STEP_S = 0.0005
-"""So long the scheduler waits for answers before each step, in all: who has none by then waits for the whole step."""
+"""The time that the scheduler waits for all answers before a step. Requests without one wait for the whole step."""
 _WAITS_FOR = 4
-"""Where more are open it does not wait: a thread that answers many keeps Python's lock for up to 5 ms."""
+"""The most open look-ups that are waited for: a thread that answers many keeps Python's lock for up to 5 ms."""
 _ASK_AGAIN_S = 0.005
-"""What another engine is storing is looked for after such a pause, and after longer ones up to the next."""
+"""The pause before chunks that another engine is storing are looked for again. It grows up to the next one."""
 _LONGEST_PAUSE_S = 0.05
 
 
@@ -113,7 +113,7 @@ class Asking:
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
         self._begun: list[LookUp] = []
-        """Since the last step."""
+        """Look-ups begun since the last step."""
 
     @property
     def _longest_s(self) -> float:
@@ -137,7 +137,7 @@ class Asking:
         return time.monotonic() - tracked.arrived_s < self._longest_s
 
     def names_of(self, tracked: TrackedRequest) -> list[bytes]:
-        """Of its full blocks, as many as there are by now."""
+        """Return the names of its full blocks, as many as there are by now."""
         if tracked.adapter is not None and not tracked.adapter_key:
             tracked.adapter_key = tracked.adapter.result() if tracked.adapter.done() else nobodys_key()
         return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
@@ -147,7 +147,7 @@ class Asking:
         planned."""
         tracked.asked_at_s = time.monotonic()
         names = list(self.names_of(tracked))
-        if self._geometry.groups:
+        if not self._geometry.plain:
             # The last token has to be computed, and windows are there for a hit as it is found or not at all.
             del names[(tracked.request.num_tokens - 1) // self._geometry.block_tokens :]
         if not names:
@@ -175,12 +175,12 @@ class Asking:
         return tracked.match
 
     def let_go(self, tracked: TrackedRequest) -> None:
-        """What a look-up may have found is not going to be loaded."""
+        """Release what a look-up may hold: it is not going to be loaded."""
         if tracked.lookup is not None:
             self._release(tracked.claim)
 
     def forget(self, tracked: TrackedRequest) -> None:
-        """What was found is not believed any more."""
+        """Forget the look-up and its answer."""
         if tracked.lookup is not None:
             tracked.lookup.give_up()
         self.let_go(tracked)
@@ -210,7 +210,7 @@ class Asking:
         self._patience_s -= time.monotonic() - began_s
 
     def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:
-        """Whether more of the prompt was announced (`tiercache.expect_tokens`), and there is time to look again."""
+        """Return True if more of the prompt was announced (`tiercache.expect_tokens`), and there is time to look again."""
         now_s = time.monotonic()
         expected = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1) // self._geometry.block_tokens
         if not self._geometry.save_tails:
@@ -248,7 +248,7 @@ class SchedulerSide:
         self._work = StepWork()
         self._warned: set[str] = set()
         self._prefill = PrefillCost()
-        self._hit_tokens = geometry.chunk_tokens if geometry.groups else geometry.block_tokens
+        self._hit_tokens = geometry.block_tokens if geometry.plain else geometry.chunk_tokens
         self._asking = Asking(config, geometry, names, client, lambda request_id: self._work.released.add(request_id))
 
     # Loading
@@ -298,7 +298,7 @@ class SchedulerSide:
         """Unless the load cannot fail. A synchronous one must not: where several requests share its blocks, vLLM 0.32 lets
         all but the first go on before those are computed; and it takes bad blocks from a single group alone."""
         kept = match.held and time.monotonic() - tracked.asked_at_s < HELD_FOR_S
-        return self.config.enable_async_loading or bool(self.geometry.groups) or not kept
+        return self.config.enable_async_loading or not self.geometry.plain or not kept
 
     def after_allocation(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """`tables` are all block ids of the request where `external_tokens` are to be loaded."""
@@ -320,8 +320,7 @@ class SchedulerSide:
                 self._asking.names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry
             )
             planned = tuple(block for transfer in load.transfers for block in transfer.blocks)
-            short = not self.geometry.groups and len(wanted) * self.geometry.block_tokens != external_tokens
-            if planned != wanted or not planned or short:
+            if planned != wanted or not planned:
                 raise RuntimeError(
                     f"{external_tokens} tokens in blocks {wanted} were to be loaded, {planned} were planned"
                 )
@@ -333,7 +332,7 @@ class SchedulerSide:
             first = tracked.load_from // self.geometry.block_tokens
             self.kv_events.moves(request, tracked.names, first, load.transfers)
         tracked.loaded_blocks = frozenset(wanted)
-        if self.geometry.groups:
+        if not self.geometry.plain:
             self._work.given_away.update(wanted)
         if load.asynchronous:
             tracked.receiving = True
@@ -343,9 +342,6 @@ class SchedulerSide:
 
     def _to_be_filled(self, tables: Tables, first_token: int, end_token: int) -> tuple[int, ...]:
         """The blocks that the engine has set aside for these tokens: of a window, those that it keeps."""
-        if not self.geometry.groups:
-            size = self.geometry.block_tokens
-            return tuple(tables[0][first_token // size : end_token // size])
         return tuple(
             block
             for group in self.geometry.groups
@@ -369,7 +365,7 @@ class SchedulerSide:
         self._asking.step_begins()
         self._measure(work, output)
         try:
-            if self.geometry.groups:
+            if not self.geometry.plain:
                 work.given_away |= given_away(output, self.geometry)
             if not self._unconfirmed:
                 self._plan_saves(work, output)
@@ -393,20 +389,15 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.receiving = False
 
-    def loads_failed(self, blocks: set[int]) -> None:
-        """These blocks are recomputed; so are all behind them, whose chunks are saved anew."""
-        for tracked in self._requests.values():
-            if not tracked.loaded_blocks.isdisjoint(blocks):
-                tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
-
-    def receiving_failed(self, request_ids: set[str]) -> None:
-        """These begin again from their first token, and find no blocks filled."""
-        for request_id in request_ids:
-            if (tracked := self._requests.get(request_id)) is not None:
+    def loads_failed(self, blocks: Collection[int], request_ids: Collection[str] = ()) -> None:
+        """These blocks are recomputed, and so are all behind them, whose chunks are saved anew; these requests begin again
+        from their first token, and find no blocks filled."""
+        for request_id, tracked in self._requests.items():
+            if request_id in request_ids or not tracked.loaded_blocks.isdisjoint(blocks):
                 tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
 
     def finished(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks have to stay until its saves have ended, and what its answer is to say."""
+        """Return whether the request's blocks have to stay until its saves have ended, and what its answer is to say."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False, None

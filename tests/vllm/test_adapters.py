@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tiercache.integrations.vllm import names
 from tiercache.integrations.vllm.names import Adapters
 
 AN_HOUR_NS = 3600 * 10**9
@@ -82,6 +83,26 @@ def test_whoever_asks_does_not_wait_for_one_that_hangs(adapter: Path) -> None:
     assert not first.done() and not second.done()
     hang.set()
     assert first.result(10) == second.result(10) == key(later_engine(), adapter)
+
+
+def test_so_many_may_wait_for_one_that_hangs_and_more_are_answered(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "_MOST_WAITING", 2)
+    hangs, hang = threading.Event(), threading.Event()
+
+    def place(path: str) -> Path:
+        hangs.set()
+        hang.wait(30)
+        return Path(path)
+
+    engine = Adapters(place, time.time_ns() + AN_HOUR_NS)
+    answering = engine.key_of(str(adapter))
+    assert hangs.wait(10)
+    waiting = [engine.key_of(str(adapter)) for _ in range(2)]
+    assert engine.key_of(str(adapter)).result(0) != engine.key_of(str(adapter)).result(0)
+    hang.set()
+    assert {answering.result(10)} == {future.result(10) for future in waiting} == {key(later_engine(), adapter)}
 
 
 def test_an_answer_that_nobody_wants_any_more_holds_up_nobody(adapter: Path) -> None:

@@ -181,6 +181,27 @@ def test_what_is_let_go_before_the_look_up_gets_to_it_is_not_held(engine: str, g
         worker.server.release(["after"])
 
 
+def test_what_is_given_up_before_the_look_up_gets_to_it_reads_nothing(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def find(server: LookupServer, names: Sequence[bytes], claim: str = "") -> Match:
+        asked.append(claim)
+        return Match()
+
+    monkeypatch.setattr(LookupServer, "find", find)
+    busy = threading.Event()
+    with Worker(engine, 0, 11) as worker:
+        client = LookupClient(engine, 1, GEOMETRY, 5.0)
+        worker.thread.loop.call_soon_threadsafe(busy.wait, 10.0)
+        late = begun(client, NAMES, "late")
+        late.give_up()
+        busy.set()
+        answer_of(begun(client, NAMES, "wanted"))
+    assert asked == ["wanted"]
+
+
 def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:
     """The first has blocks 4 to 8 as one chunk and could not give the two that the second has as a tail."""
     with Worker(engine, 0, 11) as first, Worker(engine, 1, 6):

@@ -82,6 +82,12 @@ def test_a_load_into_blocks_that_are_not_there_is_refused() -> None:
         plan_loads(NAMES, 4, 0, 512, (BLOCKS[:3],), PAIRS)
 
 
+@pytest.mark.parametrize(("first", "end"), [(0, 500), (100, 512)])
+def test_a_load_of_a_part_of_a_block_is_refused(first: int, end: int) -> None:
+    with pytest.raises(ValueError, match=f"expected whole blocks of 128 tokens to load, found tokens {first} .. {end}"):
+        plan_loads(NAMES, 4, first, end, TABLES, PAIRS)
+
+
 def test_blocks_that_are_not_in_the_table_yet_are_saved_later() -> None:
     assert plan_saves(NAMES, 0, 4, (BLOCKS[:3],), PAIRS, last=False) == ([BlockTransfer(NAMES[1], 2, 0, (100, 101))], 2)
 

@@ -243,7 +243,7 @@ class LookupServer:
         self._path.unlink(missing_ok=True)
 
     def _begin(self, asked: Sequence[LookUp]) -> None:
-        for one in asked:
+        for one in (one for one in asked if one.is_open):
             task = self.thread.loop.create_task(self._find_for(one))
             self._finding.add(task)
             task.add_done_callback(self._finding.discard)

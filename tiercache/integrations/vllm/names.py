@@ -149,6 +149,8 @@ class BlockNames:
 
 _CLOCK_GRAIN_NS = 2_000_000_000
 """The most by which clocks of file systems are taken to be wrong."""
+_MOST_WAITING = 10_000
+"""The most requests that wait for one thread: while a mount hangs they do not come to an end."""
 Stamps = tuple[tuple[str, Stamp], ...]
 
 
@@ -170,6 +172,9 @@ class Adapters:
         the adapters' mount hangs it has no result either: who waits for it has a time limit."""
         future: Future[bytes] = Future()
         with self._lock:
+            if len(self._waiting) >= _MOST_WAITING:
+                future.set_result(nobodys_key())
+                return future
             self._waiting.append((path, future))
             if not self._is_answering:
                 try:

@@ -319,7 +319,10 @@ def part_of(group: KvGroup, first: int, end: int, geometry: BlockGeometry) -> ra
     """Return the blocks of the group, counted from the start of the request, that are stored for a chunk which is the
     geometry's blocks `first` .. `end`."""
     a_block = geometry.block_tokens // group.block_tokens
-    return range(max(first * a_block, group.first_block(end * geometry.block_tokens)), end * a_block)
+    start, stop = first * a_block, end * a_block
+    if group.window_tokens is not None:
+        start = max(start, group.first_block(end * geometry.block_tokens))
+    return range(start, stop)
 
 
 def named_parts(
@@ -378,9 +381,12 @@ def plan_loads(
 
     `names[i]` names the prefix that ends with block `i`; `matched_blocks` is how far the cache reaches, which decides
     whether the last chunk is a tail. Of a group with a window these are the last blocks only, in chunks that may begin
-    before them.
-    Raises ValueError where a block that has to be filled is null, or not there.
+    before them. Raises ValueError where a block that has to be filled is null, not there, or not to be filled whole.
     """
+    if first_token % geometry.block_tokens or end_token % geometry.block_tokens:
+        raise ValueError(
+            f"expected whole blocks of {geometry.block_tokens} tokens to load, found tokens {first_token} .. {end_token}"
+        )
     transfers = []
     for position, group in enumerate(geometry.groups):
         table, step = tables[group.index], geometry.chunk_tokens // group.block_tokens
@@ -390,7 +396,7 @@ def plan_loads(
         for name, part in named_parts(position, chunks, names, matched_blocks, geometry):
             first, stop = max(lower, part.start), min(upper, part.stop)
             blocks = tuple(table[first:stop])
-            if len(blocks) != stop - first or NULL_BLOCK in blocks:
+            if len(blocks) != stop - first or (group.window_tokens is not None and NULL_BLOCK in blocks):
                 raise ValueError(
                     f"group {group.index}: expected blocks {first} .. {stop - 1} to load into, found {blocks}"
                 )
@@ -459,6 +465,7 @@ def plan_saves(
                 blocks: tuple[int, ...] = (ends.get((group.index, part.stop * group.block_tokens), NULL_BLOCK),)
             else:
                 blocks = tuple(table[part.start : part.stop])
-            if part and len(blocks) == len(part) and NULL_BLOCK not in blocks:
+            whole = group.window_tokens is None or NULL_BLOCK not in blocks
+            if part and len(blocks) == len(part) and whole:
                 transfers.append(BlockTransfer(name, len(part), 0, blocks, position))
     return transfers, end

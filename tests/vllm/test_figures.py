@@ -166,7 +166,7 @@ def test_tier_is_asked_for_what_those_above_it_lack() -> None:
     assert figures.take() is None
 
 
-def test_look_up_without_an_answer_is_a_miss_in_every_tier() -> None:
+def test_lookup_without_an_answer_is_a_miss_in_every_tier() -> None:
     figures = SchedulerFigures(chunk_tokens=64)
     figures.looked_up(Match(0, {"cpu": 0, "disk": 0}), 100, None, skipped=False)
     figures.looked_up(Match(failed=True), 100, 0.2, skipped=True)

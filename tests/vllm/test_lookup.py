@@ -22,7 +22,7 @@ from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import lookup
-from tiercache.integrations.vllm.lookup import LookUp, LookupClient, LookupServer, socket_path
+from tiercache.integrations.vllm.lookup import Lookup, LookupClient, LookupServer, socket_path
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match, names_of
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
@@ -38,7 +38,7 @@ def engine(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class Worker:
-    """A real cache with a look-up server, holding the first `blocks` blocks of NAMES."""
+    """A real cache with a lookup server, holding the first `blocks` blocks of NAMES."""
 
     def __init__(self, engine: str, rank: int, blocks: int) -> None:
         layout = Layout("m", chunk_tokens=64, bytes_per_token=64, block_tokens=16, rank=rank, world_size=2)
@@ -61,14 +61,14 @@ class Worker:
         self.thread.close(1.0)
 
 
-def begun(client: LookupClient, names: Sequence[bytes], claim: str = "") -> LookUp:
-    """A look-up that is asked at once."""
+def begun(client: LookupClient, names: Sequence[bytes], claim: str = "") -> Lookup:
+    """A lookup that is asked at once."""
     one = client.begin(names, claim)
     client.send()
     return one
 
 
-def answer_of(one: LookUp) -> Match:
+def answer_of(one: Lookup) -> Match:
     match = one.wait(30.0)
     assert match is not None
     return match
@@ -153,8 +153,8 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
 @pytest.mark.parametrize("gone", ["given up", "only released"])
-def test_what_is_let_go_before_the_look_up_gets_to_it_is_not_held(engine: str, grouped: bool, gone: str) -> None:
-    """The cache's loop is busy: the engine begins a look-up, gives it up and says so, and only then it is looked up."""
+def test_what_is_let_go_before_the_lookup_gets_to_it_is_not_held(engine: str, grouped: bool, gone: str) -> None:
+    """The cache's loop is busy: the engine begins a lookup, gives it up and says so, and only then it is looked up."""
     busy = threading.Event()
     with ExitStack() as stack:
         if grouped:
@@ -181,7 +181,7 @@ def test_what_is_let_go_before_the_look_up_gets_to_it_is_not_held(engine: str, g
         worker.server.release(["after"])
 
 
-def test_what_is_given_up_before_the_look_up_gets_to_it_reads_nothing(
+def test_what_is_given_up_before_the_lookup_gets_to_it_reads_nothing(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -266,7 +266,7 @@ def test_without_workers_it_is_a_miss(engine: str) -> None:
     assert ask(engine, 2) == Match(failed=True)
 
 
-def test_a_look_up_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(engine: str) -> None:
+def test_a_lookup_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(engine: str) -> None:
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         with no_thread_to_be_had():

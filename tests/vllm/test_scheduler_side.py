@@ -18,7 +18,7 @@ from tiercache.config import Config
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
-from tiercache.integrations.vllm.lookup import HELD_FOR_S, LookUp, LookupClient, LookupServer
+from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient, LookupServer
 from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.names import Adapters, BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
@@ -201,7 +201,7 @@ def test_what_the_engine_has_itself_is_not_waited_for(
 ) -> None:
     """Operators find the request's line all the same."""
     caplog.set_level(logging.INFO, "tiercache.vllm")
-    never = LookUp([])
+    never = Lookup([])
     monkeypatch.setattr(engine.client, "begin", lambda *_: never)
     request = engine.arrives(132)
     assert engine.side.matched_tokens(request, 112) == (None, False)
@@ -219,7 +219,7 @@ def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_milli
     """Without that a request would wait for the whole of a step: it arrives right before its turn."""
     waited: list[float] = []
 
-    def waits(_: LookUp, timeout_s: float) -> None:
+    def waits(_: Lookup, timeout_s: float) -> None:
         waited.append(timeout_s)
 
     engine.holds(6)
@@ -227,8 +227,8 @@ def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_milli
     for request in requests:
         engine.side.matched_tokens(request, 0)
     assert [engine.finds(request) for request in requests] == [(96, False)] * 2
-    monkeypatch.setattr(LookUp, "wait", waits)
-    monkeypatch.setattr(engine.client, "begin", lambda *_: LookUp([]))
+    monkeypatch.setattr(Lookup, "wait", waits)
+    monkeypatch.setattr(engine.client, "begin", lambda *_: Lookup([]))
     engine.steps()
     for number in range(3):
         engine.side.matched_tokens(engine.arrives(132, str(number)), 0)
@@ -257,8 +257,8 @@ def test_nothing_is_held_for_a_request_that_loads_nothing(engine: Engine) -> Non
     assert {claim.partition("#")[0] for claim in engine.steps().released} == {"computed", "aborted"}
 
 
-def test_what_is_let_go_of_one_look_up_is_not_what_the_next_one_holds(engine: Engine) -> None:
-    """Of a request that was put back: the first is let go with a step that begins after the second look-up."""
+def test_what_is_let_go_of_one_lookup_is_not_what_the_next_one_holds(engine: Engine) -> None:
+    """Of a request that was put back: the first is let go with a step that begins after the second lookup."""
     engine.holds(6)
     request = engine.arrives(132)
     assert engine.admits(request) == (96, False)
@@ -282,7 +282,7 @@ def test_what_another_engine_is_storing_is_waited_for(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", [{"lookup_timeout_ms": 300}], indirect=True)
-def test_what_does_not_come_is_waited_for_as_long_as_a_look_up_may_take(engine: Engine) -> None:
+def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(engine: Engine) -> None:
     engine.holds(2)
     began_s = time.monotonic()
     request = engine.arrives(132, kv_transfer_params={"tiercache.expect_tokens": 96})

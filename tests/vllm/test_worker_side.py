@@ -330,7 +330,7 @@ def test_what_was_saved_is_there_after_a_restart(made: Callable[..., Worker], tm
     assert match.blocks == 4 and match.tokens_by_tier["gds"] == 64
     second.loads(into(FIRST, 20, 21), into(SECOND, 30, 1))
     assert torch.equal(second.content(20, 21, 30, 1), expected)
-    assert second.side.thread.cache.statistics().tiers["cpu"].writes == 0, "not even a look-up brings them to the host"
+    assert second.side.thread.cache.statistics().tiers["cpu"].writes == 0, "not even a lookup brings them to the host"
 
 
 # With streams held back

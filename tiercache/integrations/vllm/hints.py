@@ -49,11 +49,11 @@ class Wishes(msgspec.Struct, frozen=True):
     """Keep it hot for so long."""
     forget: bool = False
     """Remove what the request stored when it has finished. What others had stored before stays, as far as memory and this
-    host's tiers know, and as the request's look-up found it: of a chunk on a server that was not asked nobody knows."""
+    host's tiers know, and as the request's lookup found it: of a chunk on a server that was not asked nobody knows."""
     session_over: bool = False
     """No turn of the session follows this one."""
     expect_tokens: _Tokens = 0
-    """Another engine is storing so many of the prompt's first tokens just now: look-ups wait for them, as long as
+    """Another engine is storing so many of the prompt's first tokens just now: lookups wait for them, as long as
     `lookup_timeout_ms` says."""
 
     @property

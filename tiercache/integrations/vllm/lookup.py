@@ -1,11 +1,11 @@
-"""Look-ups: the scheduler's half asks the workers' caches what they have of requests, and never waits for the answer.
+"""Lookups: the scheduler's half asks the workers' caches what they have of requests, and never waits for the answer.
 
 `LookupClient` sends all questions of a step at once: to the worker's loop if that is in this process, else through a Unix
 socket to each worker. The answer for several workers is what all of them have. The scheduler's thread shares Python's lock
-with the threads that ask and answer: 64 look-ups that were begun one by one, each with a wake-up, once cost it 5 ms.
+with the threads that ask and answer: 64 lookups that were begun one by one, each with a wake-up, once cost it 5 ms.
 
-`LookupServer` answers in a worker. `Claims` keep what look-ups have promised hot (or mapped) until it is loaded: a load of
-several groups that fails in part sends its request back to the first token, so a look-up promises only what has been read
+`LookupServer` answers in a worker. `Claims` keep what lookups have promised hot (or mapped) until it is loaded: a load of
+several groups that fails in part sends its request back to the first token, so a lookup promises only what has been read
 and verified. Only a part of the hot cache is held. What comes on top of it was verified, and may have to be read again.
 
 A synchronous load must not fail at all, because requests that share its blocks go on with them (see `SchedulerSide`). So
@@ -80,7 +80,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     claim: str = ""
 
 
-class LookUp:
+class Lookup:
     """A question about one request to the caches: asked by the scheduler's thread, answered by another.
 
     A `concurrent.futures.Future` does the same for 6 us, of which a step with 64 arrivals has many.
@@ -141,7 +141,7 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
     while search.question:
         asked += 1
         if asked > _MOST_QUESTIONS:
-            logger.info("windows are stored with so many gaps that a look-up was given up: it counts as a miss")
+            logger.info("windows are stored with so many gaps that a lookup was given up: it counts as a miss")
             return Match(), []
         keys = keys_of(cache.namespace, names_of(search.question, names, geometry), geometry)
         hit = await cache.lookup_keys(keys)
@@ -165,7 +165,7 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
 
 
 class LookupServer:
-    """Answers look-ups from another process. Lives on the worker's cache thread."""
+    """Answers lookups from another process. Lives on the worker's cache thread."""
 
     def __init__(
         self, engine: str, rank: int, thread: CacheThread, geometry: BlockGeometry, *, into_device: bool = False
@@ -177,7 +177,7 @@ class LookupServer:
         self._key = (engine, rank)
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._finding: set[asyncio.Task[None]] = set()
-        """Look-ups for this process."""
+        """Lookups for this process."""
         local[self._key] = self
         cache = thread.cache
         # Of several groups all has to come to the hot cache for that.
@@ -186,7 +186,7 @@ class LookupServer:
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str = "") -> Match:
-        """`locate`, for a request that is here. A look-up that fails is a miss.
+        """`locate`, for a request that is here. A lookup that fails is a miss.
 
         With a `claim`, what is found is in the hot cache when this returns, and held for the request, as far as there is
         room for that and time until then. Where it is not, it is prefetched, so that reading overlaps with the request's
@@ -195,7 +195,7 @@ class LookupServer:
         try:
             return await self._find(names, claim)
         except Exception as error:
-            logger.warning("a look-up failed: %r", error)
+            logger.warning("a lookup failed: %r", error)
             return Match(failed=True)
 
     @property
@@ -221,8 +221,8 @@ class LookupServer:
         cache.warm_soon(for_host)
         return match
 
-    def ask(self, asked: Sequence[LookUp]) -> None:
-        """Begin look-ups. Called by the scheduler's thread in this process. Raises RuntimeError if the loop is closed."""
+    def ask(self, asked: Sequence[Lookup]) -> None:
+        """Begin lookups. Called by the scheduler's thread in this process. Raises RuntimeError if the loop is closed."""
         self.thread.loop.call_soon_threadsafe(self._begin, asked)
 
     def release(self, claims: Iterable[str]) -> None:
@@ -242,13 +242,13 @@ class LookupServer:
             self.thread.submit(self._stop()).result(5)
         self._path.unlink(missing_ok=True)
 
-    def _begin(self, asked: Sequence[LookUp]) -> None:
+    def _begin(self, asked: Sequence[Lookup]) -> None:
         for one in (one for one in asked if one.is_open):
             task = self.thread.loop.create_task(self._find_for(one))
             self._finding.add(task)
             task.add_done_callback(self._finding.discard)
 
-    async def _find_for(self, one: LookUp) -> None:
+    async def _find_for(self, one: Lookup) -> None:
         match = Match(failed=True)
         try:
             match = await self.find(one.names, one.claim)
@@ -336,15 +336,15 @@ class LookupClient:
         self._ranks = ranks
         self._geometry = geometry
         self._timeout_s = timeout_s
-        self._unsent: list[LookUp] = []
+        self._unsent: list[Lookup] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._connections: dict[int, _Connection] = {}
 
-    def begin(self, names: Sequence[bytes], claim: str = "") -> LookUp:
+    def begin(self, names: Sequence[bytes], claim: str = "") -> Lookup:
         """Asked with the next `send`. It is answered in any case, by a failed Match where a worker does not answer in time.
         What is found may be held for the request, until `LookupServer.release`."""
-        one = LookUp(list(names), claim)
+        one = Lookup(list(names), claim)
         self._unsent.append(one)
         return one
 
@@ -387,23 +387,23 @@ class LookupClient:
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.stop)  # in that round the transports are closed
 
-    def _ask(self, asked: list[LookUp]) -> None:
+    def _ask(self, asked: list[Lookup]) -> None:
         asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, asked)
         for rank in range(self._ranks):
             self._ask_rank(rank, asked)
 
-    def _ask_rank(self, rank: int, asked: list[LookUp]) -> None:
+    def _ask_rank(self, rank: int, asked: list[Lookup]) -> None:
         connection = self._connections.get(rank)
         if connection is None or connection.broken:
             connection = self._connections[rank] = _Connection(self, rank, socket_path(self._engine, rank))
         connection.ask(asked)
 
-    def _give_up(self, asked: list[LookUp]) -> None:
+    def _give_up(self, asked: list[Lookup]) -> None:
         if _miss(asked, TimeoutError()):
             for connection in self._connections.values():
                 connection.forget_ended()
 
-    def answered(self, rank: int, one: LookUp, match: Match) -> None:
+    def answered(self, rank: int, one: Lookup, match: Match) -> None:
         one.answers[rank] = match
         if len(one.answers) < self._ranks or not one.is_open:
             return
@@ -427,26 +427,26 @@ class _Connection:
         self._rank = rank
         self._path = path
         self._numbers = itertools.count()
-        self._waiting: dict[int, LookUp] = {}
+        self._waiting: dict[int, Lookup] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._serving = asyncio.create_task(self._serve())
         self.broken = False
 
-    def ask(self, asked: list[LookUp]) -> None:
+    def ask(self, asked: list[Lookup]) -> None:
         numbered = {next(self._numbers): one for one in asked}
         self._waiting |= numbered
         if self._writer is not None:
             self._send(numbered)
 
     def forget_ended(self) -> None:
-        """Forget look-ups that were given up: they may never be answered."""
+        """Forget lookups that were given up: they may never be answered."""
         self._waiting = {number: one for number, one in self._waiting.items() if one.is_open}
 
     async def close(self) -> None:
         self._serving.cancel()
         await asyncio.wait([self._serving])
 
-    def _send(self, numbered: dict[int, LookUp]) -> None:
+    def _send(self, numbered: dict[int, Lookup]) -> None:
         assert self._writer is not None
         questions: list[Question] = []
         names = 0
@@ -480,11 +480,11 @@ class _Connection:
                 self._writer.close()
 
 
-def _miss(asked: Sequence[LookUp], error: Exception) -> int:
-    """Make misses of look-ups that have no answer, and return how many there are."""
+def _miss(asked: Sequence[Lookup], error: Exception) -> int:
+    """Make misses of lookups that have no answer, and return how many there are."""
     unanswered = [one for one in asked if one.is_open]
     if unanswered:
-        logger.warning("%d look-ups got no answer from the workers: %r", len(unanswered), error)
+        logger.warning("%d lookups got no answer from the workers: %r", len(unanswered), error)
     for one in unanswered:
         one.give(Match(failed=True))
     return len(unanswered)
@@ -494,7 +494,7 @@ _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0
 """The longest time that chunks are held for a request, which may wait for blocks, or have ended without a word."""
 _OVER_FOR_S = 10.0
-"""The time after its release in which a look-up may come to claim. Later claims expire as above."""
+"""The time after its release in which a lookup may come to claim. Later claims expire as above."""
 HELD_FOR_S = 30.0
 """The time after the question for which held chunks are counted on. The load has as long again to begin."""
 
@@ -571,7 +571,7 @@ class Claims:
         return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
 
     def release(self, *names_of_claims: str) -> None:
-        """Nothing is held under these names from now on, nor by look-ups that come to it later: a name has one look-up."""
+        """Nothing is held under these names from now on, nor by lookups that come to it later: a name has one lookup."""
         now_s = asyncio.get_running_loop().time()
         while self._over and next(iter(self._over.values())) <= now_s:
             del self._over[next(iter(self._over))]

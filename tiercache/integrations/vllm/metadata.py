@@ -50,7 +50,7 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """Blocks that requests get in this step, where windows free blocks of running requests: saves from them must have
     ended."""
     released: set[str] = field(default_factory=set)
-    """Claims of look-ups of which nothing will be loaded."""
+    """Claims of lookups of which nothing will be loaded."""
     forget_hot: bool = False
     generation: bytes = b""
     """With `forget_hot`: the generation of names from now on, see `BlockNames`."""

@@ -46,7 +46,7 @@ STORE_SIZE = Family(f"{_OFFLOAD}store_size", "histogram", "Bytes of a store.", b
 LOOKUP_DELAY = Family(
     f"{_OFFLOAD}lookup_async_delay_seconds",
     "histogram",
-    "Time from when a request was first put off for its look-up until that was answered.",
+    "Time from when a request was first put off for its lookup until that was answered.",
     bounds=_DELAYS_S,
 )
 CHUNK_QUERIES = Family(
@@ -58,7 +58,7 @@ QUERIED_TOKENS = Family(
     "tiercache_queried_tokens", "counter", "Tokens of requests that no tier above this one had.", ("tier",)
 )
 HIT_TOKENS = Family("tiercache_hit_tokens", "counter", "Tokens of requests that lay in a tier.", ("tier",))
-LOOKUPS_FAILED = Family("tiercache_lookups_failed", "counter", "Look-ups of requests that failed or took too long.")
+LOOKUPS_FAILED = Family("tiercache_lookups_failed", "counter", "Lookups of requests that failed or took too long.")
 LOADS_SKIPPED = Family(
     "tiercache_loads_skipped", "counter", "Hits that were computed instead: shorter than min_retrieve_tokens."
 )
@@ -209,7 +209,7 @@ class TierCacheStats(KVConnectorStats):  # type: ignore[misc]
             line[f"Evicted chunks ({tier})"] = chunks
         line["Queued chunks"] = self._gauge("tiercache_writer_queued")
         failures = {
-            "Failed look-ups": self._total(LOOKUPS_FAILED.name),
+            "Failed lookups": self._total(LOOKUPS_FAILED.name),
             "Incomplete loads": self._total(LOADS.name) - self._counts(LOADS.name).get(("whole",), 0),
             "Failed reads": self._total("tiercache_read_failures"),
             "Chunks not written": self._total("tiercache_writer_skipped") + self._total("tiercache_writer_dropped"),

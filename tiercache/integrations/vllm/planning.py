@@ -127,7 +127,7 @@ class BlockTransfer(NamedTuple):
 
 @dataclass
 class Match:
-    """The result of a look-up: blocks of the contiguous prefix, and their tokens by tier."""
+    """The result of a lookup: blocks of the contiguous prefix, and their tokens by tier."""
 
     blocks: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)

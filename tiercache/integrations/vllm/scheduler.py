@@ -19,7 +19,7 @@ from tiercache.core.estimate import PrefillCost
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.hints import EXPECT_TOKENS, RequestBegan, RequestEnded, Wishes, said_by, wishes_of
 from tiercache.integrations.vllm.logs import add_span, trace_of
-from tiercache.integrations.vllm.lookup import HELD_FOR_S, LookUp, LookupClient
+from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient
 from tiercache.integrations.vllm.metadata import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.metrics import SchedulerFigures
 from tiercache.integrations.vllm.names import BlockNames, nobodys_key
@@ -49,12 +49,12 @@ class TrackedRequest:
 
     request: Request
     names: list[bytes] = field(default_factory=list)
-    lookup: LookUp | None = None
+    lookup: Lookup | None = None
     claim: str = ""
-    """The name under which the look-up's chunks may be held."""
+    """The name under which the lookup's chunks may be held."""
     asked_at_s: float = 0.0
     ask_again_at_s: float = 0.0
-    """The earliest time of the next look-up, where more is expected than was found."""
+    """The earliest time of the next lookup, where more is expected than was found."""
     pause_s: float = 0.0
     put_off_at_s: float | None = None
     """When the engine was first told to come again for the answer."""
@@ -87,7 +87,7 @@ class TrackedRequest:
 _WAIT_A_STEP_S = 0.0005
 """The time that the scheduler waits for all answers before a step. Requests without one wait for the whole step."""
 _WAITS_FOR = 4
-"""The most open look-ups that are waited for: a thread that answers many keeps Python's lock for up to 5 ms."""
+"""The most open lookups that are waited for: a thread that answers many keeps Python's lock for up to 5 ms."""
 _ASK_AGAIN_S = 0.005
 """The pause before chunks that another engine is storing are looked for again. It grows up to the next one."""
 _LONGEST_PAUSE_S = 0.05
@@ -104,7 +104,7 @@ class Asking:
         client: LookupClient,
         release: Callable[[str], None],
     ) -> None:
-        """`release` is told of look-ups of which nothing will be loaded, by their `TrackedRequest.claim`."""
+        """`release` is told of lookups of which nothing will be loaded, by their `TrackedRequest.claim`."""
         self._config = config
         self._geometry = geometry
         self._names = names
@@ -112,8 +112,8 @@ class Asking:
         self._release = release
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
-        self._begun: list[LookUp] = []
-        """Look-ups begun since the last step."""
+        self._begun: list[Lookup] = []
+        """Lookups begun since the last step."""
 
     @property
     def _longest_s(self) -> float:
@@ -131,7 +131,7 @@ class Asking:
         return tracked
 
     def awaits_adapter(self, tracked: TrackedRequest) -> bool:
-        """Its blocks cannot be named yet: what its adapter holds is being found out, as long as a look-up may take."""
+        """Its blocks cannot be named yet: what its adapter holds is being found out, as long as a lookup may take."""
         if tracked.adapter is None or tracked.adapter_key or tracked.adapter.done():
             return False
         return time.monotonic() - tracked.arrived_s < self._longest_s
@@ -175,12 +175,12 @@ class Asking:
         return tracked.match
 
     def let_go(self, tracked: TrackedRequest) -> None:
-        """Release what a look-up may hold: it is not going to be loaded."""
+        """Release what a lookup may hold: it is not going to be loaded."""
         if tracked.lookup is not None:
             self._release(tracked.claim)
 
     def forget(self, tracked: TrackedRequest) -> None:
-        """Forget the look-up and its answer."""
+        """Forget the lookup and its answer."""
         if tracked.lookup is not None:
             tracked.lookup.give_up()
         self.let_go(tracked)
@@ -195,13 +195,13 @@ class Asking:
         if lookup.match is not None:
             return lookup.match
         if time.monotonic() - tracked.asked_at_s > self._longest_s:
-            logger.warning("a look-up took longer than lookup_timeout_ms; the request is computed instead")
+            logger.warning("a lookup took longer than lookup_timeout_ms; the request is computed instead")
             lookup.give_up()
             self.let_go(tracked)
             return Match(failed=True)
         return None
 
-    def _wait_for(self, lookup: LookUp) -> None:
+    def _wait_for(self, lookup: Lookup) -> None:
         if sum(one.is_open for one in self._begun) > _WAITS_FOR:
             self._patience_s = 0.0
             return

@@ -181,7 +181,7 @@ def test_unlike_layers_are_refused(driver: Driver) -> None:
 
 def test_memory_of_another_device_is_refused(driver: Driver) -> None:
     tensor = torch.zeros(SHAPE, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(LayoutError, match="expected memory of cpu, found device meta"):
+    with pytest.raises(LayoutError, match="KV of layer layer.0: KV tensor 0: expected memory of cpu"):
         DeviceKvBlocks(
             driver, {"layer.0": tensor}, blocks=BLOCKS, heads=HEADS, block_tokens=TOKENS, content_bytes=2 * CONTENT
         )

@@ -231,46 +231,13 @@ def _kv_heads(config: VllmConfig) -> int | None:
 class _LayerTensors:
     """The common part of KV in host memory and in device memory: one tensor a layer, all of one shape, strides and dtype.
 
-    Blocks move as opaque bytes: what lies inside one (on CPU a K half and a V half per head) is the engine's business and
-    part of the layout's fingerprint. `blocks` and `block_tokens` are those of the engine's block manager; a token has
-    `content_bytes` in each of `heads`. Of recurrent states (`states`) there is one in the place of the tokens.
+    Expected of each tensor: shape (kernel blocks, heads, tokens, K and V of a token). `blocks` and `block_tokens` are those
+    of the engine's block manager; a token has `content_bytes` in each of `heads`. Of recurrent states (`states`) there is
+    one in the place of the tokens. Raises LayoutError for another shape, which was not verified.
     """
 
     bytes_per_block: int
     """The bytes of one block over all layers."""
-
-    def __init__(self, tensors: Mapping[str, Any], blocks: int, block_tokens: int) -> None:
-        if not tensors:
-            raise LayoutError("the engine registered no KV tensors")
-        self.first_name, self._first = next(iter(tensors.items()))
-        self.dtype = str(self._first.dtype).removeprefix("torch.")
-        self.layers = len(tensors)
-        self.blocks = blocks
-        self.block_tokens = block_tokens
-
-    @property
-    def bytes_per_token(self) -> int:
-        return -(-self.bytes_per_block // self.block_tokens)
-
-    def _check_alike(self, tensors: Mapping[str, Any]) -> None:
-        for name, tensor in tensors.items():
-            if _kind(tensor) != _kind(self._first):
-                raise LayoutError(
-                    f"KV of layer {name}: expected shape, strides and dtype of {self.first_name} {_kind(self._first)}, "
-                    f"found {_kind(tensor)}; models with unlike layers are not supported"
-                )
-
-
-class KvBlocks(_LayerTensors):
-    """KV in host memory. Raises LayoutError for an arrangement that was not verified.
-
-    Expected of each tensor: shape (blocks, heads, tokens, K and V of a token), dense; behind a recurrent state there may be
-    room. With `part` they are views of a part of the heads. A chunk's payload is (layers, blocks, block bytes), contiguous.
-
-    On vLLM's CPU platform all layers lie in one storage at equal distances, so one `numpy.copyto` moves a run of consecutive
-    blocks of all layers: few, large calls that release the GIL. Many small copies on a thread beside the engine's wait for
-    Python's lock again and again.
-    """
 
     def __init__(
         self,
@@ -281,24 +248,64 @@ class KvBlocks(_LayerTensors):
         block_tokens: int,
         content_bytes: int,
         states: bool = False,
-        part: bool = False,
     ) -> None:
-        super().__init__(tensors, blocks, block_tokens)
-        first, size = self._first, self._first.element_size()
-        inside = (heads, 1 if states else block_tokens, content_bytes // size)
-        self._check_dense((blocks, *inside), padded=part or states)
-        self._check_alike(tensors)
+        if not tensors:
+            raise LayoutError("the engine registered no KV tensors")
+        self.first_name, first = next(iter(tensors.items()))
+        self.shape, self.strides, self.dtype = _kind(first)
+        self.layers = len(tensors)
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        tokens, size = 1 if states else block_tokens, first.element_size()
+        split = self.shape[0] // blocks if len(self.shape) == 4 and blocks > 0 else 0
+        whole = split > 0 and tokens % split == 0 and content_bytes % size == 0
+        if not whole or self.shape != (blocks * split, heads, tokens // split, content_bytes // size):
+            raise LayoutError(
+                f"KV of layer {self.first_name}: expected shape (blocks, heads, tokens, K and V of a token) with {blocks} "
+                f"blocks of {tokens} tokens (or equal parts of them), {heads} heads and {content_bytes} bytes, as vLLM "
+                f"0.32 has it, found {self.shape} of {size} bytes each; this was not verified, so its bytes are not touched"
+            )
+        for name, tensor in tensors.items():
+            if _kind(tensor) != _kind(first):
+                raise LayoutError(
+                    f"KV of layer {name}: expected shape, strides and dtype of {self.first_name} {_kind(first)}, "
+                    f"found {_kind(tensor)}; models with unlike layers are not supported"
+                )
+
+    @property
+    def bytes_per_token(self) -> int:
+        return -(-self.bytes_per_block // self.block_tokens)
+
+
+class KvBlocks(_LayerTensors):
+    """KV in host memory. Raises LayoutError for an arrangement that was not verified.
+
+    Blocks are whole and dense. With `part` the tensors are views of a part of the heads; behind these, and behind a
+    recurrent state, there may be room before the next block.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], *, part: bool = False, states: bool = False, **sizes: int) -> None:
+        super().__init__(tensors, states=states, **sizes)
         self._part = part
-        self.block_bytes: int = math.prod(inside) * size
+        size = next(iter(tensors.values())).element_size()
+        dense = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(4))
+        # How far the next one would be does not matter where there is only one, as with MLA's heads.
+        inside = list(zip(self.shape, self.strides, dense, strict=True))[part or states :]
+        spread = any(count > 1 and found != stride for count, found, stride in inside)
+        if spread or self.strides[0] < dense[0] or self.shape[0] != self.blocks:
+            raise LayoutError(
+                f"KV of layer {self.first_name}: expected {self.blocks} dense blocks with strides {dense}, found "
+                f"{self.shape[0]} with {self.strides}"
+            )
+        self.block_bytes: int = dense[0] * size
         self.bytes_per_block = self.layers * self.block_bytes
-        self._planes = _planes(list(tensors.values()), blocks, self.block_bytes, first.stride(0) * size)
+        self._planes = _planes(list(tensors.values()), self.blocks, self.block_bytes, self.strides[0] * size)
 
     def describe(self) -> str:
         """Return the byte format, for the layout's fingerprint. Of a part it does not say how far apart blocks lie."""
-        shape, strides = tuple(self._first.shape), tuple(self._first.stride())
         if self._part:
-            return f"vllm-blocks(layers,blocks,bytes) part={shape[1:]} dtype={self.dtype}"
-        return f"vllm-blocks(layers,blocks,bytes) shape={shape[1:]} strides={strides} dtype={self.dtype}"
+            return f"vllm-blocks(layers,blocks,bytes) part={self.shape[1:]} dtype={self.dtype}"
+        return f"vllm-blocks(layers,blocks,bytes) shape={self.shape[1:]} strides={self.strides} dtype={self.dtype}"
 
     def gather(self, blocks: Sequence[int], payload: np.ndarray) -> None:
         """Copy `blocks` of all layers into `payload` (uint8[layers * len(blocks) * block_bytes])."""
@@ -324,22 +331,6 @@ class KvBlocks(_LayerTensors):
                 part = chunk[layer : layer + len(plane), skip + start : skip + stop]
                 np.copyto(plane[:, block : block + stop - start], part)
                 layer += len(plane)
-
-    def _check_dense(self, expected: tuple[int, ...], *, padded: bool) -> None:
-        name, tensor = self.first_name, self._first
-        if str(tensor.device) != "cpu":
-            raise LayoutError(f"KV of layer {name}: expected memory of the CPU platform, found device {tensor.device}")
-        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        if shape != expected:
-            raise LayoutError(
-                f"KV of layer {name}: expected shape {expected} (blocks, heads, tokens, K and V of a head) as vLLM 0.32 has "
-                f"it on CPU, found {shape}; this layout was not verified, so its bytes are not touched"
-            )
-        dense = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
-        # How far the next one would be does not matter where there is only one, as with MLA's heads.
-        inside = list(zip(shape, strides, dense, strict=True))[padded:]
-        if any(size > 1 and found != stride for size, found, stride in inside) or strides[0] < dense[0]:
-            raise LayoutError(f"KV of layer {name}: expected dense blocks with strides {dense}, found {strides}")
 
 
 def _planes(tensors: list[Any], blocks: int, block_bytes: int, stride: int) -> list[np.ndarray]:
@@ -378,34 +369,13 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class DeviceKvBlocks(_LayerTensors):
-    """KV in device memory. Raises LayoutError for a shape that was not verified, or blocks that overlap.
+    """KV in device memory, in any order. Raises LayoutError for a shape that was not verified, or blocks that overlap."""
 
-    vLLM 0.32 views every layer's KV as (kernel blocks, heads, tokens, K and V of a token), whatever the order in memory is
-    (`vllm/v1/kv_cache_layout.py`; FlashAttention, FlashInfer and Triton attention all have it so). A block that the engine's
-    manager hands out is one kernel block or several behind each other. Each layer is one plane of `PagedKv`. A chunk's
-    payload is (blocks, layers, block bytes), contiguous.
-    """
-
-    def __init__(
-        self,
-        driver: Driver,
-        tensors: Mapping[str, Any],
-        *,
-        blocks: int,
-        heads: int,
-        block_tokens: int,
-        content_bytes: int,
-        states: bool = False,
-    ) -> None:
-        super().__init__(tensors, blocks, block_tokens)
+    def __init__(self, driver: Driver, tensors: Mapping[str, Any], *, states: bool = False, **sizes: int) -> None:
+        super().__init__(tensors, states=states, **sizes)
         self.driver = driver
-        self._check_shape(heads, 1 if states else block_tokens, content_bytes)
-        for name, tensor in tensors.items():
-            if not driver.owns(tensor):
-                raise LayoutError(f"KV of layer {name}: expected memory of {driver.name}, found device {tensor.device}")
-        self._check_alike(tensors)
         try:
-            self.kv = PagedKv(driver, list(tensors.values()), blocks)
+            self.kv = PagedKv(driver, list(tensors.values()), self.blocks)
         except LayoutError as error:
             raise LayoutError(f"KV of layer {self.first_name}: {error}") from error
         self.bytes_per_block = self.kv.block_bytes
@@ -413,18 +383,6 @@ class DeviceKvBlocks(_LayerTensors):
     def describe(self) -> str:
         """Return the byte format, for the layout's fingerprint. Where the blocks lie is no part of it."""
         return f"vllm-device-{self.kv.describe()}"
-
-    def _check_shape(self, heads: int, block_tokens: int, content_bytes: int) -> None:
-        shape, size, blocks = tuple(self._first.shape), self._first.element_size(), self.blocks
-        split = shape[0] // blocks if len(shape) == 4 and blocks > 0 else 0
-        whole = split > 0 and block_tokens % split == 0 and content_bytes % size == 0
-        if not whole or shape != (blocks * split, heads, block_tokens // split, content_bytes // size):
-            raise LayoutError(
-                f"KV of layer {self.first_name}: expected shape (blocks, heads, tokens, K and V of a token) with {blocks} "
-                f"blocks of {block_tokens} tokens (or equal parts of them), {heads} heads and {content_bytes} bytes, as "
-                f"vLLM 0.32 has it on CUDA, found {shape} of {size} bytes each; this layout was not verified, so its bytes "
-                "are not touched"
-            )
 
 
 def _kind(tensor: Any) -> tuple[Any, ...]:

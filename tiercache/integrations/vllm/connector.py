@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -271,15 +272,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Return tokens by the tier in which their chunks lay when they were found. Chunks in RAM count first."""
         assert self._scheduler is not None
-        sources: dict[CacheHitSource, int] = {}
-        left = num_external_tokens
-        for tier, tokens in self._scheduler.tokens_by_tier(request).items():
-            part = min(left, tokens)
-            if part:
-                source = source_of(tier)
-                sources[source] = sources.get(source, 0) + part
-                left -= part
-        return sources
+        sources: Counter[CacheHitSource] = Counter()
+        for tier, tokens in self._scheduler.tokens_by_tier(request, num_external_tokens).items():
+            sources[source_of(tier)] += tokens
+        return dict(+sources)
 
     # Figures
 

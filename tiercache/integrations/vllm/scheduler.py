@@ -349,9 +349,11 @@ class SchedulerSide:
             if block != NULL_BLOCK
         )
 
-    def tokens_by_tier(self, request: Request) -> dict[str, int]:
+    def tokens_by_tier(self, request: Request, tokens: int) -> dict[str, int]:
+        """Return the tiers of so many of the tokens that were found. Those of the first tiers count first."""
         tracked = self._requests.get(request.request_id)
-        return tracked.match.tokens_by_tier if tracked is not None and tracked.match is not None else {}
+        match = tracked.match if tracked is not None else None
+        return match.shortened(tokens // self.geometry.block_tokens, self.geometry).tokens_by_tier if match else {}
 
     # Saving
 

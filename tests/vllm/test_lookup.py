@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,11 +19,14 @@ import pytest
 from tests.memory.test_threads import no_thread_to_be_had
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
+from tiercache.control.served import ServedCache
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import lookup
 from tiercache.integrations.vllm.lookup import Lookup, LookupClient, LookupServer, socket_path
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match, names_of
+from tiercache.scheduler.reads import Hit
+from tiercache.testing import JumpingClockLoop
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
 NAMES = [bytes([number]) * 32 for number in range(11)]
@@ -200,6 +203,30 @@ def test_what_is_given_up_before_the_lookup_gets_to_it_reads_nothing(
         busy.set()
         answer_of(begun(client, NAMES, "wanted"))
     assert asked == ["wanted"]
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRY, GROUPS], ids=["tails", "windows"])
+def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry) -> None:
+    """A tier that is asked for each tail, or for windows with gaps, takes all of the time that it is given."""
+    asked: list[float] = []
+
+    class SlowCache:
+        config, namespace = Config(lookup_timeout_ms=3000), b"n" * 8
+
+        async def lookup_keys(self, keys: Sequence[bytes], *, deadline_s: float) -> Hit:
+            asked.append(deadline_s)
+            await asyncio.sleep(deadline_s)
+            return Hit(len(keys) - 1, 0, {})
+
+    async def takes_s() -> float:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await lookup.locate(cast(ServedCache, SlowCache()), NAMES, geometry)
+        return loop.time() - began_s
+
+    with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
+        assert runner.run(takes_s()) == pytest.approx(3.0, abs=0.1)
+    assert len(asked) > 2 and asked[0] == 3.0
 
 
 def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:

@@ -132,8 +132,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
     """Return how many blocks of a request the cache has, and the chunks of the longest hit that all groups agree on: full
-    ones, then the longest tail. Of windows only what the hit needs is asked for. `names` has one name a block.
+    ones, then the longest tail. Of windows only what the hit needs is asked for. `names` has one name a block. All questions
+    together take no longer than `lookup_timeout_ms`; what a tier has not said by then counts as missing.
     """
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + cache.config.lookup_timeout_ms / 1000
     search = HitSearch(len(names) // geometry.blocks_per_chunk, geometry)
     found: list[ChunkKey] = []
     tokens: dict[str, int] = {}
@@ -144,7 +147,7 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
             logger.info("windows are stored with so many gaps that a lookup was given up: it counts as a miss")
             return Match(), []
         keys = keys_of(cache.namespace, names_of(search.question, names, geometry), geometry)
-        hit = await cache.lookup_keys(keys)
+        hit = await cache.lookup_keys(keys, deadline_s=max(0.0, until_s - loop.time()))
         # Chunks of the layers that see every token are asked for first, and it counts where they lie.
         found = found or keys
         tokens = tokens or {tier: count * geometry.chunk_tokens for tier, count in hit.by_tier.items()}
@@ -154,7 +157,7 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
     match = Match(tokens_by_tier=tokens).shortened(search.chunks * geometry.blocks_per_chunk, geometry)
     for length in tail_lengths(len(names), match.blocks, geometry):
         tail = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
-        hit = await cache.lookup_keys(tail)
+        hit = await cache.lookup_keys(tail, deadline_s=max(0.0, until_s - loop.time()))
         if hit.chunks:
             found += tail
             match.blocks += length
@@ -494,7 +497,7 @@ _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0
 """The longest time that chunks are held for a request, which may wait for blocks, or have ended without a word."""
 _OVER_FOR_S = 10.0
-"""The time after its release in which a lookup may come to claim. Later claims expire as above."""
+"""The time after its release in which a lookup may begin. One that begins later claims until it expires as above."""
 HELD_FOR_S = 30.0
 """The time after the question for which held chunks are counted on. The load has as long again to begin."""
 
@@ -573,11 +576,12 @@ class Claims:
     def release(self, *names_of_claims: str) -> None:
         """Nothing is held under these names from now on, nor by lookups that come to it later: a name has one lookup."""
         now_s = asyncio.get_running_loop().time()
+        longest_s = self._cache.config.lookup_timeout_ms / 1000
         while self._over and next(iter(self._over.values())) <= now_s:
             del self._over[next(iter(self._over))]
         for name in names_of_claims:
             self._drop(name)
-            self._over.setdefault(name, now_s + _OVER_FOR_S)
+            self._over.setdefault(name, now_s + longest_s + _OVER_FOR_S)
 
     def close(self) -> None:
         for name in list(self._claims):

@@ -8,12 +8,12 @@ from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     BlockTransfer,
     Match,
+    end_of_saves,
     held_names,
     loadable_tokens,
     plan_loads,
     plan_saves,
     tail_lengths,
-    wants_save,
 )
 
 PAIRS = BlockGeometry(block_tokens=128, blocks_per_chunk=2)
@@ -134,4 +134,4 @@ def test_the_cheap_question_agrees_with_the_plan() -> None:
             for ready in range(12):
                 for last in (False, True):
                     transfers, _ = plan_saves(NAMES, saved, ready, TABLES, geometry, last=last)
-                    assert wants_save(saved, ready, geometry, last=last) == bool(transfers)
+                    assert (end_of_saves(ready, geometry, last=last) > saved) == bool(transfers)

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -156,8 +155,8 @@ def _check_engine(config: VllmConfig) -> None:
 
 
 def replicas_of(config: VllmConfig, specs: Iterable[Any]) -> int:
-    """How many consecutive ranks hold the same bytes of every layer, whose specifications are `specs`. 1: unknown, or each
-    has its own.
+    """Return how many consecutive ranks hold the same bytes of every layer, whose specifications are `specs`. 1: unknown, or
+    each has its own.
 
     1 also where the ranks may be on several hosts: each chunk is written by one of them, and a disk is seen by one host.
     """
@@ -412,9 +411,7 @@ class Lending:
                 raise TakenBack
             self._copying += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with self._condition:
             self._copying -= 1
             self._condition.notify_all()
@@ -538,7 +535,7 @@ class Move:
                 if self._driver is not None and not all(self._driver.query(event) for event in self._behind.values()):
                     return False
             except DeviceError:
-                # The device is lost, or about to be: who waits for this has a time limit.
+                # The device is lost, or about to be. Every wait for this has a time limit.
                 return False
             self._behind.clear()
             return True

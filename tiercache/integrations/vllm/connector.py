@@ -252,12 +252,12 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A producer's answer says what others are to find of the prompt; whoever sends them the request says it again."""
+        """A producer's answer says what others are to find of the prompt; a request that is sent to them says it again."""
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
-        """True: blocks come free within milliseconds, which is cheaper than preempting somebody."""
+        """True: blocks come free within milliseconds, which is cheaper than a preemption."""
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def has_pending_push_work(self) -> bool:

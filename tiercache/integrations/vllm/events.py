@@ -54,7 +54,7 @@ class Change(NamedTuple):
     there: bool
     rank: int
     part: int
-    """Which of the chunk's `parts` the rank has there: ranks that share a tier may have the same."""
+    """The one of the chunk's `parts` that the rank has there: ranks that share a tier may have the same."""
     parts: int
 
 
@@ -204,7 +204,7 @@ class AnnouncedBlocks:
         self._watching[name] = False
 
     def _shared(self, name: bytes, chunk: _Chunk, medium: str) -> int:
-        """How many of its first blocks another chunk holds in that medium."""
+        """Return how many of its first blocks another chunk holds in that medium."""
         most = 0
         for other in self._heads[chunk.blocks.group, chunk.blocks.hashes[0]]:
             if other != name and medium in self._chunks[other].media:

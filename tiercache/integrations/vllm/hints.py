@@ -49,7 +49,7 @@ class Wishes(msgspec.Struct, frozen=True):
     """Keep it hot for so long."""
     forget: bool = False
     """Remove what the request stored when it has finished. What others had stored before stays, as far as memory and this
-    host's tiers know, and as the request's lookup found it: of a chunk on a server that was not asked nobody knows."""
+    host's tiers know, and as the request's lookup found it: a chunk on a server that was not asked counts as new."""
     session_over: bool = False
     """No turn of the session follows this one."""
     expect_tokens: _Tokens = 0
@@ -139,7 +139,7 @@ class SessionTurns:
         self._thread = thread
         self._keys_of = keys_of
         self._new: dict[str, set[ChunkKey]] = {}
-        """The loop's. What requests store and nobody had stored before."""
+        """Chunks that each request stores and no tier had before. Belongs to the loop."""
         self._warned = False
 
     def stores(self, request_id: str, keys: Sequence[ChunkKey]) -> None:

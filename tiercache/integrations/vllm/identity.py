@@ -220,7 +220,7 @@ class _Digests:
         self._failed: OSError | None = None
         self._bytes_read = 0
         self._parts_read = 0
-        """How far all threads are: what hangs does not move on."""
+        """The progress of all threads: it stands still while a mount hangs."""
 
     def all(self) -> dict[str, str]:
         for name, path in self._files.items():
@@ -732,7 +732,7 @@ def _vllm_version() -> str:
 
 
 def _described_groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> list[tuple[str, str]]:
-    """Which layers' KV a chunk of which group holds, and how much of it."""
+    """Return the layers whose KV a chunk of each group holds, and how much of it."""
     if geometry.plain:
         return []
     described = [

@@ -119,7 +119,7 @@ class Lookup:
         return self.match
 
     def give_up(self) -> None:
-        """Nobody wants the answer any more: where it is not asked yet, it is not."""
+        """The answer is not wanted any more: a lookup that is not asked yet is not asked."""
         self.given_up = True
 
 
@@ -290,7 +290,7 @@ class LookupServer:
                     answering.add(task)
                     task.add_done_callback(answering.discard)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ControlError):
-            pass  # the scheduler's process ended, or somebody else spoke
+            pass  # the scheduler's process ended, or another program spoke
         finally:
             for task in answering:
                 task.cancel()
@@ -378,7 +378,7 @@ class LookupClient:
             try:
                 thread.start()
             except RuntimeError:
-                loop.close()  # not kept: whatever is given to a loop that nobody runs would never end
+                loop.close()  # not kept: what is given to a loop that does not run would never end
                 raise
             self._loop, self._thread = loop, thread
         return self._loop
@@ -415,7 +415,7 @@ class LookupClient:
         if self._geometry.plain or all(match.blocks == least.blocks for match in answers):
             one.give(agreed(answers, self._geometry))
             return
-        # Windows have to be there for the hit as it is: who has more may not have that.
+        # Windows have to be there for the hit as it is: a worker that has more may not have them.
         one.names = one.names[: least.blocks]
         one.answers.clear()
         for again in range(self._ranks):
@@ -519,7 +519,7 @@ class Claims:
         self._over: dict[str, float] = {}
         """Names that were released, until when that is remembered, oldest first."""
         self._times: dict[ChunkKey, int] = {}
-        """How many claims there are on each chunk."""
+        """The number of claims on each chunk."""
         self.leases: dict[ChunkKey, Lease] = {}
         self._most = int(cache.cpu.pool.count * _MOST_OF_THE_HOT_CACHE)
 
@@ -604,7 +604,7 @@ class Claims:
             self._let_go(claim.keys)
 
     async def _take(self, keys: Sequence[ChunkKey], taken: list[ChunkKey], until_s: float) -> int:
-        """How many of `keys` may be promised, up to the first that may not. Adds to `taken` what is held."""
+        """Return how many of `keys` may be promised, up to the first that may not. Add to `taken` what is held."""
         room = max(0, self._most - len(self.leases))
         new = [key for key in keys if key not in self.leases][:room]
         left_s = until_s - asyncio.get_running_loop().time()

@@ -53,7 +53,7 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """Claims of lookups of which nothing will be loaded."""
     forget_hot: bool = False
     generation: bytes = b""
-    """With `forget_hot`: the generation of names from now on, see `BlockNames`."""
+    """The generation of names from now on, with `forget_hot`; see `BlockNames`."""
     token_s: float | None = None
     """The engine's time for one more token, in seconds, when that has changed."""
     watching: dict[bytes, bool] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Saves and loads that have ended since the last step."""
 
     saves: dict[str, int]
-    """How many `Save`s of each request, summed over workers."""
+    """The number of `Save`s of each request, summed over workers."""
     loads: set[str]
     """Requests whose synchronous load has ended, well or not. Every worker ends it in the same step."""
 

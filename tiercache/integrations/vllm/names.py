@@ -169,7 +169,7 @@ class Adapters:
 
     def key_of(self, path: str) -> Future[bytes]:
         """Return what blocks of the adapter at `path` are named with besides vLLM's hash. The future has no exception. While
-        the adapters' mount hangs it has no result either: who waits for it has a time limit."""
+        the adapters' mount hangs it has no result either, so wait for it with a time limit."""
         future: Future[bytes] = Future()
         with self._lock:
             if len(self._waiting) >= _MOST_WAITING:
@@ -186,7 +186,7 @@ class Adapters:
         return future
 
     def _answer(self) -> None:
-        """Answer until nobody waits."""
+        """Answer until no request waits."""
         while True:
             with self._lock:
                 if not self._waiting:

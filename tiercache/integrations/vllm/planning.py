@@ -42,7 +42,7 @@ class KvGroup:
     spec: Any = field(default=None, compare=False, repr=False)
     """vLLM's own description of the KV."""
     part: int = 0
-    """Which of the parts of its heads that this rank has, where they are cut into parts."""
+    """The number of this part of the heads among those of this rank, where heads are cut into parts."""
     recurrent: bool = False
     """A block holds one state for all tokens up to its end, and only where a step ended there. To the next token that is
     what a window of two tokens is: one block, the last."""
@@ -151,10 +151,9 @@ def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
     A worker that has more need not have the tail of one that has less: it may have only the full chunk that this tail
     became. Unless all have the same, tails do not count.
     """
-    least = min(answers, key=lambda match: match.blocks)
-    if all(answer.blocks == least.blocks for answer in answers):
-        return replace(least, held=all(answer.held for answer in answers))
-    match = least.shortened(geometry.whole_chunks(least.blocks), geometry)
+    match = min(answers, key=lambda match: match.blocks)
+    if any(answer.blocks != match.blocks for answer in answers):
+        match = match.shortened(geometry.whole_chunks(match.blocks), geometry)
     return replace(match, held=all(answer.held for answer in answers))
 
 
@@ -179,11 +178,10 @@ def loadable_tokens(
     return max(0, usable - computed_tokens) if usable >= least_tokens else 0
 
 
-def wants_save(saved_blocks: int, ready_blocks: int, geometry: BlockGeometry, *, last: bool) -> bool:
-    """Return True if `plan_saves` would have anything to do. Asked every step, so it costs nothing."""
-    if last and geometry.save_tails:
-        return ready_blocks > saved_blocks
-    return geometry.whole_chunks(ready_blocks) > saved_blocks
+def end_of_saves(ready_blocks: int, geometry: BlockGeometry, *, last: bool) -> int:
+    """Return how many of the first `ready_blocks` blocks can be saved. `last` says that no further block is expected soon,
+    so that a tail is worth keeping (if `save_tails`)."""
+    return ready_blocks if last and geometry.save_tails else geometry.whole_chunks(ready_blocks)
 
 
 NAME_BYTES = 32
@@ -303,7 +301,7 @@ def names_of(
 
 
 def held_names(names: Sequence[bytes], blocks: int, geometry: BlockGeometry) -> list[bytes]:
-    """Return the names of the chunks that hold the first `blocks` blocks of a request, for whoever goes on behind them."""
+    """Return the names of the chunks that a request needs which goes on behind the first `blocks` blocks."""
     return names_of(needed_chunks(geometry.chunks_in(blocks), geometry), names, geometry, blocks)
 
 
@@ -442,17 +440,16 @@ def plan_saves(
     states: Collection[tuple[int, int, int]] = (),
 ) -> tuple[list[BlockTransfer], int]:
     """Return transfers for the chunks that became whole (blocks `saved_blocks` .. `ready_blocks`), and the new
-    `saved_blocks`.
+    `saved_blocks`. `last` is as for `end_of_saves`.
 
-    `last` says that no further block is expected soon, so that a tail is worth keeping (if `save_tails`). Chunks of which a
-    window has left a block behind already are not stored. `states` are those that the engine has: group, block, and the
-    tokens after which it is the state.
+    Chunks of which a window has left a block behind already are not stored. `states` are those that the engine has: group,
+    block, and the tokens after which it is the state.
     """
     ready = min(ready_blocks, len(names))
     for group in geometry.groups:
         if group.window_tokens is None:
             ready = min(ready, len(tables[group.index]) * group.block_tokens // geometry.block_tokens)
-    end = ready if last and geometry.save_tails else geometry.whole_chunks(ready)
+    end = end_of_saves(ready, geometry, last=last)
     if end <= saved_blocks:
         return [], saved_blocks
     transfers = []

@@ -28,12 +28,12 @@ from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     Match,
     Tables,
+    end_of_saves,
     given_away,
     held_names,
     loadable_tokens,
     plan_loads,
     plan_saves,
-    wants_save,
 )
 
 if TYPE_CHECKING:
@@ -453,7 +453,7 @@ class SchedulerSide:
             self.kv_events.announced.forget_everything()
 
     def _measure(self, work: StepWork, output: SchedulerOutput) -> None:
-        """How quick the engine is, for the workers to know what is worth loading."""
+        """Tell the workers how quick the engine is, for them to know what is worth loading."""
         tokens = output.num_scheduled_tokens
         self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
         work.token_s = self._prefill.news()
@@ -490,8 +490,8 @@ class SchedulerSide:
         limit = request.num_tokens if self.config.save_decode_cache else request.num_prompt_tokens
         ready = min(ready_tokens, limit) // self.geometry.block_tokens
         last = last or (ready_tokens >= request.num_prompt_tokens and not tracked.tail_saved)
-        if wants_save(tracked.saved_blocks, ready, self.geometry, last=last):
-            first = tracked.saved_blocks
+        first = tracked.saved_blocks
+        if end_of_saves(ready, self.geometry, last=last) > first:
             transfers, tracked.saved_blocks = plan_saves(
                 self._asking.names_of(tracked), first, ready, tables(), self.geometry, last=last, states=states
             )

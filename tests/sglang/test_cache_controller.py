@@ -66,7 +66,7 @@ def test_more_pages_than_a_call_takes_come_back(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_a_miss(tmp_path: Path) -> None:
     import torch
 
-    from tests.sglang.stack import engine, random_pages, tokens_of
+    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
 
     tokens = tokens_of(4, pages=3)
     with engine(tmp_path) as first:
@@ -79,7 +79,7 @@ def test_a_flipped_bit_is_a_miss(tmp_path: Path) -> None:
         content[5000] ^= 1
         path.write_bytes(content)
     with engine(tmp_path) as second:
-        assert second.storage.batch_exists(_hashes(tokens)) == 3, "only a read finds that out"
+        assert second.storage.batch_exists(page_hashes(tokens)) == 3, "only a read finds that out"
         assert len(second.load(tokens)) == 0
         second.store(tokens, pages)
         assert torch.equal(second.load(tokens), pages)
@@ -134,18 +134,6 @@ def test_of_mla_only_the_first_rank_writes_and_all_read(tmp_path: Path) -> None:
 
 
 @in_sglang
-def test_the_cap_holds_however_much_is_backed_up(tmp_path: Path) -> None:
-    from tests.sglang.stack import engine, random_pages, tokens_of
-
-    cap_bytes = 1 << 20
-    with engine(tmp_path, max_local_disk_size=cap_bytes / 2**30) as one:
-        for seed in range(8):
-            one.store(tokens_of(seed, pages=12), random_pages(one.host, 12, seed))
-    occupied = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())
-    assert cap_bytes / 2 < occupied <= cap_bytes
-
-
-@in_sglang
 def test_sglangs_metrics_get_pages_and_speeds(tmp_path: Path) -> None:
     from tests.sglang.stack import engine, random_pages, tokens_of
 
@@ -174,9 +162,3 @@ def test_sglangs_own_failure_injection_costs_hits_only(tmp_path: Path) -> None:
     with engine(tmp_path) as failing:
         assert type(failing.storage).__name__ == "HiCacheStorageFailureInjector"
         assert len(failing.load(tokens)) == 0
-
-
-def _hashes(tokens: list[int]) -> list[str]:
-    from tests.sglang.stack import page_hashes
-
-    return page_hashes(tokens)

@@ -39,7 +39,7 @@ def test_what_is_stored_after_a_clear_is_found_by_this_process_only(tmp_path: Pa
     import torch
 
     from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
-    from tiercache.integrations.sglang import generation
+    from tiercache.integrations.sglang import TierCacheStorage
 
     tokens = tokens_of(1, pages=2)
     with engine(tmp_path) as one:
@@ -48,7 +48,7 @@ def test_what_is_stored_after_a_clear_is_found_by_this_process_only(tmp_path: Pa
         one.store(tokens, pages)
     with engine(tmp_path) as attached_anew:
         assert torch.equal(attached_anew.load(tokens), pages)
-    generation._current = b""  # as in a process that begins
+    TierCacheStorage._generation = b""  # as in a process that begins
     with engine(tmp_path) as another:
         assert another.storage.batch_exists(page_hashes(tokens)) == 0
         another.store(tokens, random_pages(another.host, 2, seed=1))
@@ -80,7 +80,7 @@ def test_clear_waits_for_pages_that_are_being_stored(tmp_path: Path) -> None:
     import threading
 
     from tests.sglang.stack import engine, page_hashes, tokens_of
-    from tiercache.integrations.sglang import generation
+    from tiercache.integrations.sglang import TierCacheStorage
 
     with engine(tmp_path) as one:
         loop, held, go_on = one.storage._thread.loop, threading.Event(), threading.Event()
@@ -89,11 +89,11 @@ def test_clear_waits_for_pages_that_are_being_stored(tmp_path: Path) -> None:
         hashes, indices = page_hashes(tokens_of(1, pages=2)), one.host.alloc(32)
         storing = threading.Thread(target=one.storage.batch_set_v1, args=(hashes, indices))
         storing.start()
-        while not one.storage._under_way._calls:
+        while not one.storage._storing.locked():
             pass
         clearing = threading.Thread(target=one.storage.clear)
         clearing.start()
-        while not generation.current():
+        while not TierCacheStorage._generation:
             pass
         go_on.set()
         storing.join(10)

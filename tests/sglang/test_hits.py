@@ -1,37 +1,80 @@
-"""Which prefixes can be restored, without SGLang."""
+"""Which prefixes can be restored, and what the control socket takes for a name, without SGLang."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
-from tiercache.integrations.sglang.lookup import PoolPages, restorable
+import pytest
+
+from tiercache.control.messages import ControlError, Prefix
+from tiercache.core.keys import ChunkKey
+from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, look_up, restorable
+from tiercache.scheduler.reads import Hit
+from tiercache.testing import JumpingClockLoop
+
+NO_CACHE: Any = SimpleNamespace()
+KEYS = [bytes([number]) * 24 for number in range(5)]
 
 
-def test_every_page_is_needed_where_there_is_no_window() -> None:
-    found = restorable(3, [PoolPages("indexer", [True, True, False])])
-    assert (found.pages, found.by_pool, found.prefixes) == (2, {"indexer": 2}, [1, 2])
+class Lookups:
+    """The lookups of a cache that has these chunks, each of which takes three quarters of its time limit."""
+
+    def __init__(self, *present: ChunkKey) -> None:
+        self._present = present
+        self.limits_s: list[float] = []
+
+    async def lookup_keys(self, keys: Sequence[ChunkKey], deadline_s: float) -> Hit:
+        present = await self.lookup_each(keys, deadline_s)
+        chunks = [*present, False].index(False)
+        return Hit(chunks, 0, {})
+
+    async def lookup_each(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
+        self.limits_s.append(deadline_s)
+        await asyncio.sleep(0.75 * deadline_s)
+        return [key in self._present for key in keys]
 
 
-def test_of_states_that_lie_here_and_there_the_last_counts() -> None:
-    found = restorable(5, [PoolPages("mamba", [False, True, False, True, False], window=1)])
-    assert (found.pages, found.by_pool, found.prefixes) == (4, {"mamba": 4}, [2, 4])
+def looked_up(cache: Any, kv: list[ChunkKey], pools: list[PoolPages]) -> tuple[int, dict[str, int], list[int]]:
+    with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
+        return runner.run(look_up(cache, len(kv), kv, pools, limit_s=64.0))
 
 
 def test_pools_have_to_agree_on_a_prefix() -> None:
-    states = PoolPages("mamba", [False, True, False, True], window=1)
-    windows = PoolPages("swa", [True, True, True, False], window=2)
-    found = restorable(4, [states, windows])
-    assert (found.pages, found.by_pool, found.prefixes) == (2, {"mamba": 4, "swa": 3}, [2])
+    states, windows = [[bytes([pool, number]) * 12 for number in range(5)] for pool in (8, 9)]
+    cache = Lookups(*KEYS[:4], states[1], states[3], *windows[:3])
+    found = looked_up(cache, KEYS, [PoolPages("mamba", states, 1), PoolPages("swa", windows, 2)])
+    assert found == (4, {"mamba": 4, "swa": 3}, [2])
 
 
-def test_a_window_longer_than_the_prefix_needs_the_prefix() -> None:
-    assert restorable(2, [PoolPages("swa", [True, True], window=4)]).prefixes == [1, 2]
+def test_a_pool_that_is_not_stored_leaves_no_prefix() -> None:
+    assert looked_up(Lookups(*KEYS), KEYS, [PoolPages("draft", [], 5)]) == (5, {}, [])
+
+
+def test_pools_are_looked_up_within_one_time_limit() -> None:
+    """Not within one each: what is left for a pool is what others have not taken."""
+    cache = Lookups(*KEYS)
+    looked_up(cache, KEYS, [PoolPages(name, KEYS, 1) for name in ("mamba", "swa", "indexer")])
+    assert cache.limits_s == [64.0, 16.0, 4.0, 1.0]
 
 
 def test_windows_are_those_of_the_definition() -> None:
+    """A window as long as the prompt, or longer, needs every page."""
     chance = random.Random(1)
     for _ in range(300):
         present = [chance.random() < 0.7 for _ in range(chance.randint(0, 12))]
-        window = chance.randint(1, 5)
+        window = chance.randint(1, 14)
         expected = [end for end in range(1, len(present) + 1) if all(present[max(0, end - window) : end])]
-        assert PoolPages("swa", present, window).restorable(len(present)) == expected
+        assert restorable(present, window) == expected
+
+
+async def test_keys_name_pages() -> None:
+    assert await PageNaming().keys(NO_CACHE, Prefix(keys=["ab" * 24])) == [b"\xab" * 24]
+
+
+async def test_tokens_are_refused_since_sglang_hashes_them_in_its_own_way() -> None:
+    with pytest.raises(ControlError, match="expected keys, found tokens"):
+        await PageNaming().all_keys(NO_CACHE, Prefix(tokens=[1, 2, 3]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.sglang.process import in_sglang
@@ -18,7 +17,6 @@ LATER_NS = 3_000_000_000
 @in_sglang
 def test_the_model_is_known_by_its_weights(tmp_path: Path) -> None:
     """Where SGLang's arguments say where they are: the same under another name, others under the same."""
-    from tests.sglang.stack import storage_config
     from tiercache.integrations.sglang.identity import model_of
 
     def server(name: str, weights: bytes) -> dict[str, Any]:
@@ -29,9 +27,9 @@ def test_the_model_is_known_by_its_weights(tmp_path: Path) -> None:
         return {"model_path": str(place), "load_format": "auto"}
 
     one, same, other = server("one", b"w"), server("same", b"w"), server("other", b"v")
-    named = [model_of(storage_config(), args, "0") for args in (one, same, other)]
+    named = [model_of("a-model", args) for args in (one, same, other)]
     assert named[0] == named[1] != named[2]
-    assert model_of(storage_config(model_name="m"), None, "0") == "name m"
+    assert model_of("m", None) == "name m"
 
 
 @in_sglang
@@ -70,6 +68,7 @@ def test_what_the_server_was_told_keeps_pages_apart(tmp_path: Path) -> None:
 def test_an_adapter_that_was_replaced_at_its_path_finds_nothing(tmp_path: Path) -> None:
     """SGLang names its pages by name and path, so they have the same hashes. These files are as new as the process: nobody
     can know which of them the engine has loaded."""
+    from sglang.srt.arg_groups.lora_hook import check_lora_server_args
     from sglang.srt.runtime_context import get_context
     from sglang.srt.server_args import ServerArgs
 
@@ -79,9 +78,11 @@ def test_an_adapter_that_was_replaced_at_its_path_finds_nothing(tmp_path: Path) 
     adapter = tmp_path / "sql"
     adapter.mkdir()
     tokens = tokens_of(5, pages=2)
-    get_context()._server_args = ServerArgs(
-        model_path=str(tmp_path), load_format="auto", enable_lora=True, lora_paths=[f"sql={adapter}"]
-    )
+    server = ServerArgs(model_path=str(tmp_path), load_format="auto", enable_lora=True, lora_paths=[f"sql={adapter}"])
+    check_lora_server_args(server)
+    get_context()._server_args = server
+    (resolved,) = get_context().resolved_server_args_dict()["lora_paths"]
+    assert (resolved["lora_name"], resolved["lora_path"]) == ("sql", str(adapter))
     (adapter / "adapter_model.safetensors").write_bytes(b"Monday")
     with engine(tmp_path / "kv") as one:
         one.store(tokens, random_pages(one.host, 2))
@@ -92,35 +93,33 @@ def test_an_adapter_that_was_replaced_at_its_path_finds_nothing(tmp_path: Path) 
 
 
 def test_adapters_are_known_by_name_path_and_content(tmp_path: Path) -> None:
-    """In all the forms that SGLang takes them in."""
     weights = tmp_path / "adapter_model.safetensors"
 
-    def identity(lora_paths: Any) -> str:
-        return identity_of_adapters(lora_paths, Path, time.time_ns() + LATER_NS)
+    def identity(*names: str) -> str:
+        adapters = [{"lora_name": name, "lora_path": str(tmp_path)} for name in names]
+        return identity_of_adapters(adapters, None, time.time_ns() + LATER_NS)
 
     weights.write_bytes(b"Monday")
-    path = str(tmp_path)
-    one = identity([f"sql={path}"])
-    assert one == identity({"sql": path}) == identity([{"lora_name": "sql", "lora_path": path}])
-    assert one == identity([SimpleNamespace(lora_name="sql", lora_path=path, lora_id="id")])
-    assert one != identity([path]) == identity({path: path})
-    assert identity(None) == identity([]) == ""
+    one = identity("sql")
+    assert one == identity("sql") != identity("another")
+    assert identity() == identity_of_adapters(None, None, 0) == ""
     weights.write_bytes(b"Tuesday")
-    assert identity([f"sql={path}"]) != one
+    assert identity("sql") != one
 
 
 def test_an_adapter_of_which_nobody_knows_what_was_loaded_is_like_no_other(tmp_path: Path) -> None:
-    """Changed after the engine began, not files at all, or said in an unknown form."""
+    """Changed after the engine began, not files at all, without weights, or said in an unknown form."""
     (tmp_path / "adapter_model.safetensors").write_bytes(b"w")
+    (tmp_path / "empty").mkdir()
     now_ns = time.time_ns()
-    for lora_paths, place, since_ns in (
-        ([str(tmp_path)], tmp_path, now_ns - LATER_NS),
-        (["a/name"], None, now_ns + LATER_NS),
-        (["nothing"], tmp_path / "nothing", now_ns + LATER_NS),
-        ([object()], tmp_path, now_ns + LATER_NS),
-    ):
-        one, again = (identity_of_adapters(lora_paths, lambda _, place=place: place, since_ns) for _ in range(2))
-        assert one != again
+    unknown: list[tuple[Any, int]] = [
+        ({"lora_name": "sql", "lora_path": str(tmp_path)}, now_ns - LATER_NS),
+        ({"lora_name": "sql", "lora_path": "a/name"}, now_ns + LATER_NS),
+        ({"lora_name": "sql", "lora_path": str(tmp_path / "empty")}, now_ns + LATER_NS),
+        (str(tmp_path), now_ns + LATER_NS),
+    ]
+    for adapter, since_ns in unknown:
+        assert identity_of_adapters([adapter], None, since_ns) != identity_of_adapters([adapter], None, since_ns)
 
 
 def test_a_process_knows_when_it_began(tmp_path: Path) -> None:

@@ -159,30 +159,3 @@ def test_a_key_that_comes_again_in_one_batch_is_stored(tmp_path: Path) -> None:
         page = tensors.host.get_dummy_flat_data_page()
         assert tensors.storage.batch_set([one, one], [page, page]) is True
         assert tensors.storage.batch_exists([one, one, other]) == 2
-
-
-@in_sglang
-def test_pools_are_looked_up_within_one_time_limit(tmp_path: Path) -> None:
-    """Not within one each: of a limit of an hour, what is left for a pool is what others have not taken."""
-    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-
-    from tests.sglang.stack import hybrid_engine, page_hashes, tokens_of
-    from tiercache.integrations.sglang import storage as module
-
-    clock_s = 0.0
-    limits = []
-
-    def asked(name: str, hashes: list[str], limit_s: float) -> int:
-        nonlocal clock_s
-        limits.append(limit_s)
-        clock_s += 0.75 * limit_s
-        return len(hashes)
-
-    transfers = [PoolTransfer(PoolName.MAMBA, keys=["00"], hit_policy=PoolHitPolicy.ALL_PAGES) for _ in range(3)]
-    with hybrid_engine(tmp_path) as (controller, _, _):
-        storage = controller.storage_backend
-        limit_s = storage._lookup_s
-        module.time.monotonic = lambda: clock_s
-        storage._prefix = asked
-        assert storage.batch_exists_v2(page_hashes(tokens_of(4, pages=2)), transfers).kv_hit_pages == 2
-        assert limits == [limit_s / 4**pool for pool in range(4)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +117,9 @@ def arguments_in_effect() -> Mapping[str, Any] | None:
     try:
         from sglang.srt.runtime_context import get_context
 
-        context = get_context()
-        server = context.server_args
+        found: Mapping[str, Any] = get_context().resolved_server_args_dict()
     except (ImportError, ValueError):
         return None
-    # The record holds the operator's values; the resolved values are stored separately.
-    is_beside = hasattr(context, "resolved_server_args_dict")
-    found: Mapping[str, Any] = context.resolved_server_args_dict() if is_beside else vars(server)
     return found
 
 
@@ -149,20 +147,10 @@ def _contents(name: str, value: Any) -> list[str]:
     """Return digests of the contents at a path, since the file there may change."""
     texts = value if isinstance(value, (list, tuple)) else [value]
     named = [text for text in texts if isinstance(text, str) and (os.sep in text or name.endswith(_PATHS))]
-    places = [Path(text).expanduser() for text in named if os.path.exists(os.path.expanduser(text))]
-    return [content for place in places for content in _content(place)]
-
-
-def _content(place: Path) -> list[str]:
     found = []
-    for identity in (_all_weights, identity_of_adapter):
-        try:
-            found.append(identity(place))
-        except (NothingToRead, NotADirectoryError):
-            continue
+    for place in (Path(text).expanduser() for text in named):
+        if place.exists():
+            for identity in (partial(identity_of_model, load_format="any", with_code=True), identity_of_adapter):
+                with suppress(NothingToRead, NotADirectoryError):
+                    found.append(identity(place))
     return found
-
-
-def _all_weights(place: Path) -> str:
-    """Return the identity of weights of any format, and of the code beside them."""
-    return identity_of_model(place, "any", with_code=True)

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,10 +73,16 @@ def make_layout(
     if __version__ not in TESTED:
         logger.warning("SGLang %s was not tested with this back end; tested were %s", __version__, ", ".join(TESTED))
     server = arguments_in_effect()
-    rank, shards = shard_of(config)
+    # Kind, rank and count of each way to divide the KV: part two of four differs between heads and layers.
+    parts = [("pp", config.pp_rank, config.pp_size), ("attn_cp", config.attn_cp_rank, config.attn_cp_size)]
+    if not config.is_mla_model:
+        parts.append(("tp", config.tp_rank, config.tp_size))
+    rank, shards = 0, 1
+    for _, number, count in parts:
+        rank, shards = rank * count + number, shards * count
     largest = max(pools, key=lambda pool: pool.page_bytes)
     return Layout(
-        model=f"id {model_id}" if model_id else model_of(config, server, __version__),
+        model=f"id {model_id}" if model_id else model_of(config.model_name, server),
         chunk_tokens=page_tokens,
         bytes_per_token=-(-largest.page_bytes // page_tokens),
         kv_dtype=largest.dtype,
@@ -85,62 +91,39 @@ def make_layout(
         engine=f"sglang {__version__}",
         rank=rank,
         world_size=shards,
-        extra=(("part", repr(_parts(config))), *_told(server, __version__)),
+        extra=(("part", repr(parts)), *(_settings_of(server) if server is not None else ())),
     )
 
 
-def _told(server: Mapping[str, Any] | None, version: str) -> list[tuple[str, str]]:
+def model_of(name: str | None, server: Mapping[str, Any] | None) -> str:
+    """Return the identity of the model's weights: their contents, or what is known of them."""
+    if server is not None:
+        return _weights(server["model_path"], server.get("revision"), str(server["load_format"]), server)
+    if not name:
+        raise ConfigError(
+            "SGLang does not say which model it serves: set model_id, which has to change with the weights"
+        )
+    logger.warning("SGLang does not say where its weights are, so %r stands for them; see model_id", name)
+    return f"name {name}"
+
+
+def _settings_of(server: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the identity of the server's arguments other than the model."""
-    if server is None:
-        return []
-    cache = server.get("download_dir")
-    adapters = identity_of_adapters(server.get("lora_paths"), lambda path: _place_of(path, None, cache), began_ns())
+    draft = ""  # its KV may be in the same pages as the model's or in other pools
+    if path := server.get("speculative_draft_model_path"):
+        load_format = server.get("speculative_draft_load_format") or server["load_format"]
+        draft = _weights(path, server.get("speculative_draft_model_revision"), str(load_format), server)
     try:
         arguments = digest_of(server)
     except OSError as error:
         raise ConfigError(f"what the server's arguments name cannot be read: {error}") from error
-    return [("adapters", adapters), ("arguments", arguments), ("draft", _draft(server, version))]
+    adapters = identity_of_adapters(server.get("lora_paths"), server.get("download_dir"), began_ns())
+    return [("adapters", adapters), ("arguments", arguments), ("draft", draft)]
 
 
-def shard_of(config: HiCacheStorageConfig) -> tuple[int, int]:
-    """Return the index and the number of the parts of the model's KV for this process. Ranks with equal KV share a part."""
-    rank, shards = 0, 1
-    for _, number, count in _parts(config):
-        rank, shards = rank * count + number, shards * count
-    return rank, shards
-
-
-def _parts(config: HiCacheStorageConfig) -> list[tuple[str, int, int]]:
-    """Return kind, rank and count for each way to divide the KV: part two of four differs between heads and layers."""
-    parts = [("pp", config.pp_rank, config.pp_size), ("attn_cp", config.attn_cp_rank, config.attn_cp_size)]
-    return parts if config.is_mla_model else [*parts, ("tp", config.tp_rank, config.tp_size)]
-
-
-def model_of(config: HiCacheStorageConfig, server: Mapping[str, Any] | None, version: str) -> str:
-    """Return the identity of the model's weights: their contents, or what is known of them."""
-    if server is None:
-        if not config.model_name:
-            raise ConfigError(
-                "SGLang does not say which model it serves: set model_id, which has to change with the weights"
-            )
-        logger.warning(
-            "SGLang does not say where its weights are, so %r stands for them; see model_id", config.model_name
-        )
-        return f"name {config.model_name}"
-    return _weights(server["model_path"], server.get("revision"), str(server["load_format"]), server, version)
-
-
-def _draft(server: Mapping[str, Any], version: str) -> str:
-    """Return the identity of the draft model, whose KV may be in the same pages or in other pools."""
-    if not (path := server.get("speculative_draft_model_path")):
-        return ""
-    load_format = server.get("speculative_draft_load_format") or server["load_format"]
-    return _weights(path, server.get("speculative_draft_model_revision"), str(load_format), server, version)
-
-
-def _weights(model: str, revision: str | None, load_format: str, server: Mapping[str, Any], version: str) -> str:
+def _weights(model: str, revision: str | None, load_format: str, server: Mapping[str, Any]) -> str:
     if load_format == "dummy":
-        return f"dummy, seed {server.get('random_seed')}, sglang {version}, {model}"
+        return f"dummy, seed {server.get('random_seed')}, {model}"
     name = f"name {model} {revision or ''}"
     place = _place_of(model, revision, server.get("download_dir"))
     if place is None:
@@ -172,47 +155,23 @@ def _place_of(model: str, revision: str | None, cache: str | None) -> Path | Non
         return None
 
 
-def identity_of_adapters(lora_paths: Any, place_of: Callable[[str], Path | None], since_ns: int) -> str:
+def identity_of_adapters(lora_paths: Sequence[Mapping[str, Any]] | None, cache: str | None, since_ns: int) -> str:
     """Return the names, paths and contents of the adapters in SGLang's argument `lora_paths`.
 
-    `place_of` finds the directory of a path. The engine has loaded the adapters after `since_ns`. If their contents
-    then are unknown, the result is random, so that pages are shared neither with the next start nor with other ranks.
+    The engine has loaded them after `since_ns`. If their contents then are unknown, the result is random, so that pages
+    are shared neither with the next start nor with other ranks.
     """
     try:
-        known = sorted((name, path, _content(path, place_of, since_ns)) for name, path in _named(lora_paths))
-    except (OSError, TypeError, ValueError) as error:
+        paths = [(str(one["lora_name"]), str(one["lora_path"])) for one in lora_paths or ()]
+        known = sorted((name, path, _content(path, cache, since_ns)) for name, path in paths)
+    except (OSError, KeyError, TypeError, ValueError) as error:
         logger.warning("nothing is shared with other processes, also not with the next start: %s", error)
         return f"unknown, of {os.urandom(16).hex()}"
     return repr(known) if known else ""
 
 
-def began_ns() -> int:
-    """Return the start time of this process on the clock of file times."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - int(ago_s * 1e9)
-
-
-def _named(lora_paths: Any) -> Sequence[tuple[str, str]]:
-    """Return name and path of each adapter from any form that SGLang accepts. Raises TypeError for another form."""
-    if isinstance(lora_paths, dict):
-        return [(str(name), str(path)) for name, path in lora_paths.items()]
-    found = []
-    for one in lora_paths or ():
-        if isinstance(one, str):
-            name, equals, path = one.partition("=")
-            found.append((name, path if equals else name))
-        elif isinstance(one, dict):
-            found.append((str(one["lora_name"]), str(one["lora_path"])))
-        elif isinstance(getattr(one, "lora_path", None), str):
-            found.append((str(one.lora_name), one.lora_path))
-        else:
-            raise TypeError(f"lora_paths: expected names and paths, found {type(one).__name__}")
-    return found
-
-
-def _content(path: str, place_of: Callable[[str], Path | None], since_ns: int) -> str:
-    place = place_of(path)
+def _content(path: str, cache: str | None, since_ns: int) -> str:
+    place = _place_of(path, None, cache)
     if place is None:
         raise ValueError(f"the LoRA adapter {path} is not files here")
     for name, file in adapter_files(place).items():
@@ -220,3 +179,10 @@ def _content(path: str, place_of: Callable[[str], Path | None], since_ns: int) -
         if max(stat.st_mtime_ns, stat.st_ctime_ns) > since_ns - _GRAIN_NS:
             raise ValueError(f"{name} of the LoRA adapter {path} was changed after the engine began")
     return identity_of_adapter(place)
+
+
+def began_ns() -> int:
+    """Return the start time of this process on the clock of file times."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(ago_s * 1e9)

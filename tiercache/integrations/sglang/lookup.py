@@ -1,10 +1,10 @@
-"""Look up pages for SGLang. Coroutines run on the cache's loop."""
+"""Look up and remove pages for SGLang, on the cache's loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiercache.cache import TierCache
 from tiercache.control.messages import ControlError, Prefix
@@ -15,35 +15,57 @@ from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.own_chunks import own_keys
 from tiercache.tiers.files.tier import FileTier
 
-_ASKED_TOGETHER = 32
+
+class PoolPages(NamedTuple):
+    """A pool other than the KV pool. A prefix can be restored if the pool has its last `window` pages."""
+
+    name: str
+    keys: Sequence[ChunkKey]
+    """The names of the pages of the whole prompt; empty if the pool is not stored."""
+    window: int
 
 
-async def prefix(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> int:
-    """Return the length of the prefix of `keys` that is known to be present after at most `timeout_s` seconds."""
-    chunks, _ = await cache.parts.reader.lookup(keys, asyncio.get_running_loop().time() + timeout_s)
-    return chunks
+class Restorable(NamedTuple):
+    """Lengths of prefixes, in pages."""
+
+    kv_pages: int
+    """The prefix that is in the KV pool."""
+    by_pool: dict[str, int]
+    """The longest prefix that each other pool can restore; leaves out pools without any page."""
+    prefixes: list[int]
+    """All prefixes that the pools can restore together, ascending."""
 
 
-async def present(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> list[bool]:
-    """Return for each of `keys` if it is present. Keys without an answer in `timeout_s` seconds count as missing."""
-    found = [False] * len(keys)
+async def look_up(
+    cache: TierCache, pages: int, kv: Sequence[ChunkKey] | None, pools: Sequence[PoolPages], limit_s: float
+) -> Restorable:
+    """Return the restorable prefixes of a prompt of `pages` pages, as far as known after `limit_s` seconds in all.
 
-    async def ask(start: int) -> None:
-        end = min(start + _ASKED_TOGETHER, len(keys))
-        while start < end:
-            run = await prefix(cache, keys[start:end], timeout_s)
-            found[start : start + run] = [True] * run
-            start += run + 1
+    `kv` are the names of its pages; if it is None, the KV pool counts as having all of them.
+    """
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + limit_s
+    if kv is not None:
+        pages = (await cache.lookup_keys(kv, deadline_s=limit_s)).chunks
+    by_pool: dict[str, int] = {}
+    prefixes = list(range(1, pages + 1))
+    for pool in pools:
+        present = await cache.lookup_each(pool.keys[:pages], deadline_s=max(0.0, until_s - loop.time()))
+        lengths = restorable(present, pool.window)
+        if lengths:
+            by_pool[pool.name] = lengths[-1]
+        prefixes = sorted(set(prefixes).intersection(lengths))
+    return Restorable(pages, by_pool, prefixes)
 
-    questions = [asyncio.create_task(ask(start)) for start in range(0, len(keys), _ASKED_TOGETHER)]
-    try:
-        done, _ = await asyncio.wait(questions, timeout=timeout_s) if questions else (set(), set())
-    finally:
-        for question in questions:
-            question.cancel()
-    for question in done:
-        question.result()
-    return found
+
+def restorable(present: Sequence[bool], window: int) -> list[int]:
+    """Return the lengths of the prefixes, in pages and ascending, whose last `window` pages are all present."""
+    lengths, run = [], 0
+    for length, is_here in enumerate(present, 1):
+        run = run + 1 if is_here else 0
+        if run >= min(window, length):
+            lengths.append(length)
+    return lengths
 
 
 async def forget_all(cache: TierCache, deadline_s: float) -> int:
@@ -72,53 +94,6 @@ async def forget_all(cache: TierCache, deadline_s: float) -> int:
             "or choose another model_id"
         )
     return len(keys)
-
-
-@dataclass(frozen=True)
-class PoolPages:
-    """The pages of a prefix in a pool other than the KV pool.
-
-    Without a `window` every page of a prefix is needed; otherwise the last `window` pages, so a state at the end has
-    window 1.
-    """
-
-    name: str
-    present: Sequence[bool]
-    window: int | None = None
-
-    def restorable(self, pages: int) -> list[int]:
-        """Return the prefix lengths, in pages and ascending, for which the pool has all needed pages."""
-        if self.window is None:
-            first_gap = next((page for page in range(pages) if not self.present[page]), pages)
-            return list(range(1, first_gap + 1))
-        found, run = [], 0
-        for page in range(pages):
-            run = run + 1 if self.present[page] else 0
-            if run >= min(self.window, page + 1):
-                found.append(page + 1)
-        return found
-
-
-@dataclass(frozen=True)
-class Restorable:
-    """`pages` of KV can be used. `by_pool` is the reach of each pool alone, `prefixes` are all possible lengths."""
-
-    pages: int
-    by_pool: dict[str, int]
-    prefixes: list[int]
-
-
-def restorable(kv_pages: int, pools: Sequence[PoolPages]) -> Restorable:
-    """Return the restorable prefixes if `kv_pages` pages of KV are present. `by_pool` leaves out pools without any page."""
-    by_pool: dict[str, int] = {}
-    prefixes = list(range(1, kv_pages + 1))
-    for pool in pools:
-        lengths = pool.restorable(kv_pages)
-        if lengths:
-            by_pool[pool.name] = lengths[-1]
-        here = set(lengths)
-        prefixes = [length for length in prefixes if length in here]
-    return Restorable(prefixes[-1] if prefixes else 0, by_pool, prefixes)
 
 
 class PageNaming:

@@ -12,15 +12,14 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.blocks import Lending
 from tiercache.payloads import Sink, Source
 
 if TYPE_CHECKING:
@@ -63,13 +62,36 @@ class HostPool(ABC):
         known = [(name, str(getattr(self._host, name))) for name in _GEOMETRY if hasattr(self._host, name)]
         return json.dumps([self.name, type(self._host).__qualname__, type(self).__name__, self.page_bytes, known])
 
-    @abstractmethod
-    def sources(self, indices: Any, lending: Lending) -> list[Source]:
-        """Return a call for each page of `indices` (a tensor of whole pages) that copies it into a slot."""
+    def sources(self, indices: Any, pages: int) -> list[tuple[int, Source]]:
+        """Return the length of each of the `pages` of `indices` (a tensor), and a call that copies it into a slot."""
+        return [(self.page_bytes, partial(self._read, page)) for page in self._located(indices, pages)]
+
+    def sinks(self, indices: Any, pages: int) -> list[Sink]:
+        """Return a call for each of the `pages` of `indices` that fills it from a chunk. Calls raise ValueError for a
+        wrong length."""
+        return [partial(self._fill, page) for page in self._located(indices, pages)]
+
+    def _located(self, indices: Any, pages: int) -> list[Any]:
+        if len(indices) != pages * self.page_tokens:
+            raise LayoutError(
+                f"pool {self.name}: expected {self.page_tokens} indices for each of {pages} pages, found {len(indices)}"
+            )
+        return self._locate(indices)
+
+    def _fill(self, page: Any, chunk: np.ndarray) -> None:
+        if chunk.nbytes != self.page_bytes:
+            raise ValueError(f"the page has {self.page_bytes} bytes, the chunk {chunk.nbytes}")
+        self._write(page, chunk)
 
     @abstractmethod
-    def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
-        """Return a call for each page of `indices` that fills it from a chunk. Calls raise ValueError for a wrong length."""
+    def _locate(self, indices: Any) -> list[Any]:
+        """Return the place of each page, for `_read` and `_write`."""
+
+    @abstractmethod
+    def _read(self, page: Any, slot: np.ndarray) -> None: ...
+
+    @abstractmethod
+    def _write(self, page: Any, chunk: np.ndarray) -> None: ...
 
 
 class PiecePool(HostPool):
@@ -88,40 +110,14 @@ class PiecePool(HostPool):
         self._lengths: tuple[int, ...] = ()
         import torch
 
-        (page,) = self._pages(torch.arange(self.page_tokens, dtype=torch.int64))
+        (page,) = self._locate(torch.arange(self.page_tokens, dtype=torch.int64))
         self._lengths = tuple(piece.nbytes for piece in page)
         self.page_bytes = sum(self._lengths)
 
     def describe(self) -> str:
         return f"{super().describe()} {self._lengths}"
 
-    def sources(self, indices: Any, lending: Lending) -> list[Source]:
-        def source(pieces: Sequence[np.ndarray]) -> Source:
-            def fill(slot: np.ndarray) -> None:
-                start = 0
-                for piece in pieces:
-                    np.copyto(slot[start : start + piece.nbytes], piece)
-                    start += piece.nbytes
-
-            return lending.reading(fill)
-
-        return [source(page) for page in self._pages(indices)]
-
-    def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
-        def sink(pieces: Sequence[np.ndarray]) -> Sink:
-            def take(chunk: np.ndarray) -> None:
-                _check_length(chunk, self.page_bytes)
-                with lending:
-                    start = 0
-                    for piece in pieces:
-                        np.copyto(piece, chunk[start : start + piece.nbytes])
-                        start += piece.nbytes
-
-            return take
-
-        return [sink(page) for page in self._pages(indices)]
-
-    def _pages(self, indices: Any) -> list[list[np.ndarray]]:
+    def _locate(self, indices: Any) -> list[list[np.ndarray]]:
         """Return the pieces of each page as uint8 views of the pool's memory."""
         try:
             addresses, lengths = self._host.get_page_buffer_meta(indices)
@@ -145,6 +141,21 @@ class PiecePool(HostPool):
                 return memory[address - start : address - start + length_bytes]
         raise LayoutError(f"pool {self.name}: {length_bytes} bytes at {address:#x} are not in its memory")
 
+    def _read(self, page: Sequence[np.ndarray], slot: np.ndarray) -> None:
+        for piece, part in self._pairs(page, slot):
+            np.copyto(part, piece)
+
+    def _write(self, page: Sequence[np.ndarray], chunk: np.ndarray) -> None:
+        for piece, part in self._pairs(page, chunk):
+            np.copyto(piece, part)
+
+    def _pairs(self, page: Sequence[np.ndarray], payload: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield each piece of the page with its part of the payload."""
+        start = 0
+        for piece in page:
+            yield piece, payload[start : start + piece.nbytes]
+            start += piece.nbytes
+
 
 class FlatPool(HostPool):
     """A pool that copies a page to or from a tensor."""
@@ -154,28 +165,16 @@ class FlatPool(HostPool):
         page = host.get_dummy_flat_data_page()
         self._dtype, self.page_bytes = page.dtype, page.nbytes
 
-    def sources(self, indices: Any, lending: Lending) -> list[Source]:
-        def source(index: int) -> Source:
-            return lending.reading(lambda slot: np.copyto(slot, _bytes_of(self._host.get_data_page(index, flat=True))))
+    def _locate(self, indices: Any) -> list[int]:
+        return [int(index) for index in indices[:: self.page_tokens].tolist()]
 
-        return [source(index) for index in self._firsts(indices)]
+    def _read(self, page: int, slot: np.ndarray) -> None:
+        np.copyto(slot, _bytes_of(self._host.get_data_page(page, flat=True)))
 
-    def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
+    def _write(self, page: int, chunk: np.ndarray) -> None:
         import torch
 
-        def sink(index: int) -> Sink:
-            def take(chunk: np.ndarray) -> None:
-                _check_length(chunk, self.page_bytes)
-                page = torch.from_numpy(chunk.copy()).view(self._dtype)
-                with lending:
-                    self._host.set_from_flat_data_page(index, page)
-
-            return take
-
-        return [sink(index) for index in self._firsts(indices)]
-
-    def _firsts(self, indices: Any) -> list[int]:
-        return [int(index) for index in indices[:: self.page_tokens].tolist()]
+        self._host.set_from_flat_data_page(page, torch.from_numpy(chunk.copy()).view(self._dtype))
 
 
 def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
@@ -213,55 +212,32 @@ def _bytes_of(tensor: Any) -> np.ndarray:
     return view
 
 
-def _check_length(chunk: np.ndarray, expected_bytes: int) -> None:
-    if chunk.nbytes != expected_bytes:
-        raise ValueError(f"the page has {expected_bytes} bytes, the chunk {chunk.nbytes}")
-
-
-@dataclass(frozen=True)
 class StoredPool:
-    """A pool with the names of its pages."""
+    """A pool with the names of its pages, below the namespace of a layout.
 
-    pool: HostPool
-    namespace: bytes
-    tenant: Tenant
-    writes: bool
-    """False if another rank writes the same pages."""
+    `generation` is empty unless SGLang has cleared its storage. The rank is part of the names in pools that are divided
+    among tensor-parallel ranks although the model's KV is not; the layout separates all others.
+    """
+
+    def __init__(
+        self, pool: HostPool, storage: HiCacheStorageConfig, layout: bytes, tenant: Tenant, generation: bytes
+    ) -> None:
+        apart = pool.by_heads and storage.is_mla_model
+        meaning = pool.describe() + (f" tp {storage.tp_rank} of {storage.tp_size}" if apart else "")
+        self.pool = pool
+        self.writes = (storage.is_storage_writer or apart) and not (generation and shares_pages(storage))
+        """False if another rank writes the same pages, or no rank can find them."""
+        self._namespace = hashlib.blake2b(generation + meaning.encode(), digest_size=KEY_BYTES, key=layout).digest()
+        self._tenant = tenant
 
     def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
         """Return the keys of pages. SGLang's hashes are chained SHA-256 over tokens, LoRA and cache salt, in hex."""
-        namespace, tenant = self.namespace, self.tenant
+        namespace, tenant = self._namespace, self._tenant
         return [
             hashlib.blake2b(value.encode(), digest_size=KEY_BYTES, key=namespace).digest() + tenant for value in hashes
         ]
 
 
-def stored_pool(
-    pool: HostPool, storage: HiCacheStorageConfig, layout: bytes, tenant: Tenant, generation: bytes
-) -> StoredPool:
-    """Return the pool with names below the layout's namespace. `generation` is empty unless SGLang has cleared its
-    storage.
-
-    The rank is part of the names in pools that are divided among tensor-parallel ranks; the layout separates all
-    others.
-    """
-    apart = pool.by_heads and storage.is_mla_model
-    meaning = pool.describe() + (f" tp {storage.tp_rank} of {storage.tp_size}" if apart else "")
-    namespace = hashlib.blake2b(generation + meaning.encode(), digest_size=KEY_BYTES, key=layout).digest()
-    writes = (storage.is_storage_writer or apart) and not (generation and shares_pages(storage))
-    return StoredPool(pool, namespace, tenant, writes)
-
-
 def shares_pages(storage: HiCacheStorageConfig) -> bool:
     """Return True if other ranks read this rank's pages, which is impossible under names private to a process."""
     return bool(storage.is_mla_model and storage.tp_size > 1)
-
-
-def pages_among(keys: Sequence[ChunkKey], chunks: int) -> int:
-    """Return the length of the prefix of `keys` that is present if the first `chunks` distinct keys are present."""
-    seen: set[ChunkKey] = set()
-    for position, key in enumerate(keys):
-        seen.add(key)
-        if len(seen) > chunks:
-            return position
-    return len(keys)

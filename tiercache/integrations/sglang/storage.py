@@ -9,9 +9,13 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import logging
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -27,16 +31,15 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError, LayoutError, TierUnavailable
-from tiercache.integrations.sglang import generation
-from tiercache.integrations.sglang.figures import TransferFigures
 from tiercache.integrations.sglang.identity import for_process, make_layout
-from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, prefix, present, restorable
-from tiercache.integrations.sglang.pools import HostPool, StoredPool, make_pool, pages_among, shares_pages, stored_pool
+from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, look_up
+from tiercache.integrations.sglang.pools import FlatPool, HostPool, StoredPool, make_pool, shares_pages
 from tiercache.integrations.unread import warn_of_unread
 from tiercache.integrations.vllm.blocks import Lending
-from tiercache.payloads import source_of
+from tiercache.payloads import Sink, Source, sink_of, source_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 logger = logging.getLogger("tiercache.sglang")
@@ -52,6 +55,9 @@ _MARGIN_S = 2.0
 _COPY_S = 10.0
 """Period in seconds of the log line while copies are in flight. The wait for them has no limit."""
 _CLEAR_S = 60.0
+_GENERATION_BYTES = 16
+_KEPT_SPEEDS = 1024
+"""Largest number of moves kept for the next `get_stats`; the oldest are dropped."""
 
 
 class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types that mypy sees
@@ -61,6 +67,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     opens once SGLang has registered its pools, and raises ConfigError or LayoutError then. Later only `clear` raises: a
     page that cannot be loaded or stored is a miss, with a line in the log.
     """
+
+    _generation: ClassVar[bytes] = b""
+    """Part of the page names of this process from its first `clear` on, until it ends."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = dict(storage_config.extra_config or {})
@@ -79,10 +88,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._hosts: dict[str, Any] = {}
         """The pools as SGLang registered them, by name."""
         self._stored: dict[str, StoredPool] = {}
-        self._under_way = generation.UnderWay()
+        self._storing = threading.Lock()
+        """Held by each store, so that `clear` can wait for stores with earlier names."""
         self._thread: CacheThread | None = None
-        self._largest_bytes = 0
-        self.figures = TransferFigures(storage_config.enable_storage_metrics)
+        self._limit_s = float(self._config.blocking_timeout_secs)
+        self._loads: deque[tuple[int, float]] = deque(maxlen=_KEPT_SPEEDS)
+        """Pages and GiB/s of each load since the last `get_stats`."""
+        self._stores: deque[tuple[int, float]] = deque(maxlen=_KEPT_SPEEDS)
 
     # Registration
 
@@ -100,12 +112,13 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if self._thread is not None:
             try:
                 pool = make_pool(name, host_pool)
-                if pool.page_bytes > self._largest_bytes:
-                    raise LayoutError(f"a page has {pool.page_bytes} bytes, slots have {self._largest_bytes}")
+                slot_bytes = self._thread.cache.layout.chunk_bytes
+                if pool.page_bytes > slot_bytes:
+                    raise LayoutError(f"a page has {pool.page_bytes} bytes, slots have {slot_bytes}")
             except LayoutError as error:
                 logger.warning("pool %s came late and is not stored: %s", name, error)
             else:
-                self._add(pool, self._thread)
+                self._add(pool)
 
     def on_host_pools_registered(self) -> None:
         """Open the cache. Reads the model's weights if no digest of them is cached."""
@@ -119,24 +132,19 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         anchor = self.mem_pool_host
         page_tokens = int(getattr(anchor, "logical_page_size", None) or anchor.page_size)
         layout = make_layout(self._storage, pools, page_tokens, self._config.model_id)
-        self._largest_bytes = layout.chunk_bytes
-        self._thread = thread = CacheThread(self._config, layout, name="tiercache-sglang", naming=PageNaming())
+        self._thread = CacheThread(self._config, layout, name="tiercache-sglang", naming=PageNaming())
         for pool in pools:
-            self._add(pool, thread)
+            self._add(pool)
         # A server that exits without `close` would not write its last pages.
         atexit.register(self.close)
-        logger.info("pages of %s; %s", ", ".join(pool.name for pool in pools), thread.cache.describe())
+        logger.info("pages of %s; %s", ", ".join(pool.name for pool in pools), self._thread.cache.describe())
 
-    def _add(self, pool: HostPool, thread: CacheThread) -> None:
-        self._stored[pool.name] = self._named(pool, thread, generation.current())
-
-    def _named(self, pool: HostPool, thread: CacheThread, own: bytes) -> StoredPool:
-        layout, tenant = thread.cache.layout.named_by(self._config.tenant_salt)
-        return stored_pool(pool, self._storage, layout, tenant, own)
+    def _add(self, pool: HostPool) -> None:
+        layout, tenant = self._open.cache.layout.named_by(self._config.tenant_salt)
+        self._stored[pool.name] = StoredPool(pool, self._storage, layout, tenant, self._generation)
 
     def _pool(self, name: str) -> StoredPool:
-        """Return the pool. Raises CacheClosed before the cache is open, LayoutError if the pool is not stored."""
-        _ = self._open
+        """Return the pool. Raises LayoutError if it is not stored."""
         if name not in self._stored:
             raise LayoutError(f"pool {name} is not stored; stored are {', '.join(self._stored)}")
         return self._stored[name]
@@ -152,9 +160,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return the length of the prefix of `keys` that is present, after at most `lookup_timeout_ms`."""
-        if self._is_logical(_KV):
-            return len(keys)
-        return self._or_else(0, "a look-up", lambda: self._prefix(_KV, keys, self._lookup_s))
+        return int(self.batch_exists_v2(keys).kv_hit_pages)
 
     def batch_exists_v2(
         self,
@@ -164,40 +170,22 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     ) -> PoolTransferResult:
         """Find the prefixes of `keys` that all pools can restore, within `lookup_timeout_ms`. Ignores pools of block
         groups, which never shorten a hit."""
-        until_s = time.monotonic() + self._lookup_s
-
-        def ask() -> PoolTransferResult:
-            kv_pages = self.batch_exists(keys, extra_info)
-            pools = [
-                self._pages_of(transfer, keys[:kv_pages], until_s)
-                for transfer in pool_transfers or ()
-                if transfer.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
-            ]
-            hit = restorable(kv_pages, pools)
-            kv = {_KV: kv_pages} if kv_pages else {}
-            return PoolTransferResult(hit.pages, kv | hit.by_pool, hit.prefixes)
-
-        return self._or_else(PoolTransferResult.empty(), "a look-up", ask)
-
-    def _prefix(self, name: str, hashes: Sequence[str], limit_s: float) -> int:
-        return self._wait(prefix(self._open.cache, self._pool(name).keys(hashes), limit_s), limit_s)
-
-    def _pages_of(self, transfer: PoolTransfer, hashes: Sequence[str], until_s: float) -> PoolPages:
-        name, limit_s = str(transfer.name), max(0.0, until_s - time.monotonic())
-        window = None
-        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-            window = max(1, len(transfer.keys or ()))
-        if name not in self._stored:
-            return PoolPages(name, [False] * len(hashes), window)
-        if window is None:
-            pages = self._prefix(name, hashes, limit_s)
-            return PoolPages(name, [True] * pages + [False] * (len(hashes) - pages))
-        keys = self._pool(name).keys(hashes)
-        return PoolPages(name, self._wait(present(self._open.cache, keys, limit_s), limit_s), window)
-
-    @property
-    def _lookup_s(self) -> float:
-        return self._config.lookup_timeout_ms / 1000
+        limit_s = self._config.lookup_timeout_ms / 1000
+        pools = []
+        try:
+            kv = None if self._is_logical(_KV) else self._pool(_KV).keys(keys)
+            for one in pool_transfers or ():
+                if one.hit_policy != PoolHitPolicy.BLOCK_GROUPS:
+                    is_whole = one.hit_policy == PoolHitPolicy.ALL_PAGES
+                    window = len(keys) if is_whole else max(1, len(one.keys or ()))
+                    stored = self._stored.get(str(one.name))
+                    pools.append(PoolPages(str(one.name), stored.keys(keys) if stored else [], window))
+            found = self._wait(look_up(self._open.cache, len(keys), kv, pools, limit_s), limit_s)
+        except Exception as error:
+            logger.warning("a look-up failed, which is a miss: %r", error)
+            return PoolTransferResult.empty()
+        by_pool = {_KV: found.kv_pages} | found.by_pool if found.kv_pages else found.by_pool
+        return PoolTransferResult(max(found.prefixes, default=0), by_pool, found.prefixes)
 
     # Pages by their indices in a pool
 
@@ -205,76 +193,33 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Load pages of the KV, and return which were loaded. Pages after the first failure may be overwritten."""
-        return self._move(_KV, keys, host_indices, self._load)
+        return self._load_pages(_KV, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages of the KV, and return which are in the cache. The copies are complete at return."""
-        return self._move(_KV, keys, host_indices, self._store)
+        return self._store_pages(_KV, keys, host_indices)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Do the same as `batch_get_v1` for pages of several pools."""
-        return {one.name: self._move(one.name, one.keys or [], one.host_indices, self._load) for one in transfers}
+        return {one.name: self._load_pages(str(one.name), one.keys or [], one.host_indices) for one in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Do the same as `batch_set_v1` for pages of several pools."""
-        return {one.name: self._move(one.name, one.keys or [], one.host_indices, self._store) for one in transfers}
+        return {one.name: self._store_pages(str(one.name), one.keys or [], one.host_indices) for one in transfers}
 
-    def _move(
-        self,
-        pool_name: Any,
-        hashes: Sequence[str],
-        indices: torch.Tensor | None,
-        move: Callable[[StoredPool, list[ChunkKey], torch.Tensor], int],
-    ) -> list[bool]:
-        name = str(pool_name)
-        if name in self._hosts and self._is_logical(name):
-            return [True] * len(hashes)
+    def _load_pages(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
+        pages = self._load(name, hashes, lambda pool: pool.sinks(indices, len(hashes)))
+        return [number < pages for number in range(len(hashes))]
 
-        def run() -> int:
-            stored = self._pool(name)
-            found = 0 if indices is None else len(indices)
-            if found != len(hashes) * stored.pool.page_tokens:
-                raise LayoutError(
-                    f"pool {name}: expected {stored.pool.page_tokens} indices for each of {len(hashes)} pages, found {found}"
-                )
-            return move(stored, stored.keys(hashes), indices) if hashes else 0
-
-        with self._under_way.call():
-            done = self._or_else(0, f"pages of pool {name}", run)
-        return [True] * done + [False] * (len(hashes) - done)
-
-    def _load(self, stored: StoredPool, keys: list[ChunkKey], indices: torch.Tensor) -> int:
-        lending, limit_s = Lending(), float(self._config.blocking_timeout_secs)
-        sinks = stored.pool.sinks(indices, lending)
-        began_s = time.monotonic()
-        pages = self._lend(self._open.cache.get_to(keys, sinks, deadline_s=limit_s), lending, limit_s)
-        self.figures.loaded(pages, pages * stored.pool.page_bytes, time.monotonic() - began_s)
-        return pages
-
-    def _store(self, stored: StoredPool, keys: list[ChunkKey], indices: torch.Tensor) -> int:
-        if not stored.writes:
-            return len(keys)
-        lending, limit_s = Lending(), float(self._config.blocking_timeout_secs)
-        length = stored.pool.page_bytes
-        items = [(key, length, one) for key, one in zip(keys, stored.pool.sources(indices, lending), strict=True)]
-        began_s = time.monotonic()
-        pages = self._lend(self._open.cache.put_from(items, deadline_s=limit_s, prefix=True), lending, limit_s)
-        self.figures.stored(pages, pages * length, time.monotonic() - began_s)
-        return pages_among(keys, pages)
-
-    def _lend(self, moving: Coroutine[Any, Any, int], lending: Lending, limit_s: float) -> int:
-        """Run `moving` while it uses SGLang's pages, and revoke their use afterwards."""
-        try:
-            return self._wait(moving, limit_s)
-        finally:
-            while not lending.take_back(_COPY_S):
-                logger.error("a copy of SGLang's pages has not ended for %.0f s", _COPY_S)
+    def _store_pages(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
+        pages = self._store(name, hashes, lambda pool: pool.sources(indices, len(hashes)))
+        return [number < pages for number in range(len(hashes))]
 
     # Pages as tensors (without `interface_v1`)
 
@@ -285,15 +230,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Fill one tensor per page; from the first missing page on, the result is None."""
-        self._require_tensors(target_locations, "target_locations")
-        limit_s = float(self._config.blocking_timeout_secs)
-
-        def load() -> int:
-            wanted = self._pool(_KV).keys(keys)
-            return self._wait(self._open.cache.get_into(wanted, target_locations, deadline_s=limit_s), limit_s)
-
-        arrived = self._or_else(0, "pages", load)
-        return [*target_locations[:arrived], *[None] * (len(keys) - arrived)]
+        pages = self._load(_KV, keys, lambda pool: [sink_of(tensor) for tensor in _flat(pool, target_locations)])
+        return [*target_locations[:pages], *[None] * (len(keys) - pages)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [value])
@@ -302,57 +240,98 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Store a tensor for each key. Return True if all are in the cache."""
-        self._require_tensors(values, "values")
-        limit_s = float(self._config.blocking_timeout_secs)
+        return self._store(_KV, keys, lambda pool: [source_of(one) for one in _flat(pool, values)]) == len(keys)
 
-        def store() -> int:
-            stored = self._pool(_KV)
-            if not stored.writes:
-                return len(keys)
-            # Some pools return pages as views of their own memory.
-            lending, names = Lending(), stored.keys(keys)
-            payloads = [source_of(value) for value in values]
+    # Moving pages
+
+    def _load(self, name: str, hashes: Sequence[str], sinks: Callable[[HostPool], list[Sink]]) -> int:
+        """Load pages, and return the length of the prefix that was loaded."""
+
+        def load(pool: HostPool, keys: list[ChunkKey], lending: Lending) -> Coroutine[Any, Any, int]:
+            lent = [partial(_lent, lending, sink) for sink in sinks(pool)]
+            return self._open.cache.get_to(keys, lent, deadline_s=self._limit_s)
+
+        return self._move(name, hashes, self._loads, load)
+
+    def _store(self, name: str, hashes: Sequence[str], payloads: Callable[[HostPool], list[tuple[int, Source]]]) -> int:
+        """Store pages, each given by its length and a source. Return the length of the prefix that is in the cache."""
+
+        def store(pool: HostPool, keys: list[ChunkKey], lending: Lending) -> Coroutine[Any, Any, int]:
             items = [
-                (key, length, lending.reading(source)) for key, (length, source) in zip(names, payloads, strict=True)
+                (key, length, lending.reading(source))
+                for key, (length, source) in zip(keys, payloads(pool), strict=True)
             ]
-            put = self._open.cache.put_from(items, deadline_s=limit_s, prefix=True)
-            return pages_among(names, self._lend(put, lending, limit_s))
+            return self._open.cache.put_from(items, deadline_s=self._limit_s, prefix=True)
 
-        with self._under_way.call():
-            return self._or_else(0, "pages", store) == len(keys)
+        with self._storing:
+            if (stored := self._stored.get(name)) is not None and not stored.writes:
+                return len(hashes)
+            pages = self._move(name, hashes, self._stores, store)
+        return len(hashes) if pages == len(set(hashes)) else pages
 
-    def _require_tensors(self, tensors: Any, name: str) -> None:
-        if self._by_pieces:
-            raise LayoutError(
-                "interface_v1 is set: pages are stored by their indices (batch_get_v1, batch_set_v1) only"
-            )
-        if tensors is None or any(tensor is None for tensor in tensors):
-            raise TypeError(f"{name}: expected a tensor for each key; addresses are not taken")
+    def _move(
+        self,
+        name: str,
+        hashes: Sequence[str],
+        moves: deque[tuple[int, float]],
+        move: Callable[[HostPool, list[ChunkKey], Lending], Coroutine[Any, Any, int]],
+    ) -> int:
+        """Run `move` while it uses SGLang's memory, revoke that use, and return the length of the moved prefix."""
+        if not hashes or self._is_logical(name):
+            return len(hashes)
+        lending, began_s = Lending(), time.monotonic()
+        try:
+            stored = self._pool(name)
+            pages = self._wait(move(stored.pool, stored.keys(hashes), lending), self._limit_s)
+        except Exception as error:
+            logger.warning("pages of pool %s failed, which is a miss: %r", name, error)
+            return 0
+        finally:
+            while not lending.take_back(_COPY_S):
+                logger.error("a copy of SGLang's pages has not ended for %.0f s", _COPY_S)
+        if pages:
+            took_s = max(time.monotonic() - began_s, 1e-9)
+            moves.append((pages, pages * stored.pool.page_bytes / took_s / 2**30))
+        return pages
 
     # Maintenance
 
     def clear(self) -> bool:
         """Remove the pages of this model and rank from every tier, including those of earlier runs.
 
-        SGLang does not report if weights were replaced, so this process uses private page names from here on until it
-        ends, even if this raises. Raises TierUnavailable if some pages are left, which another process may find.
+        SGLang clears after weights were replaced, and does not report the new ones: KV computed from then on does not
+        match the weight files in the layout. So this process uses private page names from here on until it ends, however
+        often the storage is attached, and even if this raises. Raises TierUnavailable if some pages are left, which
+        another process may find.
         """
         thread, until_s = self._open, time.monotonic() + _CLEAR_S
-        own = generation.begin()
-        self._stored = {name: self._named(one.pool, thread, own) for name, one in self._stored.items()}
+        TierCacheStorage._generation = os.urandom(_GENERATION_BYTES)
+        for stored in list(self._stored.values()):
+            self._add(stored.pool)
         if shares_pages(self._storage):
             logger.warning("cleared; ranks share pages (MLA), so nothing is stored or found until SGLang starts anew")
-        # Stores with the earlier names could end after the removal.
-        if not self._under_way.wait(_CLEAR_S):
+        # A store with the earlier names could end after the removal.
+        if not self._storing.acquire(timeout=_CLEAR_S):
             raise TierUnavailable(f"clear: pages were still being stored after {_CLEAR_S:.0f} s")
+        self._storing.release()
         left_s = max(0.0, until_s - time.monotonic())
         pages = self._wait(forget_all(thread.cache, left_s), left_s)
         logger.info("cleared; there were %d pages. What is stored from now on is this process's own", pages)
         return True
 
     def get_stats(self) -> Any:
-        """Return SGLang's StorageMetrics since the last call; None without `--enable-metrics`."""
-        return self.figures.take()
+        """Return SGLang's StorageMetrics since the last call, with speeds in GiB/s; None without `--enable-metrics`."""
+        if not self._storage.enable_storage_metrics:
+            return None
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        loads, stores = ([moves.popleft() for _ in range(len(moves))] for moves in (self._loads, self._stores))
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in loads],
+            backup_pgs=[pages for pages, _ in stores],
+            prefetch_bandwidth=[speed for _, speed in loads],
+            backup_bandwidth=[speed for _, speed in stores],
+        )
 
     def close(self) -> None:
         """Write the queued pages, for up to `close_timeout_s`, and close the cache. Idempotent."""
@@ -378,9 +357,14 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             future.cancel()
             raise
 
-    def _or_else(self, otherwise: T, what: str, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except Exception as error:
-            logger.warning("%s failed, which is a miss: %r", what, error)
-            return otherwise
+
+def _flat(pool: HostPool, tensors: Any) -> Any:
+    """Return `tensors`. Raises LayoutError if the pool's pages are stored in another order of bytes."""
+    if not isinstance(pool, FlatPool):
+        raise LayoutError("interface_v1 is set: pages are stored by their indices (batch_get_v1, batch_set_v1) only")
+    return tensors
+
+
+def _lent(lending: Lending, sink: Sink, chunk: np.ndarray) -> None:
+    with lending:
+        sink(chunk)

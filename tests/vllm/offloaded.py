@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,13 +144,7 @@ class Offloaded:
     def settle(self) -> None:
         """Until questions are answered, transfers have ended, and every chunk is in its tiers."""
         tier = self.tier
-
-        async def answered() -> None:
-            await asyncio.gather(*tier._questions._asking)
-
-        tier.thread.submit(answered()).result(30)
-        concurrent.futures.wait(list(tier._storing), 30)
-        assert tier._ended.wait(30)
+        assert not concurrent.futures.wait([*tier._lookups, *tier._jobs], 30).not_done
         assert tier.thread.submit(tier.thread.cache.flush(30)).result(40).complete
 
     def forget_memory(self) -> None:

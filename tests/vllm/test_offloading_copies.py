@@ -97,8 +97,3 @@ def test_groups_have_rows_of_their_own(tensors: list[Any], made: list[Copies]) -
         assert tensors[number][3].equal(before[number][1]) and tensors[number][4].equal(before[number][2])
     assert tensors[2][0, :PAGE].equal(before[2][5, :PAGE])
     assert not tensors[2][0, PAGE:].any()
-
-
-def test_layers_at_equal_distances_are_one_copy(tensors: list[Any], made: list[Copies]) -> None:
-    made.append(copies := Copies(tensors, [[(0, PAGE), (1, PAGE), (2, 2 * PAGE)]], 1))
-    assert [piece.engine.shape for piece in copies.copies._groups[0]] == [(BLOCKS, 2, PAGE), (BLOCKS, 1, 2 * PAGE)]

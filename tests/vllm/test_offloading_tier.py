@@ -159,15 +159,6 @@ def test_a_damaged_chunk_is_a_miss_and_the_others_are_loaded(make: Make, tmp_pat
     assert_right(engine, whole, context)
 
 
-def test_a_chunk_that_cannot_be_loaded_is_not_tried_again_by_that_request(make: Make) -> None:
-    engine = make()
-    stored(engine)
-    context = engine.request("second")
-    engine.tier._requests.could_not_load("second", NAMES[:1])
-    assert engine.find(NAMES, context) == 0
-    assert engine.find(NAMES, engine.request("third")) == len(NAMES)
-
-
 def test_the_cap_holds(make: Make, tmp_path: Path) -> None:
     cap_bytes = 10 * (ROW_BYTES + 4096) + (64 << 10)
     engine = make(max_local_disk_size=cap_bytes / 2**30)
@@ -270,30 +261,13 @@ def test_a_hundred_chunks_of_windows_are_one_question_with_one_deadline(make: Ma
     assert QUESTIONS == [100]
 
 
-def test_figures_have_definitions(make: Make) -> None:
-    engine = make()
-    stored(engine)
-    engine.find(NAMES, engine.request("second"))
-    engine.tier._figures._due_s = 0.0
-    engine.tier.get_stats()
-    engine.settle()
-    stats = engine.tier.get_stats()
-    assert stats is not None
-    definitions = engine.tier.build_metric_definitions({})
-    shown = stats.reduce()
-    assert shown["vllm:tiercache_tier_writes:('disk',)"] == len(NAMES)
-    for name, values in stats._values.items():
-        assert all(len(labels) == len(definitions[name].labelnames) for labels in values), name
-
-
-def test_vllm_exports_them_also_for_a_second_engine(make: Make, model: Path) -> None:
+def test_vllm_exports_the_figures_also_for_a_second_engine(make: Make, model: Path) -> None:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     engine = make()
     stored(engine)
-    engine.tier._figures._due_s = 0.0
     engine.tier.get_stats()
     engine.settle()
     stats = engine.tier.get_stats()

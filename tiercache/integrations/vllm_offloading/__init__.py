@@ -12,6 +12,7 @@ vLLM's CPU platform has no tiering spec, so use `"spec_name": "CpuTieringSpec"` 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, needed_vllm
@@ -21,16 +22,12 @@ if TYPE_CHECKING:
     from tiercache.integrations.vllm_offloading.tier import TierCacheTier
 
 __all__ = ["CpuTieringSpec", "TierCacheTier"]
+_MODULES = {"CpuTieringSpec": "cpu_spec", "TierCacheTier": "tier"}
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: importing vLLM takes many seconds, and the pure modules work without it."""
-    if name == "TierCacheTier":
-        with needed_vllm(name, TESTED_OFFLOADING):
-            from tiercache.integrations.vllm_offloading.tier import TierCacheTier
-        return TierCacheTier
-    if name == "CpuTieringSpec":
-        with needed_vllm(name, TESTED_OFFLOADING):
-            from tiercache.integrations.vllm_offloading.cpu_spec import CpuTieringSpec
-        return CpuTieringSpec
-    raise AttributeError(f"module 'tiercache.integrations.vllm_offloading' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with needed_vllm(name, TESTED_OFFLOADING):
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
-    CanonicalKVCacheRef,
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -56,36 +56,53 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
 
-class _Piece(NamedTuple):
-    """A block of one group in consecutive layers: `engine[block]` and `rows[chunk, place]` have the same shape."""
+class _Part(NamedTuple):
+    """Blocks of one layer in the engine, and their places in rows of the CPU tier."""
 
     engine: np.ndarray
-    """uint8 array of shape (blocks, layers, bytes)."""
+    """int8 array of shape (blocks, bytes)."""
     rows: np.ndarray
-    """uint8 array of shape (chunks, blocks of a chunk, layers, bytes)."""
+    """int8 array of shape (rows, blocks of a row, bytes)."""
+    blocks: list[int]
+    row_ids: list[int]
+    places: list[int]
+    """Positions of the blocks in their rows."""
 
+    def store(self) -> int:
+        """Copy into the rows, and return the bytes copied."""
+        copied = self.engine[self.blocks]
+        self.rows[self.row_ids, self.places] = copied
+        return copied.nbytes
 
-class _Job(NamedTuple):
-    number: int
-    copies: list[tuple[np.ndarray, np.ndarray]]
-    """Pairs of destination and source."""
+    def load(self) -> int:
+        """Copy into the engine's blocks, and return the bytes copied."""
+        copied = self.rows[self.row_ids, self.places]
+        self.engine[self.blocks] = copied
+        return copied.nbytes
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]
     """Copies between the engine's blocks and rows of the CPU tier, in memory, by one thread and in order.
 
-    A block's layers are copied in one call if they lie at equal distances, as on the CPU platform.
+    A job copies all blocks of a layer in one call of NumPy, which releases the GIL.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
         pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
-        engine = [_bytes_of(one.tensor, one.page_size_bytes) for one in kv_caches.tensors]
+        engine = [one.tensor.view(-1, page).numpy() for one, page in zip(kv_caches.tensors, pages, strict=True)]
         views = [region.create_next_worker_view(page * blocks_per_chunk) for page in pages]
-        rows = [view.numpy().view(np.uint8) for view in views]
-        self._groups = [_pieces(refs, engine, rows, pages, blocks_per_chunk) for refs in kv_caches.group_data_refs]
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        rows = [view.view(-1, blocks_per_chunk, page).numpy() for view, page in zip(views, pages, strict=True)]
+        self._groups = [
+            [
+                (engine[ref.tensor_idx][:, : ref.page_size_bytes], rows[ref.tensor_idx][..., : ref.page_size_bytes])
+                for ref in refs
+            ]
+            for refs in kv_caches.group_data_refs
+        ]
+        """The layers of each group."""
+        self._jobs: SimpleQueue[tuple[int, list[Callable[[], int]]] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._ended: list[TransferResult] = []
@@ -93,10 +110,10 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         self._thread.start()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        return self._submit(job_id, [(row, block) for block, row in self._pairs(src_spec, dst_spec)])
+        return self._submit(job_id, [part.store for part in self._parts(src_spec, dst_spec)])
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(job_id, self._pairs(dst_spec, src_spec))
+        return self._submit(job_id, [part.load for part in self._parts(dst_spec, src_spec)])
 
     def get_finished(self) -> list[TransferResult]:
         with self._changed:
@@ -116,99 +133,33 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         self._groups = []
         self._region.cleanup()
 
-    def _submit(self, job_id: int, copies: list[tuple[np.ndarray, np.ndarray]]) -> bool:
+    def _submit(self, job_id: int, copies: list[Callable[[], int]]) -> bool:
         with self._changed:
             self._pending.add(job_id)
-        self._jobs.put(_Job(job_id, copies))
+        self._jobs.put((job_id, copies))
         return True
 
-    def _pairs(self, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return pairs of views into the engine's blocks and into the rows.
-
-        A group's first block may be in the middle of its first chunk.
-        """
+    def _parts(self, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[_Part]:
+        """Yield a part for each layer. A group's first block may be in the middle of its first row."""
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
-        block_ids, chunk_ids, per_chunk = blocks.block_ids.tolist(), chunks.block_ids.tolist(), self._blocks_per_chunk
-        pairs: list[tuple[np.ndarray, np.ndarray]] = []
-        first_block = first_chunk = 0
-        for pieces, size, index in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
-            skipped = index % per_chunk if size else 0
-            for number in range(size):
-                chunk, place = divmod(skipped + number, per_chunk)
-                block, row = block_ids[first_block + number], chunk_ids[first_chunk + chunk]
-                pairs += [(piece.engine[block], piece.rows[row, place]) for piece in pieces]
+        block_ids, row_ids, per_row = blocks.block_ids.tolist(), chunks.block_ids.tolist(), self._blocks_per_chunk
+        first_block = first_row = 0
+        for layers, size, index in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
+            skipped = index % per_row if size else 0
+            positions = range(skipped, skipped + size)
+            group_blocks = block_ids[first_block : first_block + size]
+            group_rows = [row_ids[first_row + position // per_row] for position in positions]
+            places = [position % per_row for position in positions]
+            yield from (_Part(engine, rows, group_blocks, group_rows, places) for engine, rows in layers if size)
             first_block += size
-            first_chunk += -(-(skipped + size) // per_chunk)
-        return pairs
+            first_row += -(-(skipped + size) // per_row)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            job_id, copies = job
             began_s = time.perf_counter()
-            for into, source in job.copies:
-                np.copyto(into, source)
-            moved_bytes = sum(source.nbytes for _, source in job.copies)
+            copied_bytes = sum(copy() for copy in copies)
             with self._changed:
-                self._pending.discard(job.number)
-                self._ended.append(TransferResult(job.number, True, moved_bytes, time.perf_counter() - began_s))
+                self._pending.discard(job_id)
+                self._ended.append(TransferResult(job_id, True, copied_bytes, time.perf_counter() - began_s))
                 self._changed.notify_all()
-
-
-def _bytes_of(tensor: Any, page_bytes: int) -> np.ndarray:
-    """Return a view of shape (blocks, page bytes) for any distance between blocks."""
-    import torch
-
-    found: np.ndarray = tensor.view(torch.uint8).view(-1, page_bytes).numpy()
-    return found
-
-
-def _pieces(
-    refs: list[CanonicalKVCacheRef], engine: list[np.ndarray], rows: list[np.ndarray], pages: list[int], per_chunk: int
-) -> list[_Piece]:
-    """Return a single piece for all layers if they lie at equal distances on both sides, else a piece for each layer."""
-    return [
-        _piece([engine[ref.tensor_idx] for ref in run], [rows[ref.tensor_idx] for ref in run], run, pages, per_chunk)
-        for run in _evenly_spaced(refs, engine, rows, pages)
-    ]
-
-
-def _evenly_spaced(
-    refs: list[CanonicalKVCacheRef], engine: list[np.ndarray], rows: list[np.ndarray], pages: list[int]
-) -> list[list[CanonicalKVCacheRef]]:
-    runs: list[list[CanonicalKVCacheRef]] = []
-
-    def continues(run: list[CanonicalKVCacheRef], ref: CanonicalKVCacheRef) -> bool:
-        last = run[-1]
-        if (ref.page_size_bytes, pages[ref.tensor_idx]) != (last.page_size_bytes, pages[last.tensor_idx]):
-            return False
-        if engine[ref.tensor_idx].strides != engine[last.tensor_idx].strides:
-            return False
-        steps = _step(engine, last, ref), _step(rows, last, ref)
-        return len(run) == 1 or steps == (_step(engine, run[0], run[1]), _step(rows, run[0], run[1]))
-
-    for ref in refs:
-        if runs and continues(runs[-1], ref):
-            runs[-1].append(ref)
-        else:
-            runs.append([ref])
-    return runs
-
-
-def _step(arrays: list[np.ndarray], one: CanonicalKVCacheRef, other: CanonicalKVCacheRef) -> int:
-    return _address(arrays[other.tensor_idx]) - _address(arrays[one.tensor_idx])
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _piece(
-    engine: list[np.ndarray], rows: list[np.ndarray], refs: list[CanonicalKVCacheRef], pages: list[int], per_chunk: int
-) -> _Piece:
-    layers, page, used = len(refs), pages[refs[0].tensor_idx], refs[0].page_size_bytes
-    engine_step = _address(engine[1]) - _address(engine[0]) if layers > 1 else 0
-    row_step = _address(rows[1]) - _address(rows[0]) if layers > 1 else 0
-    strided = np.lib.stride_tricks.as_strided
-    return _Piece(
-        strided(engine[0], (len(engine[0]), layers, used), (engine[0].strides[0], engine_step, 1)),
-        strided(rows[0], (len(rows[0]), per_chunk, layers, used), (rows[0].strides[0], page, row_step, 1)),
-    )

@@ -52,6 +52,8 @@ def make_layout(
     If the inputs that determine the bytes are unknown, the layout is private to this engine, so that nothing is shared,
     not even with its next start, and a warning says so. Raises ConfigError if vLLM's hashes may collide.
     """
+    import vllm
+
     parallel, cache = offloading.parallel, offloading.cache
     chunk_tokens = max(group.tokens_per_block for group in offloading.groups) * cache.blocks_per_chunk
     extra = {
@@ -77,15 +79,14 @@ def make_layout(
         bytes_per_token=-(-row_bytes // chunk_tokens),
         kv_dtype=offloading.model.dtype,
         byte_format="rows of vllm's offloading",
-        engine=f"vllm {_version()}",
+        engine=f"vllm {vllm.__version__}",
         extra=tuple(sorted(extra.items())),
     )
 
 
 def check_hashes(engine: VllmConfig | None) -> None:
     """Raise ConfigError unless vLLM's block hashes are cryptographic: others may collide or differ with each start."""
-    algorithm = engine.cache_config.prefix_caching_hash_algo if engine is not None else CRYPTOGRAPHIC[0]
-    if algorithm not in CRYPTOGRAPHIC:
+    if engine is not None and (algorithm := engine.cache_config.prefix_caching_hash_algo) not in CRYPTOGRAPHIC:
         raise ConfigError(
             f"prefix_caching_hash_algo: expected {' or '.join(CRYPTOGRAPHIC)}, found {algorithm}, which is not "
             "cryptographic; start vLLM with --prefix-caching-hash-algo sha256"
@@ -134,9 +135,3 @@ def _machine() -> str:
         instructions = f"{torch.backends.cpu.get_cpu_capability()} amx {torch.cpu._is_amx_tile_supported()}"
         return f"{platform.machine()} {instructions}"
     return f"{current_platform.get_device_name()} {current_platform.get_device_capability()}"
-
-
-def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)

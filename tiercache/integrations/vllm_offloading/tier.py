@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import vllm
@@ -36,7 +37,7 @@ from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
-from tiercache.errors import TierCacheError
+from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.integrations.unread import warn_of_unread
 from tiercache.integrations.vllm.events import MEDIA, MOST_CHUNKS, ChunkWatch
 from tiercache.integrations.vllm.hints import (
@@ -53,9 +54,8 @@ from tiercache.integrations.vllm.metrics import WorkerFigures
 from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout, say_whose_quotas
 from tiercache.integrations.vllm_offloading.metrics import as_offloading_stats, definitions
-from tiercache.integrations.vllm_offloading.questions import Questions
-from tiercache.integrations.vllm_offloading.requests import TieredRequests
-from tiercache.integrations.vllm_offloading.transfers import Ended, EndedTransfers, Transfer, load, store
+from tiercache.integrations.vllm_offloading.requests import Name, TieredRequest
+from tiercache.integrations.vllm_offloading.transfers import Ended, load, look_up, store
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -64,23 +64,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tiercache.vllm")
 
+T = TypeVar("T")
+
 _MARGIN_S = 30.0
 """Longest time of a transfer beyond its deadline, unless the machine hangs."""
 
 
-_Move = Callable[[TierCache, Transfer], Coroutine[Any, Any, Ended]]
+_Move = Callable[[TierCache, list[ChunkKey], list[np.ndarray]], Coroutine[Any, Any, Ended]]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """State of a transfer that vLLM waits for."""
+    """A transfer that vLLM waits for."""
 
+    job_id: int
     request_id: str
-    names: list[bytes]
-    ends: dict[bytes, int]
-    """Ends of the chunks in the prompt."""
+    request: TieredRequest
+    ends: dict[Name, int]
+    """The chunks in the order of the prompt, with their ends in it."""
     is_load: bool
-    is_prefix: bool
 
 
 class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
@@ -116,7 +118,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
         say_whose_quotas(config)
         self._config = config
-        wanted = Locality(locality) if locality is not None else None
+        if locality is not None:
+            self.locality = Locality(locality)
         self.thread = CacheThread(config, layout)
         # Assigned last: a view held by a failed instance would prevent vLLM from freeing its memory.
         self._rows: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
@@ -124,14 +127,14 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._tag = tenant_tag(config.tenant_salt)
         cache = self.thread.cache
         # The distance of a server's storage is unknown.
-        is_local = all(tier.name in MEDIA for tier in cache.tiers)
-        self.locality = wanted or (Locality.LOCAL if is_local else None)
+        if locality is None and all(tier.name in MEDIA for tier in cache.tiers):
+            self.locality = Locality.LOCAL
         self._at_hand = [reader for reader in cache.parts.reader.tiers if reader.tier.name in MEDIA]
-        self._requests = TieredRequests(self._is_known)
-        self._questions = Questions(self.thread)
-        self._jobs: dict[int, _Job] = {}
-        self._ended = EndedTransfers()
-        self._storing: dict[concurrent.futures.Future[Any], str] = {}
+        self._requests: dict[str, TieredRequest] = {}
+        self._lookups: dict[
+            concurrent.futures.Future[tuple[list[int], float]], tuple[TieredRequest, list[list[Name]]]
+        ] = {}
+        self._jobs: dict[concurrent.futures.Future[Any], _Job] = {}
         self._turns = SessionTurns(self.thread, self._keys)
         self._warned: set[str] = set()
         self._closed = False
@@ -149,14 +152,15 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         if wishes.expect_tokens and EXPECT_TOKENS not in self._warned:
             self._warned.add(EXPECT_TOKENS)
             logger.warning("what a request says: %s is not honoured below vLLM's offloading", EXPECT_TOKENS)
-        self._requests.begin(req_context.req_id, wishes)
+        self._requests[req_context.req_id] = TieredRequest(wishes)
         return RequestOffloadingContext()
 
     @survives(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._closed:
+        request = self._requests.get(req_context.req_id)
+        if self._closed or request is None:
             return LookupResult.MISS
-        there = self._requests.look_up(req_context.req_id, key, req_context.get_offload_key_position(key))
+        there = request.look_up(key, req_context.get_offload_key_position(key), self._is_known)
         if there is None:
             return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
@@ -173,86 +177,87 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     @survives(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        request = self._requests.end(req_context.req_id)
+        request = self._requests.pop(req_context.req_id, None)
         if request is not None and request.wishes.at_the_end:
             # Chunks from before a reset no longer have names.
             names = [] if request.stale else request.names
-            self._turns.follow([RequestEnded(req_context.req_id, request.wishes, names)], self._storing)
+            storing = {future: job.request_id for future, job in self._jobs.items() if not job.is_load}
+            self._turns.follow([RequestEnded(req_context.req_id, request.wishes, names)], storing)
 
     @survives(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        for answer in self._questions.answers():
-            self._requests.answer(answer)
-        self._questions.ask(
-            [(question, [self._keys(run) for run in question.runs]) for question in self._requests.questions()]
-        )
-        for request in self._requests.begun():
-            began = RequestBegan(request.wishes.session, request.names)
-            self._turns.follow([began], {})
+        for lookup in [lookup for lookup in self._lookups if lookup.done()]:
+            request, runs = self._lookups.pop(lookup)
+            found, took_s = _result(lookup, "a lookup failed") or ([0] * len(runs), 0.0)
+            request.answered(runs, found, took_s)
+        for request in self._requests.values():
+            if request.unasked:
+                self._look_up(request, request.take_unasked())
+            if request.began:
+                request.began = False
+                self._turns.follow([RequestBegan(request.wishes.session, request.names)], {})
+
+    def _look_up(self, request: TieredRequest, runs: list[list[Name]]) -> None:
+        cache, keys = self.thread.cache, [self._keys(run) for run in runs]
+        try:
+            self._lookups[self.thread.submit(look_up(cache, keys, request.waited_s))] = request, runs
+        except CacheClosed:
+            request.answered(runs, [0] * len(runs), 0.0)
 
     # Transfers
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        job = _job(job_metadata)
-        if self._requests.is_stale(job.request_id):
-            self._end(job_metadata.job_id, job)
+        job = self._job(job_metadata)
+        if job.request.stale:
+            self._jobs[_nothing(job)] = job
             return
-        self._requests.stores(job.request_id, job.ends)
-        if self._requests.forgets(job.request_id):
-            self._turns.stores(job.request_id, self._keys(job.names))
-        future = self._begin(job_metadata, job, store)
-        if future is not None:
-            self._storing[future] = job.request_id
-            future.add_done_callback(lambda done: self._storing.pop(done, None))
+        job.request.stores(job.ends)
+        if job.request.wishes.forget:
+            self._turns.stores(job.request_id, self._keys(list(job.ends)))
+        is_prefix = len({get_offload_group_idx(name) for name in job.ends}) == 1
+        self._begin(job_metadata, job, partial(store, is_prefix=is_prefix))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._begin(job_metadata, _job(job_metadata), load)
+        self._begin(job_metadata, self._job(job_metadata), load)
 
-    def _begin(self, metadata: TransferJob, job: _Job, move: _Move) -> concurrent.futures.Future[Ended] | None:
+    def _job(self, metadata: TransferJob) -> _Job:
+        context = metadata.req_context
+        ends = {name: context.get_offload_key_position(name) or 0 for name in metadata.keys}
+        # Restore the order of the prompt, which vLLM's sets lack.
+        ordered = sorted(ends.items(), key=lambda chunk: (get_offload_group_idx(chunk[0]), chunk[1]))
+        request = self._requests.get(context.req_id) or TieredRequest()
+        return _Job(metadata.job_id, context.req_id, request, dict(ordered), metadata.is_promotion)
+
+    def _begin(self, metadata: TransferJob, job: _Job, move: _Move) -> None:
         """Run `move` on the cache's loop. The job ends in any case."""
-        rows = dict(zip(metadata.keys, metadata.chunk_ids.tolist(), strict=True))
+        chunks = dict(zip(metadata.keys, metadata.chunk_ids.tolist(), strict=True))
         try:
             assert self._rows is not None
-            places = [self._rows[rows[name]] for name in job.names]
-            transfer = Transfer(metadata.job_id, self._keys(job.names), places, job.is_prefix)
-            future = self.thread.submit(move(self.thread.cache, transfer))
+            rows = [self._rows[chunks[name]] for name in job.ends]
+            future = self.thread.submit(move(self.thread.cache, self._keys(list(job.ends)), rows))
         except Exception as error:
-            logger.warning("a transfer of %d chunks could not be begun: %r", len(job.names), error)
-            self._end(metadata.job_id, job)
-            return None
-        self._jobs[metadata.job_id] = job
-        self._ended.begin()
-
-        def ended(done: concurrent.futures.Future[Ended]) -> None:
-            failed = done.cancelled() or done.exception() is not None
-            self._ended.end(_nothing(metadata.job_id, job) if failed else done.result())
-
-        future.add_done_callback(ended)
-        return future
-
-    def _end(self, job_id: int, job: _Job) -> None:
-        """End the job without a transfer."""
-        self._jobs[job_id] = job
-        self._ended.begin()
-        self._ended.end(_nothing(job_id, job))
+            logger.warning("a transfer of %d chunks could not be begun: %r", len(job.ends), error)
+            future = _nothing(job)
+        self._jobs[future] = job
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         if self._jobs:
             # vLLM's `LLM` steps in a busy loop when it has nothing to compute (its server yields), so release the GIL
             # here: the cache's threads would otherwise wait 5 ms each for it.
             time.sleep(0)
-        return [self._result(ended) for ended in self._ended.take()]
+        ended = [future for future in self._jobs if future.done()]
+        return [self._job_result(future, self._jobs.pop(future)) for future in ended]
 
-    def _result(self, ended: Ended) -> JobResult:
-        job = self._jobs.pop(ended.job_id)
-        done = [name for name, is_done in zip(job.names, ended.done, strict=True) if is_done]
+    def _job_result(self, future: concurrent.futures.Future[Any], job: _Job) -> JobResult:
+        ended = _result(future, "a transfer failed") or _nothing(job).result()
+        done = [name for name, is_done in zip(job.ends, ended.done, strict=True) if is_done]
         if job.is_load:
-            self._requests.could_not_load(job.request_id, set(job.names).difference(done))
+            job.request.could_not_load(job.ends.keys() - done)
         if self._watch is not None and done:
             self._watch.watch(dict(zip(self._keys(done), done, strict=True)))
         return JobResult(
-            ended.job_id,
-            success=len(done) == len(job.names),
+            job.job_id,
+            success=len(done) == len(job.ends),
             successful_keys=tuple(done) or None,
             transfer_time=ended.seconds,
             transfer_bytes=len(done) * self.block_size_bytes,
@@ -266,7 +271,9 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         """
         self._wait()
         self._namespace = self.thread.cache.namespace + os.urandom(16)
-        self._requests.forget_everything()
+        self._lookups.clear()
+        for request in self._requests.values():
+            request.reset()
         if self._watch is not None:
             self._watch.forget_everything()
         if self._closed:
@@ -276,7 +283,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _wait(self) -> None:
         limit_s = max(self._config.blocking_timeout_secs, self._config.queue_wait_s) + _MARGIN_S
-        if not self._ended.wait(limit_s):
+        if concurrent.futures.wait(self._jobs, limit_s).not_done:
             raise TierCacheError(f"a copy between vLLM's CPU tier and the cache has not ended within {limit_s:.0f} s")
 
     # Other calls of vLLM
@@ -336,14 +343,18 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return any(one.breaker.state is BreakerState.CLOSED and one.tier.offers(key) for one in self._at_hand)
 
 
-def _job(metadata: TransferJob) -> _Job:
-    context = metadata.req_context
-    ends = {name: context.get_offload_key_position(name) or 0 for name in metadata.keys}
-    # Restore the order of the prompt, which vLLM's sets lack.
-    names = sorted(ends, key=lambda name: (get_offload_group_idx(name), ends[name]))
-    groups = {get_offload_group_idx(name) for name in names}
-    return _Job(context.req_id, names, ends, metadata.is_promotion, len(groups) == 1)
+def _result(future: concurrent.futures.Future[T], problem: str) -> T | None:
+    """Return the result of an ended future, or None with a warning if it failed."""
+    if future.cancelled():
+        return None
+    if (error := future.exception()) is not None:
+        logger.warning("%s: %r", problem, error)
+        return None
+    return future.result()
 
 
-def _nothing(job_id: int, job: _Job) -> Ended:
-    return Ended(job_id, [False] * len(job.names), 0.0)
+def _nothing(job: _Job) -> concurrent.futures.Future[Ended]:
+    """Return the end of a job without a transfer."""
+    ended: concurrent.futures.Future[Ended] = concurrent.futures.Future()
+    ended.set_result(Ended([False] * len(job.ends), 0.0))
+    return ended

@@ -1,18 +1,17 @@
-"""Move chunks between vLLM's CPU tier and the cache, on the cache's loop, and report the results.
+"""Look up chunks, and move them between vLLM's CPU tier and the cache. Coroutines of the cache's loop.
 
-vLLM may reuse a row as soon as a transfer is reported as ended. So the report waits until no copy uses the row, without
-limit; everything else has a deadline.
+vLLM may reuse a row as soon as a transfer has ended. So a transfer ends when no copy uses its rows, without limit;
+everything else has a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,143 +20,106 @@ from tiercache.core.keys import ChunkKey
 
 logger = logging.getLogger("tiercache.vllm")
 
-_Copy = Callable[[int, np.ndarray], None]
+_LEAST_S = 0.002
+"""A remaining time below this counts as 0: timers of a loop may be a millisecond early."""
+_POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """The chunks of one vLLM job, and their rows in its CPU tier."""
+async def look_up(cache: TierCache, runs: Sequence[Sequence[ChunkKey]], waited_s: float) -> tuple[list[int], float]:
+    """Return how many of the first chunks of each run are present, and the seconds that this took.
 
-    job_id: int
-    keys: Sequence[ChunkKey]
-    rows: Sequence[np.ndarray]
-    """uint8 vectors, one per key. No other code writes to them until the transfer has ended."""
-    is_prefix: bool = False
-    """True if each chunk is followed by the next."""
+    All runs are looked up concurrently, within the part of `lookup_timeout_ms` that the request has not waited yet.
+    """
+    began_s = time.monotonic()
+    left_s = cache.config.lookup_timeout_ms / 1000 - waited_s
+    left_s = left_s if left_s >= _LEAST_S else 0.0
+    there, hits = await asyncio.gather(
+        cache.lookup_each([run[0] for run in runs if len(run) == 1], deadline_s=left_s),
+        asyncio.gather(*(cache.lookup_keys(run, deadline_s=left_s) for run in runs if len(run) > 1)),
+    )
+    single, longer = iter(there), iter(hits)
+    found = [int(next(single)) if len(run) == 1 else next(longer).chunks for run in runs]
+    return found, time.monotonic() - began_s
 
 
 @dataclass(frozen=True)
 class Ended:
-    job_id: int
+    """The end of a transfer."""
+
     done: Sequence[bool]
     """Per chunk: True if a load has filled its row, or if a stored chunk is in the cache."""
     seconds: float
 
 
 class _Copies:
-    """Copies between rows and slots of the arena on the cache's threads."""
+    """Copies between rows and the memory of the cache, on the cache's threads."""
 
     def __init__(self, rows: Sequence[np.ndarray]) -> None:
         self.done = [False] * len(rows)
         self._rows = rows
-        self._under_way = 0
-        self._lock = threading.Lock()
-        self._idle: asyncio.Event | None = None
-        """Made by the waiter for the last copy."""
-        self._loop = asyncio.get_running_loop()
+        self._in_flight: set[int] = set()
 
     def into_row(self, position: int, chunk: np.ndarray) -> None:
-        row = self._rows[position]
-        if chunk.nbytes != row.nbytes:
-            raise ValueError(f"a chunk has {chunk.nbytes} bytes, vLLM's row {row.nbytes}")
-        self._copy(position, row, chunk)
+        self._copy(position, self._rows[position], chunk)
 
     def from_row(self, position: int, slot: np.ndarray) -> None:
         self._copy(position, slot, self._rows[position])
 
     def _copy(self, position: int, into: np.ndarray, source: np.ndarray) -> None:
-        with self._lock:
-            self._under_way += 1
+        self._in_flight.add(position)
         try:
             np.copyto(into, source)
             self.done[position] = True
         finally:
-            with self._lock:
-                self._under_way -= 1
-                if self._idle is not None and not self._under_way:
-                    self._loop.call_soon_threadsafe(self._idle.set)
+            self._in_flight.discard(position)
 
     async def ended(self) -> None:
         """Wait until no copy is in flight. The cache leaves a copy behind only if the machine hangs in it."""
-        with self._lock:
-            if not self._under_way:
-                return
-            self._idle = asyncio.Event()
-        await self._idle.wait()
+        while self._in_flight:  # noqa: ASYNC110 - copies end on threads, and hardly ever after the call that began them
+            await asyncio.sleep(_POLL_S)
 
 
-async def store(cache: TierCache, transfer: Transfer) -> Ended:
-    """Copy rows into the cache, which writes them to the tiers below later. Raises only CancelledError."""
+async def store(cache: TierCache, keys: Sequence[ChunkKey], rows: Sequence[np.ndarray], *, is_prefix: bool) -> Ended:
+    """Copy rows into the cache, which writes them to the tiers below later. Raises only CancelledError.
+
+    `rows` are uint8 vectors, one per key, that no other code writes to. `is_prefix`: each chunk is followed by the next.
+    """
     began_s = time.monotonic()
-    copies = _Copies(transfer.rows)
-    stored = 0
+    copies = _Copies(rows)
+    done = copies.done
     try:
         items = [
-            (key, row.nbytes, _bound(copies.from_row, position))
-            for position, (key, row) in enumerate(zip(transfer.keys, transfer.rows, strict=True))
+            (key, row.nbytes, partial(copies.from_row, position))
+            for position, (key, row) in enumerate(zip(keys, rows, strict=True))
         ]
         # Waiting longer for a free slot is not worth holding vLLM's memory.
-        stored = await cache.put_from(items, deadline_s=cache.config.queue_wait_s, prefix=transfer.is_prefix)
+        stored = await cache.put_from(items, deadline_s=cache.config.queue_wait_s, prefix=is_prefix)
+        if stored == len(items):
+            done = [True] * stored  # chunks that were already present were not copied
     except Exception as error:
-        logger.warning("storing %d chunks failed: %r", len(transfer.keys), error)
+        logger.warning("storing %d chunks failed: %r", len(keys), error)
     finally:
         await copies.ended()
-    # Chunks that were already present were not copied.
-    done = copies.done if stored < len(transfer.keys) else [True] * len(transfer.keys)
-    return Ended(transfer.job_id, done, time.monotonic() - began_s)
+    return Ended(done, time.monotonic() - began_s)
 
 
-async def load(cache: TierCache, transfer: Transfer) -> Ended:
+async def load(cache: TierCache, keys: Sequence[ChunkKey], rows: Sequence[np.ndarray]) -> Ended:
     """Copy verified chunks into rows within `blocking_timeout_secs`, also those after a missing chunk.
 
-    Raises only CancelledError.
+    `rows` are as for `store`; no other code uses them until the transfer has ended. Raises only CancelledError.
     """
     began_s = time.monotonic()
     until_s = began_s + cache.config.blocking_timeout_secs
-    copies = _Copies(transfer.rows)
-    left = list(range(len(transfer.keys)))
+    copies = _Copies(rows)
+    left = list(range(len(keys)))
     try:
         while left and (left_s := until_s - time.monotonic()) > 0:
-            sinks = [_bound(copies.into_row, position) for position in left]
-            found = await cache.get_to([transfer.keys[position] for position in left], sinks, deadline_s=left_s)
+            sinks = [partial(copies.into_row, position) for position in left]
+            found = await cache.get_to([keys[position] for position in left], sinks, deadline_s=left_s)
             # The chunk at the gap is missing. Later chunks may be present, and may have been read already.
             left = [position for position in left[found + 1 :] if not copies.done[position]]
     except Exception as error:
-        logger.warning("loading %d chunks failed: %r", len(transfer.keys), error)
+        logger.warning("loading %d chunks failed: %r", len(keys), error)
     finally:
         await copies.ended()
-    return Ended(transfer.job_id, copies.done, time.monotonic() - began_s)
-
-
-def _bound(copy: _Copy, position: int) -> Callable[[np.ndarray], None]:
-    return lambda memory: copy(position, memory)
-
-
-class EndedTransfers:
-    """Ended transfers that vLLM has not been told about. Filled on the cache's loop, emptied by the scheduler's thread."""
-
-    def __init__(self) -> None:
-        self._ended: deque[Ended] = deque()
-        self._changed = threading.Condition()
-        self._under_way = 0
-
-    def begin(self) -> None:
-        with self._changed:
-            self._under_way += 1
-
-    def end(self, ended: Ended) -> None:
-        with self._changed:
-            self._ended.append(ended)
-            self._under_way -= 1
-            self._changed.notify_all()
-
-    def take(self) -> list[Ended]:
-        with self._changed:
-            ended = list(self._ended)
-            self._ended.clear()
-        return ended
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until no transfer is in flight. Return False on timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._under_way, timeout_s)
+    return Ended(copies.done, time.monotonic() - began_s)

@@ -16,10 +16,6 @@ from tiercache.control.families import figures_of
 from tiercache.control.metrics import exposition
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "observability" / "dashboard.json"
-WISHED = (
-    *("Hit rate by tier", "Bytes loaded and saved", "Latency of reads by tier", "Queue depth", "Evictions"),
-    *("Breakers that are not closed", "Flash bytes a day"),
-)
 
 
 def panels() -> list[dict[str, Any]]:
@@ -37,12 +33,6 @@ def of_vllm_only(panel: dict[str, Any]) -> bool:
     return str(panel["title"]).endswith("(vLLM)")
 
 
-def test_dashboard_has_the_panels_that_were_asked_for() -> None:
-    titles = [panel["title"] for panel in panels()]
-    assert [wish for wish in WISHED if not any(title.startswith(wish) for title in titles)] == []
-    assert all(names_in(panel) for panel in panels())
-
-
 async def test_every_metric_of_a_panel_is_exported_by_a_running_cache(tmp_path: Path) -> None:
     async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
         await cache.store(TOKENS, [np.full(LAYOUT.chunk_bytes, number, np.uint8) for number in range(CHUNKS)])
@@ -54,4 +44,5 @@ async def test_every_metric_of_a_panel_is_exported_by_a_running_cache(tmp_path: 
     exported = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     for panel in panels():
         if not of_vllm_only(panel):
+            assert names_in(panel), panel["title"]
             assert names_in(panel) <= exported, panel["title"]

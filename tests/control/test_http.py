@@ -20,7 +20,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.conftest import tiercache
-from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of
+from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, cache, config_of
 from tiercache import Layout, TierCache
 from tiercache.control import http
 from tiercache.control.client import Fleet
@@ -28,6 +28,7 @@ from tiercache.control.command import read_token
 from tiercache.control.http import make_app, server_config
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES
 
+__all__ = ["cache"]
 TOKEN = "correct-horse-battery-staple-42"
 
 
@@ -55,16 +56,6 @@ async def serve(place: Path, *arguments: str, **environment: str) -> AsyncIterat
             process.send_signal(signal.SIGINT)
             client.said = said + (await asyncio.wait_for(process.stdout.read(), 30)).decode()
             await process.wait()
-
-
-@pytest.fixture
-async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
-    """Twelve chunks on disk and none hot."""
-    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
-        await cache.store(TOKENS, [np.full(LAYOUT.chunk_bytes, number, np.uint8) for number in range(CHUNKS)])
-        await cache.flush()
-        cache.clear_hot()
-        yield cache
 
 
 @pytest.fixture
@@ -242,16 +233,6 @@ async def test_all_ranks_are_told_and_answer_as_one(tmp_path: Path, server: Any)
             assert [Path(path).name for path in found["failed"]] == ["c.sock.1"]
 
 
-async def test_client_that_hangs_up_ends_no_prefetch(cache: TierCache, server: Any) -> None:
-    await server.post("/v1/prefetch", json={"tokens": TOKENS, "handle": "h"})
-    waiting = asyncio.create_task(server.post("/v1/progress", json={"handle": "h", "until_s": 30}))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    ended = await server.post("/v1/progress", json={"handle": "h", "until_s": 20})
-    assert ended.json()["promoted"] == CHUNKS
-
-
 async def test_without_a_token_only_this_machine_by_its_name_is_served(cache: TierCache, tmp_path: Path) -> None:
     """A page in a browser whose name was pointed at the loopback address says another host."""
     async with serve(tmp_path, "--no-token") as client:
@@ -289,9 +270,7 @@ def test_server_refuses_to_start_open(tmp_path: Path) -> None:
         ("", "cache.example", True, "for loopback only"),
     ],
 )
-def test_wrong_token_stops_the_start(
-    tmp_path: Path, content: str | None, host: str, no_token: bool, says: str
-) -> None:
+def test_wrong_token_stops_the_start(tmp_path: Path, content: str | None, host: str, no_token: bool, says: str) -> None:
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content)

@@ -63,12 +63,10 @@ async def test_headers_without_an_end_are_cut_off(tmp_path: Path) -> None:
     "request_bytes",
     [
         b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
         b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n"
         b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
-        b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
-    ids=["get", "refused", "post", "unknown"],
+    ids=["get", "post"],
 )
 async def test_sixty_that_ask_ahead_and_never_read_take_little(tmp_path: Path, request_bytes: bytes) -> None:
     async with server(tmp_path) as client:
@@ -81,23 +79,6 @@ async def test_sixty_that_ask_ahead_and_never_read_take_little(tmp_path: Path, r
         assert (await client.get("/healthz")).status_code == 200
 
 
-async def test_silent_connections_shut_nobody_out(tmp_path: Path) -> None:
-    """They hold all places, for no longer than others need them."""
-    async with server(tmp_path) as client:
-        silent = [await connect(client) for _ in range(64)]
-        for _, writer in silent[::2]:
-            writer.write(b"GET /healthz HTTP/1.1\r\nHo")
-        async with asyncio.timeout(60):
-            while (await client.get("/healthz")).status_code != 200:
-                await asyncio.sleep(0.1)
-        began_s = time.monotonic()
-        for _ in range(8):
-            assert (await client.get("/healthz", headers={"connection": "close"})).status_code == 200
-        assert time.monotonic() - began_s < 60
-        for _, writer in silent:
-            writer.transport.abort()
-
-
 async def health(client: Any) -> str:
     """What an honest client is told who connects, asks and goes."""
     reader, writer = await connect(client)
@@ -108,20 +89,22 @@ async def health(client: Any) -> str:
         writer.transport.abort()
 
 
-@pytest.mark.parametrize("connections", [70, 127, 300])
 @pytest.mark.parametrize(
     "said",
-    [b"", b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"],
+    [
+        b"",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+    ],
     ids=["nothing", "half a body"],
 )
-async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path, connections: int, said: bytes) -> None:
+async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path, said: bytes) -> None:
     """No second of patience with the silent ones, and those that were hung up on are back at once."""
     async with serve(tmp_path, "--no-token") as client:
         silent: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         answers = []
         for _ in range(10):
             silent = [one for one in silent if not one[0].at_eof()]
-            fresh = [await connect(client) for _ in range(connections - len(silent))]
+            fresh = [await connect(client) for _ in range(300 - len(silent))]
             for _, writer in fresh:
                 writer.write(said)
             silent += fresh
@@ -133,9 +116,7 @@ async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path,
 
 @pytest.mark.parametrize("sent", [b"", b" " * (65 << 10)], ids=["nothing", "65 KiB"])
 async def test_bodies_that_are_announced_and_not_sent_take_nobodys_room(tmp_path: Path, sent: bytes) -> None:
-    begun = (
-        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1048576\r\n\r\n"
-    )
+    begun = b"POST /v1/lookup HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 1048576\r\n\r\n"
     async with serve(tmp_path, "--no-token") as client:
         silent = [await connect(client) for _ in range(64)]
         for _, writer in silent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 from pathlib import Path
@@ -28,7 +29,9 @@ async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -
     """
     message = frame(command)
     if len(message) > LARGEST_MESSAGE_BYTES:
-        raise ControlError("too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {len(message)}")
+        raise ControlError(
+            "too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {len(message)}"
+        )
     try:
         async with asyncio.timeout(command.wait_s + ANSWER_S + _MARGIN_S if timeout_s is None else timeout_s):
             packed = await _exchange(path, message)
@@ -58,21 +61,16 @@ def find_sockets(configured: Path) -> list[Path]:
     """Return the sockets of the workers of a cache with `control_socket: configured`: that path, or a path for each
     rank.
 
-    Leaves out sockets of other users.
+    Leaves out sockets and links of other users, who may place them in a shared directory.
     """
     ranked = re.compile(re.escape(configured.name) + r"(\.\d+){0,2}")
-    try:
-        return sorted(path for path in configured.parent.iterdir() if ranked.fullmatch(path.name) and _is_ours(path))
-    except OSError:
-        return []
-
-
-def _is_ours(path: Path) -> bool:
-    """Return True if the socket can be trusted: in a shared directory, other users may place a socket or a link."""
-    try:
-        return path.is_socket() and is_believed(path, path.lstat().st_uid)
-    except OSError:
-        return False
+    found = []
+    with contextlib.suppress(OSError):  # there is no such directory
+        for path in configured.parent.iterdir():
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                if ranked.fullmatch(path.name) and path.is_socket() and is_believed(path, path.lstat().st_uid):
+                    found.append(path)
+    return sorted(found)
 
 
 class Fleet:
@@ -97,10 +95,11 @@ class Fleet:
             command = msgspec.structs.replace(command, handle=secrets.token_hex(12))
         answers = await self.ask_each(command)
         good = [answer for answer in answers.values() if not isinstance(answer, ControlError)]
+        failed = {path: answer for path, answer in answers.items() if isinstance(answer, ControlError)}
         if not good:
-            raise next(iter(answers.values()))  # type: ignore[misc]
-        failed = {str(path): str(answer) for path, answer in answers.items() if isinstance(answer, ControlError)}
-        return _combined(good) | ({"failed": failed} if failed else {})
+            raise next(iter(failed.values()))
+        named = {"failed": {str(path): str(error) for path, error in failed.items()}} if failed else {}
+        return _combined(good) | named
 
     async def ask_each(self, command: Command) -> dict[Path, dict[str, Any] | ControlError]:
         """Return the answers by socket. Raises ControlError ("unreachable") if there is no socket."""
@@ -108,15 +107,14 @@ class Fleet:
         if not sockets:
             places = ", ".join(map(str, self.paths))
             raise ControlError("unreachable", f"no cache has a socket open at {places}: is control_socket set there?")
-        answers = await asyncio.gather(*(_ask(path, command) for path in sockets))
-        return dict(zip(sockets, answers, strict=True))
 
+        async def answer(path: Path) -> dict[str, Any] | ControlError:
+            try:
+                return await ask(path, command)
+            except ControlError as error:
+                return error
 
-async def _ask(path: Path, command: Command) -> dict[str, Any] | ControlError:
-    try:
-        return await ask(path, command)
-    except ControlError as error:
-        return error
+        return dict(zip(sockets, await asyncio.gather(*map(answer, sockets)), strict=True))
 
 
 def _combined(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import stat
 import sys
 from pathlib import Path
@@ -14,23 +15,25 @@ _LEAST_CHARACTERS = 16
 _MOST_CHARACTERS = 4096
 
 
-def serve_control_command(
-    sockets: list[Path], host: str, port: int, token_file: Path | None, no_token: bool
-) -> int:
+def serve_control_command(sockets: list[Path], host: str, port: int, token_file: Path | None, no_token: bool) -> int:
     try:
         import uvicorn
 
         from tiercache.control.client import Fleet
         from tiercache.control.http import make_app, server_config
-    except ImportError as error:
-        missing = f"serve-control needs a library that cannot be imported ({error})"
-        return _complain(f"{missing}: pip install 'tiercache[control]'")
-    try:
+
         token = read_token(host, token_file, no_token)
+    except ImportError as error:
+        problem = f"serve-control needs a library that cannot be imported ({error}): pip install 'tiercache[control]'"
+        print(f"tiercache serve-control: {problem}", file=sys.stderr)
+        return 2
     except ValueError as error:
-        return _complain(str(error))
+        print(f"tiercache serve-control: {error}", file=sys.stderr)
+        return 2
     if not is_loopback(host):
-        print(f"warning: {host} is reachable from outside, and HTTP is not encrypted: put TLS before it", file=sys.stderr)
+        print(
+            f"warning: {host} is reachable from outside, and HTTP is not encrypted: put TLS before it", file=sys.stderr
+        )
     uvicorn.Server(server_config(make_app(Fleet(sockets), token), host, port)).run()
     return 0
 
@@ -54,8 +57,7 @@ def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None
             f"there is no token in {where}: write one with `(umask 077; openssl rand -hex 32 > FILE)` and give --token-file "
             f"FILE, or set {CONTROL_TOKEN_VARIABLE}; on loopback, --no-token does without"
         )
-    right_length = _LEAST_CHARACTERS <= len(token) <= _MOST_CHARACTERS
-    if not right_length or not token.isascii() or not token.isprintable() or " " in token:
+    if not re.fullmatch(f"[!-~]{{{_LEAST_CHARACTERS},{_MOST_CHARACTERS}}}", token):
         raise ValueError(
             f"the token in {where}: expected {_LEAST_CHARACTERS} or more printable ASCII characters (at most "
             f"{_MOST_CHARACTERS}), no spaces"
@@ -94,8 +96,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _complain(problem: str) -> int:
-    print(f"tiercache serve-control: {problem}", file=sys.stderr)
-    return 2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from tiercache.control.served import ServedCache
@@ -13,6 +14,7 @@ from tiercache.core.tenants import MOST_SHOWN
 
 Figures = Mapping[str, Any]
 """The answer of a cache to `Statistics`: plain dictionaries from `figures_of`."""
+Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 Row = tuple[Labels, "float | Distribution"]
 
@@ -23,7 +25,7 @@ class Family:
 
     name: str
     """The name in Prometheus, which adds `_total` to the name of a counter."""
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     text: str
     labels: Labels = ()
     rows: Callable[[Figures], Iterable[Row]] = lambda _: ()
@@ -49,11 +51,8 @@ def figures_of(cache: ServedCache) -> dict[str, Any]:
 
 def reads_by_tier(figures: Figures) -> dict[str, dict[str, Any]]:
     """Return the reads of each tier below the hot cache, host and device memory together."""
-    statistics = figures["statistics"]
-    found = {
-        tier: {**read, "seconds": distribution_of(read["seconds"])} for tier, read in statistics["reads"].items()
-    }
-    device = statistics["device"]
+    statistics, device = figures["statistics"], figures["statistics"]["device"]
+    found = {tier: {**read, "seconds": distribution_of(read["seconds"])} for tier, read in statistics["reads"].items()}
     for tier, read in device["reads"].items() if device is not None else ():
         known = found[tier]
         known["seconds"].include(distribution_of(read["seconds"]))
@@ -62,211 +61,157 @@ def reads_by_tier(figures: Figures) -> dict[str, dict[str, Any]]:
     return found
 
 
-def hits_by_tier(figures: Figures) -> dict[str, int]:
-    """Return the chunks served to host and to device memory, by source tier."""
-    statistics = figures["statistics"]
-    hits: dict[str, int] = dict(statistics["reader"]["hits"])
-    device = statistics["device"]
-    for tier, chunks in device["reader"]["hits"].items() if device is not None else ():
-        hits[tier] = hits.get(tier, 0) + chunks
-    return hits
-
-
 def distribution_of(plain: Mapping[str, Any]) -> Distribution:
     """Return the distribution from its plain form."""
     return Distribution(tuple(plain["bounds"]), list(plain["counts"]), list(plain["sums"]))
 
 
-def _of_reads(key: str) -> Callable[[Figures], Iterable[Row]]:
-    return lambda figures: (((tier,), values[key]) for tier, values in reads_by_tier(figures).items())
+def _part(figures: Figures, name: str) -> Any:
+    """Return a part of the figures. Reads into host and into device memory count together."""
+    statistics, device = figures["statistics"], figures["statistics"]["device"]
+    match name:
+        case "reads":
+            return reads_by_tier(figures)
+        case "reader" if device is not None:
+            host, other = statistics["reader"], device["reader"]
+            hits = {
+                tier: host["hits"].get(tier, 0) + other["hits"].get(tier, 0) for tier in host["hits"] | other["hits"]
+            }
+            return {name: host[name] + other[name] for name in host if name != "hits"} | {"hits": hits}
+        case "breakers" if device is not None:
+            return statistics["breakers"] | device["breakers"]
+        case "prefetch":
+            # The bytes whose promotion began fall when a read fails, so they are no counter; the others add up to them.
+            return {
+                predictor: {
+                    key.removesuffix("_bytes"): size for key, size in account.items() if key != "promoted_bytes"
+                }
+                for predictor, account in statistics["prefetch"].items()
+            }
+    return statistics[name] if name in statistics else figures[name]
 
 
-def _of_cache(key: str) -> Callable[[Figures], Iterable[Row]]:
-    return lambda figures: [((), figures["statistics"][key])]
+def _rows(value: Any, path: Sequence[str], labels: Labels = ()) -> Iterator[Row]:
+    """Yield the figures at `path` below `value`. A star stands for all names there, which become labels."""
+    if value is None:
+        return
+    if path and path[0] == "*":
+        for name, part in value.items():
+            yield from _rows(part, path[1:], (*labels, name))
+    elif path:
+        yield from _rows(value[path[0]], path[1:], labels)
+    elif isinstance(value, str):
+        for state in BreakerState:  # all of them, so that a state that has ended is reported as 0
+            yield (*labels, state.value), float(state.value == value)
+    else:
+        yield labels, distribution_of(value) if isinstance(value, Mapping) else value
 
 
-def _of_device(key: str) -> Callable[[Figures], Iterable[Row]]:
-    def rows(figures: Figures) -> Iterator[Row]:
-        device = figures["statistics"]["device"]
-        if device is not None:
-            yield (), device[key]
-
-    return rows
-
-
-def _states(breakers: Mapping[str, str]) -> Iterator[Row]:
-    """Yield every state, so that a state that has ended is reported as 0."""
-    for tier, found in breakers.items():
-        for state in BreakerState:
-            yield (tier, state.value), float(state.value == found)
+def _family(kind: Kind, name: str, path: str, text: str, labels: Labels | None = None) -> Family:
+    first, *rest = path.split(".")
+    return Family(
+        f"tiercache_{name}",
+        kind,
+        text,
+        labels if labels is not None else ("tier",) if "*" in rest else (),
+        lambda figures: _rows(_part(figures, first), rest),
+        SECONDS if kind == "histogram" else (),
+    )
 
 
-def _read_breakers(figures: Figures) -> Iterator[Row]:
-    """Yield the breakers of reads, including those of reads into device memory."""
-    device = figures["statistics"]["device"]
-    return _states(figures["statistics"]["breakers"] | (device["breakers"] if device is not None else {}))
-
-
-def _write_breakers(figures: Figures) -> Iterator[Row]:
-    return _states({tier: values["breaker"] for tier, values in figures["statistics"]["writers"].items()})
-
-
-def _prefetched(figures: Figures) -> Iterator[Row]:
-    for predictor, account in figures["statistics"]["prefetch"].items():
-        for outcome, amount in account.items():
-            if outcome != "promoted_bytes":  # it falls when a read fails, so it is not a counter; the others add up to it
-                yield (predictor, outcome.removesuffix("_bytes")), amount
-
-
-def _write_seconds(figures: Figures) -> Iterator[Row]:
-    for tier, values in figures["statistics"]["writers"].items():
-        yield (tier,), distribution_of(values["seconds"])
-
-
-def _hits(figures: Figures) -> Iterator[Row]:
-    for tier, chunks in hits_by_tier(figures).items():
-        yield (tier,), chunks
-
-
-def _tenant(key: str) -> Callable[[Figures], Iterable[Row]]:
-    def rows(figures: Figures) -> Iterator[Row]:
-        for tier, values in figures["statistics"]["tiers"].items():
-            for tenant, held in values["tenants"].items():
-                yield (tier, tenant), held[key]
-
-    return rows
-
-
-def _tier(kind: Literal["counter", "gauge"], key: str, text: str) -> Family:
-    def rows(figures: Figures) -> Iterator[Row]:
-        for tier, values in figures["statistics"]["tiers"].items():
-            yield (tier,), values[key]
-
-    return Family(f"tiercache_tier_{key}", kind, text, ("tier",), rows)
-
-
-def _writer(kind: Literal["counter", "gauge"], key: str, text: str) -> Family:
-    def rows(figures: Figures) -> Iterator[Row]:
-        for tier, values in figures["statistics"]["writers"].items():
-            yield (tier,), values[key]
-
-    return Family(f"tiercache_writer_{key}", kind, text, ("tier",), rows)
-
-
-def _reader(key: str, text: str) -> Family:
-    def rows(figures: Figures) -> Iterator[Row]:
-        device = figures["statistics"]["device"]
-        yield (), figures["statistics"]["reader"][key] + (device["reader"][key] if device is not None else 0)
-
-    return Family(f"tiercache_reader_{key}", "counter", text, (), rows)
-
-
+_counter, _gauge, _histogram = (partial(_family, kind) for kind in ("counter", "gauge", "histogram"))
+_OF_TENANT = ("tier", "tenant")
 TENANTS = (
-    Family(
-        "tiercache_tenant_bytes",
-        "gauge",
+    _gauge(
+        "tenant_bytes",
+        "tiers.*.tenants.*.held_bytes",
         f"Bytes of a tier that a tenant holds, by the tag that its salt is hashed to: the {MOST_SHOWN} that hold most, and "
         "the rest as one. Where tenants have quotas.",
-        ("tier", "tenant"),
-        _tenant("held_bytes"),
+        _OF_TENANT,
     ),
-    Family("tiercache_tenant_chunks", "gauge", "Chunks of a tenant in a tier.", ("tier", "tenant"), _tenant("chunks")),
-    Family(
-        "tiercache_tenant_evicted",
-        "gauge",
+    _gauge("tenant_chunks", "tiers.*.tenants.*.chunks", "Chunks of a tenant in a tier.", _OF_TENANT),
+    _gauge(
+        "tenant_evicted",
+        "tiers.*.tenants.*.evicted",
         "Chunks of a tenant that were evicted from a tier, since it last held none.",
-        ("tier", "tenant"),
-        _tenant("evicted"),
+        _OF_TENANT,
     ),
 )
 """Labels appear and disappear with tenants, so only programs that show a snapshot should use these."""
 
 FAMILIES = (
-    _tier("counter", "reads", "Chunks read from a tier."),
-    _tier("counter", "read_bytes", "Payload bytes read from a tier."),
-    _tier("counter", "read_misses", "Chunks that were expected in a tier and not there."),
-    _tier("counter", "writes", "Chunks written to a tier."),
-    _tier("counter", "written_bytes", "Payload bytes written to a tier."),
-    _tier("counter", "stored_bytes", "Of those, what a tier that may compress has stored."),
-    _tier("counter", "write_failures", "Writes that failed."),
-    _tier("counter", "evicted", "Chunks evicted from a tier."),
-    _tier("counter", "corrupt", "Chunks that failed verification."),
-    _tier("counter", "read_again", "Reads that failed verification once and were tried again."),
-    _tier("gauge", "resident", "Chunks in a tier."),
-    _tier("gauge", "occupied_bytes", "Bytes that a tier occupies."),
-    _tier("gauge", "mapped_bytes", "Bytes of a tier that this process has mapped."),
-    _tier("gauge", "unlinked_bytes", "Of these, bytes that were deleted since and are still held."),
-    Family(
-        "tiercache_read_seconds",
-        "histogram",
+    _counter("tier_reads", "tiers.*.reads", "Chunks read from a tier."),
+    _counter("tier_read_bytes", "tiers.*.read_bytes", "Payload bytes read from a tier."),
+    _counter("tier_read_misses", "tiers.*.read_misses", "Chunks that were expected in a tier and not there."),
+    _counter("tier_writes", "tiers.*.writes", "Chunks written to a tier."),
+    _counter("tier_written_bytes", "tiers.*.written_bytes", "Payload bytes written to a tier."),
+    _counter("tier_stored_bytes", "tiers.*.stored_bytes", "Of those, what a tier that may compress has stored."),
+    _counter("tier_write_failures", "tiers.*.write_failures", "Writes that failed."),
+    _counter("tier_evicted", "tiers.*.evicted", "Chunks evicted from a tier."),
+    _counter("tier_corrupt", "tiers.*.corrupt", "Chunks that failed verification."),
+    _counter("tier_read_again", "tiers.*.read_again", "Reads that failed verification once and were tried again."),
+    _gauge("tier_resident", "tiers.*.resident", "Chunks in a tier."),
+    _gauge("tier_occupied_bytes", "tiers.*.occupied_bytes", "Bytes that a tier occupies."),
+    _gauge("tier_mapped_bytes", "tiers.*.mapped_bytes", "Bytes of a tier that this process has mapped."),
+    _gauge(
+        "tier_unlinked_bytes", "tiers.*.unlinked_bytes", "Of these, bytes that were deleted since and are still held."
+    ),
+    _histogram(
+        "read_seconds",
+        "reads.*.seconds",
         "What reads of a tier took that found their chunk, or until they were given up.",
-        ("tier",),
-        _of_reads("seconds"),
-        SECONDS,
     ),
-    Family(
-        "tiercache_read_failures",
-        "counter",
-        "Reads of a tier that failed, failed verification, or were given up.",
-        ("tier",),
-        _of_reads("failed"),
+    _counter("read_failures", "reads.*.failed", "Reads of a tier that failed, failed verification, or were given up."),
+    _gauge("reading", "reads.*.reading", "Reads that a tier has begun and not ended."),
+    _histogram("write_seconds", "writers.*.seconds", "What writes to a tier took that stored their chunk."),
+    _counter("writer_written", "writers.*.written", "Chunks that a writer has written."),
+    _counter("writer_skipped", "writers.*.skipped", "Chunks not written: the queue was full."),
+    _counter("writer_dropped", "writers.*.dropped", "Chunks given up: the breaker was open, or every attempt failed."),
+    _counter(
+        "writer_declined",
+        "writers.*.declined",
+        "Chunks that a tier did not want: larger than its cap, or not admitted.",
     ),
-    Family("tiercache_reading", "gauge", "Reads that a tier has begun and not ended.", ("tier",), _of_reads("reading")),
-    Family(
-        "tiercache_write_seconds",
-        "histogram",
-        "What writes to a tier took that stored their chunk.",
-        ("tier",),
-        _write_seconds,
-        SECONDS,
-    ),
-    _writer("counter", "written", "Chunks that a writer has written."),
-    _writer("counter", "skipped", "Chunks not written: the queue was full."),
-    _writer("counter", "dropped", "Chunks given up: the breaker was open, or every attempt failed."),
-    _writer("counter", "declined", "Chunks that a tier did not want: larger than its cap, or not admitted."),
-    _writer("counter", "retried", "Writes tried again."),
-    _writer("gauge", "queued", "Chunks that wait to be written."),
-    _writer("gauge", "queued_bytes", "Bytes that wait to be written."),
-    _writer("gauge", "writing", "Chunks that are being written."),
-    Family("tiercache_hits", "counter", "Chunks served, by the tier that had them.", ("tier",), _hits),
-    _reader("misses", "Chunks found in no tier."),
-    _reader("joined", "Reads that joined one under way."),
-    _reader("late", "Reads given up at their deadline."),
-    _reader("corrupt", "Reads that failed verification."),
-    _reader("failed", "Reads that failed."),
-    Family(
-        "tiercache_puts_skipped",
-        "counter",
-        "Chunks not stored: no memory came free in time.",
-        (),
-        _of_cache("puts_skipped"),
-    ),
-    Family("tiercache_slots", "gauge", "Slots of the arena.", (), _of_cache("slots")),
-    Family("tiercache_slots_free", "gauge", "Free slots of the arena.", (), _of_cache("slots_free")),
-    Family("tiercache_stuck", "gauge", "Abandoned operations that still hold memory.", (), _of_cache("stuck")),
-    Family("tiercache_device_slots", "gauge", "Slots of the pool in device memory.", (), _of_device("slots")),
-    Family("tiercache_device_slots_free", "gauge", "Free slots in device memory.", (), _of_device("slots_free")),
-    Family("tiercache_pinned_chunks", "gauge", "Chunks pinned hot.", (), lambda figures: [((), figures["pinned"])]),
-    Family("tiercache_held_chunks", "gauge", "Chunks held hot.", (), lambda figures: [((), figures["held"])]),
-    Family(
-        "tiercache_breaker",
-        "gauge",
-        "1 for the state that the breaker of a tier's reads is in.",
-        ("tier", "state"),
-        _read_breakers,
-    ),
-    Family(
-        "tiercache_write_breaker",
-        "gauge",
+    _counter("writer_retried", "writers.*.retried", "Writes tried again."),
+    _gauge("writer_queued", "writers.*.queued", "Chunks that wait to be written."),
+    _gauge("writer_queued_bytes", "writers.*.queued_bytes", "Bytes that wait to be written."),
+    _gauge("writer_writing", "writers.*.writing", "Chunks that are being written."),
+    _counter("hits", "reader.hits.*", "Chunks served, by the tier that had them."),
+    _counter("reader_misses", "reader.misses", "Chunks found in no tier."),
+    _counter("reader_joined", "reader.joined", "Reads that joined one under way."),
+    _counter("reader_late", "reader.late", "Reads given up at their deadline."),
+    _counter("reader_corrupt", "reader.corrupt", "Reads that failed verification."),
+    _counter("reader_failed", "reader.failed", "Reads that failed."),
+    _counter("puts_skipped", "puts_skipped", "Chunks not stored: no memory came free in time."),
+    _gauge("slots", "slots", "Slots of the arena."),
+    _gauge("slots_free", "slots_free", "Free slots of the arena."),
+    _gauge("stuck", "stuck", "Abandoned operations that still hold memory."),
+    _gauge("device_slots", "device.slots", "Slots of the pool in device memory."),
+    _gauge("device_slots_free", "device.slots_free", "Free slots in device memory."),
+    _gauge("pinned_chunks", "pinned", "Chunks pinned hot."),
+    _gauge("held_chunks", "held", "Chunks held hot."),
+    _gauge("breaker", "breakers.*", "1 for the state that the breaker of a tier's reads is in.", ("tier", "state")),
+    _gauge(
+        "write_breaker",
+        "writers.*.breaker",
         "1 for the state that the breaker of a tier's writes is in.",
         ("tier", "state"),
-        _write_breakers,
     ),
-    Family(
-        "tiercache_prefetch_bytes",
-        "counter",
+    _counter(
+        "prefetch_bytes",
+        "prefetch.*.*",
         "Bytes by predictor: used, late or wasted, as soon as it is known which; cancelled were not fetched.",
         ("predictor", "outcome"),
-        _prefetched,
     ),
 )
+
+Samples = dict[tuple[str, ...], Any]
+
+
+def samples_of(figures: Figures) -> Samples:
+    """Return all figures of a cache by name, without the prefix "tiercache_", and labels."""
+    return {
+        (family.name.removeprefix("tiercache_"), *labels): value
+        for family in FAMILIES
+        for labels, value in family.rows(figures)
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -43,7 +42,7 @@ class Handler:
     def __init__(self, cache: ServedCache, naming: Naming) -> None:
         self._cache = cache
         self._naming = naming
-        self._handles: OrderedDict[str, PrefetchHandle] = OrderedDict()
+        self._handles: dict[str, PrefetchHandle] = {}
         self._turns = asyncio.Lock()
 
     async def turn(self) -> None:
@@ -56,58 +55,53 @@ class Handler:
 
     async def answer(self, command: Command) -> dict[str, Any]:
         """Return the answer as plain data. Raises ControlError for a refused command, and the errors of the cache."""
+        cache, ahead = self._cache, self._cache.ahead
         match command:
             case Prefetch():
                 return await self._prefetch(command)
-            case Progress():
+            case Progress() | Cancel():
                 handle = self._handle(command.handle)
-                await _wait(handle, command.until_s)
+                if isinstance(command, Cancel):
+                    handle.cancel()
+                else:
+                    await _wait(handle, command.until_s)
                 return _progress(command.handle, handle)
-            case Cancel():
-                handle = self._handle(command.handle)
-                handle.cancel()
-                return _progress(command.handle, handle)
-            case Over():
-                self._cache.ahead.over(command.session)
+            case Pin():
+                return await self._pin(command)
+            case Unpin():
+                async for part in self._parts(await self._naming.all_keys(cache, command)):
+                    ahead.unpin(part)
                 return {}
-            case Statistics():
-                return figures_of(self._cache)
-            case _:
-                return await self._about_a_prefix(command)
-
-    async def _about_a_prefix(self, command: Pin | Unpin | Forget | Lookup | Began | Ended) -> dict[str, Any]:
-        cache = self._cache
-        if isinstance(command, Unpin | Forget):
-            keys = await self._naming.all_keys(cache, command)
-            await (self._forget(keys) if isinstance(command, Forget) else self._unpin(keys))
-            return {}
-        keys = await self._naming.keys(cache, command)
-        match command:
+            case Forget():
+                return await self._forget(command)
             case Lookup():
+                keys = await self._naming.keys(cache, command)
                 hit = await cache.lookup_keys(keys)
                 return {"asked": len(keys), "found": hit.chunks, "by_tier": dict(hit.by_tier)}
-            case Began():
-                cache.ahead.began(command.session, keys)
+            case Began() | Ended():
+                keys = await self._naming.keys(cache, command)
+                (ahead.began if isinstance(command, Began) else ahead.ended)(command.session, keys)
                 return {"chunks": len(keys)}
-            case Ended():
-                cache.ahead.ended(command.session, keys)
-                return {"chunks": len(keys)}
-            case Pin():
-                if cache.lookup_hot(keys) < len(keys):
-                    await _wait(cache.prefetch(keys, ttl=command.ttl_s), command.until_s)
-                pinned = 0
-                async for part in self._parts(keys):
-                    pinned += cache.ahead.pin(part, command.ttl_s)
-                return {"asked": len(keys), "pinned": pinned}
+            case Over():
+                ahead.over(command.session)
+                return {}
+            case Statistics():
+                return figures_of(cache)
 
-    async def _unpin(self, keys: list[ChunkKey]) -> None:
+    async def _pin(self, command: Pin) -> dict[str, Any]:
+        cache = self._cache
+        keys = await self._naming.keys(cache, command)
+        if cache.lookup_hot(keys) < len(keys):
+            await _wait(cache.prefetch(keys, ttl=command.ttl_s), command.until_s)
+        pinned = 0
         async for part in self._parts(keys):
-            self._cache.ahead.unpin(part)
+            pinned += cache.ahead.pin(part, command.ttl_s)
+        return {"asked": len(keys), "pinned": pinned}
 
-    async def _forget(self, keys: list[ChunkKey]) -> None:
+    async def _forget(self, command: Forget) -> dict[str, Any]:
         """Remove all parts, and raise the first error at the end."""
         failed: Exception | None = None
-        async for part in self._parts(keys, _FORGOTTEN_AT_ONCE):
+        async for part in self._parts(await self._naming.all_keys(self._cache, command), _FORGOTTEN_AT_ONCE):
             self._cache.ahead.unpin(part)
             try:
                 await self._cache.forget(part)
@@ -115,6 +109,7 @@ class Handler:
                 failed = failed or error
         if failed is not None:
             raise failed
+        return {}
 
     async def _parts(self, keys: list[ChunkKey], at_once: int = _KEYS_AT_ONCE) -> AsyncIterator[list[ChunkKey]]:
         """Yield parts that each fit into one round of the loop."""
@@ -129,21 +124,16 @@ class Handler:
         known = self._handles.get(name)
         if known is not None and not known.done:
             raise ControlError("refused", f"there is a prefetch {name!r} already, which has not ended")
-        self._make_room()
-        handle = self._cache.prefetch(
-            keys, deadline=command.deadline_s, ttl=command.ttl_s, priority=command.priority
-        )
-        self._handles[name] = handle
-        self._handles.move_to_end(name)
-        return _progress(name, handle)
-
-    def _make_room(self) -> None:
-        """Drop ended handles when their place is needed; until then their outcome can be queried."""
         if len(self._handles) >= _MOST_HANDLES:
-            ended = next((name for name, handle in self._handles.items() if handle.done), None)
+            # Drop ended handles when their place is needed; until then their outcome can be queried.
+            ended = next((other for other, handle in self._handles.items() if handle.done), None)
             if ended is None:
                 raise ControlError("busy", f"{_MOST_HANDLES} prefetches are under way; cancel some, or wait")
             del self._handles[ended]
+        handle = self._cache.prefetch(keys, deadline=command.deadline_s, ttl=command.ttl_s, priority=command.priority)
+        self._handles.pop(name, None)  # the newest is the last
+        self._handles[name] = handle
+        return _progress(name, handle)
 
     def _handle(self, name: str) -> PrefetchHandle:
         handle = self._handles.get(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -20,12 +21,10 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as StarletteMessage
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiercache.control.client import Fleet
-from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Message, Statistics
+from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Statistics, decode, error_of
 from tiercache.control.metrics import exposition
 
 HEADERS_S = 10.0
@@ -58,15 +57,12 @@ def make_app(fleet: Fleet, token: str | None) -> Starlette:
     server = _Server(fleet, token)
     return Starlette(
         routes=[
-            Route("/v1/statistics", server.statistics, methods=["GET", "POST"]),
-            Route("/v1/{command}", server.command, methods=["POST"]),
-            Route("/metrics", server.metrics, methods=["GET"]),
+            Route("/v1/statistics", server.guarded(server.statistics), methods=["GET", "POST"]),
+            Route("/v1/{command}", server.guarded(server.command), methods=["POST"]),
+            Route("/metrics", server.guarded(server.metrics), methods=["GET"]),
             Route("/healthz", server.health, methods=["GET"]),
         ],
-        middleware=[
-            Middleware(_Ending),
-            *([Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_HOSTS)] if token is None else []),
-        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_HOSTS)] if token is None else [],
         exception_handlers={ControlError: _refused, HTTPException: _http_error, Exception: _failed},  # type: ignore[dict-item]
     )
 
@@ -92,7 +88,10 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's h11 protocol with deadlines for receiving a header and for sending an answer."""
+    """uvicorn's h11 protocol with deadlines for receiving a header and for sending an answer.
+
+    Both abort: `close` would wait until the client reads.
+    """
 
     _silent: asyncio.TimerHandle | None = None
     _untaken: asyncio.TimerHandle | None = None
@@ -100,12 +99,6 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._expect_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        for timer in (self._silent, self._untaken):
-            if timer is not None:
-                timer.cancel()
 
     def on_response_complete(self) -> None:
         self._expect_request()
@@ -127,30 +120,7 @@ class _Connection(H11Protocol):
 
     def _abort_if_silent(self, before: Any) -> None:
         if self.cycle is before:
-            # `close` would wait until the client reads.
             self.transport.abort()
-
-
-class _Ending:
-    """Answer the requests that are cancelled when the server stops; otherwise the log has a traceback for each."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def tell(message: StarletteMessage) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, tell)
-        except asyncio.CancelledError:
-            if not started:
-                answer = _json(_error("unreachable", "the server stops"), _STATUS["unreachable"])
-                await answer(scope, receive, send)
 
 
 class _Server:
@@ -158,8 +128,19 @@ class _Server:
         self._fleet = fleet
         self._token = token.encode() if token is not None else None
 
+    def guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that requires the token, and that answers requests cancelled because the server stops."""
+
+        async def answer(request: Request) -> Response:
+            self._check_token(request)
+            try:
+                return await endpoint(request)
+            except asyncio.CancelledError:
+                raise ControlError("unreachable", "the server stops") from None
+
+        return answer
+
     async def command(self, request: Request) -> Response:
-        self._check_token(request)
         name = request.path_params["command"]
         kind = COMMANDS.get(name)
         if kind is None:
@@ -167,16 +148,21 @@ class _Server:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # Browsers cannot send this content type to another site without its permission.
             raise ControlError("unsupported", "expected content-type: application/json")
-        return _json(await self._fleet.ask(_decoded(kind, await _body(request))))
+        # The path gives the command, so the body need not.
+        command: Any = decode(msgspec.json.Decoder(kind), await _body(request) or b"{}", "body")
+        return _json(await self._fleet.ask(command))
 
     async def statistics(self, request: Request) -> Response:
         """Return the figures of each socket by its name, since sums over ranks would hide a slow rank."""
-        self._check_token(request)
         answers = await self._fleet.ask_each(Statistics())
-        return _json({path.name: _plain(answer) for path, answer in answers.items()})
+        return _json(
+            {
+                path.name: error_of(answer) if isinstance(answer, ControlError) else answer
+                for path, answer in answers.items()
+            }
+        )
 
     async def metrics(self, request: Request) -> Response:
-        self._check_token(request)
         answers: Any = await self._fleet.ask_each(Statistics()) if self._fleet.sockets() else {}
         return Response(exposition(answers), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -190,48 +176,29 @@ class _Server:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # Compare in constant time, so that timing does not reveal the token.
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
-            raise ControlError("unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token")
-
-
-def _decoded(kind: type[Message], body: bytes) -> Any:
-    """Return the command. The path gives its kind, so the body need not."""
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ControlError("malformed", f"malformed body: {error}") from None
-    except RecursionError:
-        raise ControlError("malformed", "malformed body: its values are nested too deep") from None
+            raise ControlError(
+                "unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token"
+            )
 
 
 async def _body(request: Request) -> bytes:
     """Return the body. Raises ControlError as soon as it is known to be too large or too slow."""
+    too_large = ControlError("too_large", f"expected a body of at most {LARGEST_MESSAGE_BYTES} bytes")
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > 18 or int(announced) > LARGEST_MESSAGE_BYTES:
-        raise _too_large()
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in request.stream():
                 body += part
                 if len(body) > LARGEST_MESSAGE_BYTES:
-                    raise _too_large()
+                    raise too_large
     except TimeoutError:
         raise ControlError("late", f"the body did not arrive within {_BODY_S:g} s") from None
     except ClientDisconnect:
         raise ControlError("malformed", "the connection ended before the body did") from None
     return bytes(body)
-
-
-def _too_large() -> ControlError:
-    return ControlError("too_large", f"expected a body of at most {LARGEST_MESSAGE_BYTES} bytes")
-
-
-def _plain(answer: dict[str, Any] | ControlError) -> dict[str, Any]:
-    return _error(answer.kind, str(answer)) if isinstance(answer, ControlError) else answer
-
-
-def _error(kind: str, message: str) -> dict[str, Any]:
-    return {"error": {"kind": kind, "message": message}}
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -240,13 +207,15 @@ def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None
 
 async def _refused(request: Request, error: ControlError) -> Response:
     headers = {"www-authenticate": "Bearer"} if error.kind == "unauthorised" else None
-    return _json(_error(error.kind, str(error)), _STATUS.get(error.kind, 500), headers)
+    return _json(error_of(error), _STATUS.get(error.kind, 500), headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     kind = "unknown" if error.status_code == 404 else "malformed"
-    return _json(_error(kind, f"{request.method} {request.url.path}: {error.detail}"), error.status_code)
+    return _json(
+        error_of(ControlError(kind, f"{request.method} {request.url.path}: {error.detail}")), error.status_code
+    )
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _json(_error("failed", "the server failed; its log says why"), 500)
+    return _json(error_of(ControlError("failed", "the server failed; its log says why")), 500)

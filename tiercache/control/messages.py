@@ -5,12 +5,14 @@ HTTP decodes the same types from JSON, so both front ends refuse the same input 
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 
 from tiercache.core.keys import HEX_KEY
 from tiercache.errors import TierCacheError
+
+T = TypeVar("T")
 
 LARGEST_MESSAGE_BYTES = 1 << 20
 """Fits about 200,000 token ids or 20,000 keys; a longer prefix needs keys in several messages."""
@@ -31,6 +33,11 @@ class ControlError(TierCacheError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def error_of(error: ControlError) -> dict[str, Any]:
+    """Return the answer that reports an error."""
+    return {"error": {"kind": error.kind, "message": str(error)}}
 
 
 class Lora(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -125,14 +132,14 @@ class Statistics(Message, tag="statistics"):
 Command = Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics
 COMMANDS: dict[str, type[Message]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Command)}
 
-_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+COMMAND: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
-def decode(packed: bytes | bytearray) -> Command:
+def decode(decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T], packed: bytes, what: str = "message") -> T:
     """Decode a command. Raises ControlError ("malformed") that says what was expected and where."""
     try:
-        return _commands.decode(packed)
+        return decoder.decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ControlError("malformed", f"malformed message: {error}") from None
+        raise ControlError("malformed", f"malformed {what}: {error}") from None
     except RecursionError:
-        raise ControlError("malformed", "malformed message: its values are nested too deep") from None
+        raise ControlError("malformed", f"malformed {what}: its values are nested too deep") from None

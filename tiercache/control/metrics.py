@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,9 +17,7 @@ from tiercache.core.estimate import Distribution
 
 def exposition(answers: Mapping[Path, dict[str, Any] | Exception]) -> bytes:
     """Return the text format for the answer of each socket to `Statistics`; a cache without an answer is down."""
-    registry = CollectorRegistry()
-    registry.register(_Snapshot(answers))
-    return generate_latest(registry)
+    return generate_latest(_Snapshot(answers))
 
 
 class _Snapshot(Collector):
@@ -48,7 +46,9 @@ def _metric(family: Family, found: list[tuple[str, Figures]]) -> Metric:
             bounds = [*map(str, figure.bounds), "+Inf"]
             histogram.add_metric(values, list(zip(bounds, accumulate(figure.counts), strict=True)), figure.sum)
         return histogram
-    plain = (CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily)(family.name, family.text, labels=labels)
+    plain = (CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily)(
+        family.name, family.text, labels=labels
+    )
     for values, figure in rows:
         assert not isinstance(figure, Distribution)
         plain.add_metric(values, figure)

@@ -8,13 +8,12 @@ import errno
 import fcntl
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiercache.control.framing import frame, receive
 from tiercache.control.handler import Handler
-from tiercache.control.messages import ControlError, decode
+from tiercache.control.messages import COMMAND, ControlError, decode, error_of
 from tiercache.control.naming import Naming
 from tiercache.control.served import ServedCache
 from tiercache.control.sockets import bound
@@ -36,13 +35,6 @@ ANSWER_S = 20.0
 """Deadline in seconds for an answer, in addition to the wait that the message asks for."""
 
 
-@dataclass
-class _Connection:
-    writer: asyncio.StreamWriter
-    idle_since_s: float | None
-    """None while a message of this connection is processed."""
-
-
 class ControlServer:
     """Bound to the cache's loop. Each connection carries one question at a time; each wait has a deadline.
 
@@ -54,7 +46,9 @@ class ControlServer:
         self._handler = Handler(cache, naming)
         self._lock: int | None = None
         self._server: asyncio.Server
-        self._connections: dict[asyncio.Task[None], _Connection] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._idle: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        """Connections without a message in progress, in the order in which they became idle."""
         self._large = asyncio.BoundedSemaphore(_MOST_LARGE)
 
     async def start(self) -> None:
@@ -76,7 +70,9 @@ class ControlServer:
             raise
         except BlockingIOError:
             self._give_back_lock()
-            raise ConfigError(f"control_socket: {self.path} is in use by another cache; give each engine its own") from None
+            raise ConfigError(
+                f"control_socket: {self.path} is in use by another cache; give each engine its own"
+            ) from None
         except OSError as error:
             self._give_back_lock()
             raise ConfigError(f"control_socket: no socket can be made at {self.path}: {error}") from None
@@ -90,7 +86,7 @@ class ControlServer:
         for task in self._connections:
             task.cancel()
         if self._connections:
-            await asyncio.wait(list(self._connections), timeout=2.0)
+            await asyncio.wait(self._connections.copy(), timeout=2.0)
         self.path.unlink(missing_ok=True)
         self._give_back_lock()
 
@@ -104,48 +100,40 @@ class ControlServer:
         assert task is not None
         # Without a write buffer, data is sent once `drain` returns, so a connection can be aborted at any time.
         writer.transport.set_write_buffer_limits(0)
-        busy = len(self._connections) >= _MOST_CONNECTIONS and not self._hang_up_on_the_idlest()
-        if len(self._connections) >= 2 * _MOST_CONNECTIONS:
-            writer.transport.abort()
-            return
-        connection = self._connections[task] = _Connection(writer, asyncio.get_running_loop().time())
+        self._connections.add(task)
         try:
-            if busy:
+            if self._make_room():
+                while True:
+                    self._idle[task] = writer
+                    async with asyncio.timeout(_IDLE_S):
+                        packed = await receive(reader)
+                    self._idle.pop(task, None)
+                    await self._reply(writer, await self._answer(packed))
+            elif len(self._connections) <= 2 * _MOST_CONNECTIONS:
                 # Refuse after the question: a client whose connection closes while it writes does not read the reply.
                 async with asyncio.timeout(_BUSY_S):
                     await receive(reader)
                 raise ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already")
-            while True:
-                await self._next(reader, connection)
         except ControlError as error:
             # The server is busy or the message is too large; the rest of this connection is not a message.
             with contextlib.suppress(TimeoutError, OSError):
-                await self._reply(writer, _refusal(error))
-        except (asyncio.IncompleteReadError, OSError, TimeoutError):
-            pass  # closed by the client, or idle for too long
-        except asyncio.CancelledError:
-            pass  # the cache closes
+                await self._reply(writer, error_of(error))
+        except (asyncio.IncompleteReadError, OSError, TimeoutError, asyncio.CancelledError):
+            pass  # closed by the client, idle for too long, or the cache closes
         finally:
             # `close` would wait for a client that does not read.
             writer.transport.abort()
-            del self._connections[task]
+            self._connections.discard(task)
+            self._idle.pop(task, None)
 
-    async def _next(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
-        """Receive a message and answer it."""
-        connection.idle_since_s = asyncio.get_running_loop().time()
-        async with asyncio.timeout(_IDLE_S):
-            packed = await receive(reader)
-        connection.idle_since_s = None
-        await self._reply(connection.writer, await self._answer(packed))
-
-    def _hang_up_on_the_idlest(self) -> bool:
-        """Close the connection that has been idle for longest. Return False if none is idle."""
-        idle = [place for place in self._connections.values() if place.idle_since_s is not None]
-        if not idle:
+    def _make_room(self) -> bool:
+        """Return True if a new connection may stay. If there are too many, close the one that has been idle for longest."""
+        if len(self._connections) <= _MOST_CONNECTIONS:
+            return True
+        idlest = next(iter(self._idle), None)
+        if idlest is None:
             return False
-        idlest = min(idle, key=lambda place: place.idle_since_s or 0.0)
-        idlest.idle_since_s = None
-        idlest.writer.transport.abort()
+        self._idle.pop(idlest).transport.abort()
         return True
 
     async def _answer(self, packed: bytes) -> dict[str, Any]:
@@ -155,18 +143,18 @@ class ControlServer:
             async with self._large:  # each holder ends by its own deadline
                 return await self._carry_out(packed)
         except ControlError as error:
-            return _refusal(error)
+            return error_of(error)
         except TimeoutError:
-            return _refusal(ControlError("late", f"no answer within {ANSWER_S:g} s: a tier below may hang"))
+            return error_of(ControlError("late", f"no answer within {ANSWER_S:g} s: a tier below may hang"))
         except TierCacheError as error:
-            return _refusal(ControlError("refused", str(error)))
+            return error_of(ControlError("refused", str(error)))
         except Exception as error:
             logger.warning("a control message failed: %r", error)
-            return _refusal(ControlError("failed", f"{type(error).__name__}: {error}"))
+            return error_of(ControlError("failed", f"{type(error).__name__}: {error}"))
 
     async def _carry_out(self, packed: bytes) -> dict[str, Any]:
         await self._handler.turn()
-        command = decode(packed)
+        command = decode(COMMAND, packed)
         async with asyncio.timeout(command.wait_s + ANSWER_S):
             return {"ok": await self._handler.answer(command)}
 
@@ -179,7 +167,3 @@ class ControlServer:
 def socket_path(configured: str, *ranks: tuple[int, int]) -> Path:
     """Return the path of a worker's socket: `configured`, with a dot and the rank for each (rank, ranks) above one."""
     return Path(configured + "".join(f".{rank}" for rank, ranks in ranks if ranks > 1))
-
-
-def _refusal(error: ControlError) -> dict[str, Any]:
-    return {"error": {"kind": error.kind, "message": str(error)}}

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercache.control.client import Fleet
-from tiercache.control.families import Figures, distribution_of, hits_by_tier, reads_by_tier
+from tiercache.control.families import Figures, Samples, samples_of
 from tiercache.control.messages import ControlError, Statistics
 from tiercache.core.breaker import BreakerState
-from tiercache.core.estimate import Distribution
 from tiercache.tables import fitting, show_figures
 
-_HEADERS = (
-    ("tier", "hits", "hit %", "read MB", "read MB/s", "read ms", "written MB", "write MB/s", "write ms")
-    + ("queue", "evicted", "failed", "holds MB", "reads", "writes")
+_HEADERS = ("tier", "hits", "hit %", "read MB", "read MB/s", "read ms", "written MB", "write MB/s", "write ms") + (
+    "queue",
+    "evicted",
+    "failed",
+    "holds MB",
+    "reads",
+    "writes",
 )
 
 _MOST_TENANTS = 8
@@ -35,14 +38,13 @@ Answers = Mapping[Path, "dict[str, Any] | ControlError"]
 
 
 def top_command(sockets: list[Path], every_s: float, once: bool) -> int:
-    console = Console()
     try:
-        asyncio.run(_watch(Fleet(sockets), every_s, once, console))
+        asyncio.run(_watch(Fleet(sockets), every_s, once, Console()))
     except ControlError as error:
         print(f"tiercache top: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 0
+        pass
     return 0
 
 
@@ -62,22 +64,15 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
             now_s = time.monotonic()
             tables = list(tables_of(answers, before, now_s - asked_s))
             if live is not None:
-                live.update(Group(*_fitting(tables, console)), refresh=True)
+                parts = [fitting(table, console) if isinstance(table, Table) else [table] for table in tables]
+                live.update(Group(*chain(*parts)), refresh=True)
             else:
                 for table in tables:
-                    if isinstance(table, Table):
-                        show_figures(table, console)
-                    else:
-                        console.print(table)
+                    show_figures(table, console) if isinstance(table, Table) else console.print(table)
             if once:
                 return
             before, asked_s = answers, now_s
             await asyncio.sleep(every_s)
-
-
-def _fitting(tables: Iterable[Table | Text], console: Console) -> Iterator[Table | Text]:
-    for table in tables:
-        yield from fitting(table, console) if isinstance(table, Table) else (table,)
 
 
 def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[Table | Text]:
@@ -98,24 +93,20 @@ def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[T
 def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float) -> Table:
     statistics = figures["statistics"]
     free, slots = statistics["slots_free"], statistics["slots"]
-    table = Table(
-        title=f"{name}: {figures['model']}, rank {figures['rank']} of {figures['world_size']}",
-        caption=f"{slots - free} of {slots} slots in use, {figures['pinned']} chunks pinned, "
+    table = _columns(
+        f"{name}: {figures['model']}, rank {figures['rank']} of {figures['world_size']}",
+        _HEADERS,
+        f"{slots - free} of {slots} slots in use, {figures['pinned']} chunks pinned, "
         f"{statistics['stuck']} operations abandoned",
     )
-    for number, header in enumerate(_HEADERS):
-        table.add_column(header, justify="left" if number == 0 else "right")
     for row in rows_of(figures, before, elapsed_s):
-        style = None if set(row[-2:]) <= {BreakerState.CLOSED.value, ""} else "red"
-        table.add_row(*row, style=style)
+        table.add_row(*row, style=None if set(row[-2:]) <= {BreakerState.CLOSED.value, ""} else "red")
     return table
 
 
 def _tenants(name: str, figures: Figures) -> Table:
     """Return a table of the largest tenants, if tenants have quotas."""
-    table = Table(title=f"{name}: tenants")
-    for number, header in enumerate(("tier", "tenant", "holds MB", "chunks", "evicted")):
-        table.add_column(header, justify="left" if number < 2 else "right")
+    table = _columns(f"{name}: tenants", ("tier", "tenant", "holds MB", "chunks", "evicted"))
     for tier, values in figures["statistics"]["tiers"].items():
         for tenant, held in list(values["tenants"].items())[:_MOST_TENANTS]:
             table.add_row(
@@ -124,57 +115,68 @@ def _tenants(name: str, figures: Figures) -> Table:
     return table
 
 
-def rows_of(figures: Figures, before: Figures | None, elapsed_s: float) -> Iterable[tuple[str, ...]]:
-    """Yield a row for each tier, in the order of the cascade. A tier's hit rate counts the misses of the tiers above."""
-    statistics = figures["statistics"]
-    then = before["statistics"] if before is not None else None
-    hits = hits_by_tier(figures)
-    asked = sum(hits.values()) + statistics["reader"]["misses"]
-    reads, reads_then = reads_by_tier(figures), reads_by_tier(before) if before is not None else {}
-    device = statistics["device"]
-    breakers = statistics["breakers"] | (device["breakers"] if device is not None else {})
-    for tier, values in statistics["tiers"].items():
-        writer = statistics["writers"].get(tier)
-        values_then = then["tiers"].get(tier) if then is not None else None
-        found = hits.get(tier, 0)
-        read = reads.get(tier)
-        yield (
-            tier,
-            f"{found:,}",
-            f"{100 * found / asked:.1f}" if asked else "",
-            *_bytes_and_rate(values, values_then, "read_bytes", elapsed_s),
-            _mean_ms(read["seconds"], _seconds_then(reads_then.get(tier))) if read is not None else "",
-            *_bytes_and_rate(values, values_then, "written_bytes", elapsed_s),
-            _mean_ms(*_write_seconds(statistics, then, tier)) if writer is not None else "",
-            f"{writer['queued'] + writer['writing']:,}" if writer is not None else "",
-            f"{values['evicted']:,}",
-            f"{(read['failed'] if read else 0) + (writer['dropped'] + writer['skipped'] if writer else 0):,}",
-            f"{values['occupied_bytes'] / 1e6:,.1f}",
-            breakers.get(tier, ""),
-            writer["breaker"] if writer is not None else "",
+def _columns(title: str, headers: Iterable[str], caption: str | None = None) -> Table:
+    table = Table(title=title, caption=caption)
+    for header in headers:
+        table.add_column(header, justify="left" if header in ("tier", "tenant") else "right")
+    return table
+
+
+class _TierFigures:
+    """Cells about a tier, from the figures in /metrics now and at the last refresh. Empty for a figure that is absent."""
+
+    def __init__(self, tier: str, now: Samples, then: Samples, elapsed_s: float) -> None:
+        self._tier = tier
+        self._now = now
+        self._then = then
+        self._elapsed_s = elapsed_s
+
+    def total(self, *names: str) -> int:
+        return sum(int(self._now.get((name, self._tier), 0)) for name in names)
+
+    def count(self, *names: str) -> str:
+        return f"{self.total(*names):,}" if (names[0], self._tier) in self._now else ""
+
+    def megabytes(self, name: str) -> str:
+        return f"{self.total(name) / 1e6:,.1f}"
+
+    def rate(self, name: str) -> str:
+        then = self._then.get((name, self._tier))
+        return (
+            f"{(self.total(name) - then) / 1e6 / self._elapsed_s:,.1f}" if then is not None and self._elapsed_s else ""
         )
-        asked -= found
+
+    def mean_ms(self, name: str) -> str:
+        seconds, then = self._now.get((name, self._tier)), self._then.get((name, self._tier))
+        came = seconds.since(then) if seconds is not None and then is not None else seconds
+        return f"{1000 * came.sum / came.count:.2f}" if came is not None and came.count else ""
+
+    def breaker(self, name: str) -> str:
+        return next((state.value for state in BreakerState if self._now.get((name, self._tier, state.value))), "")
 
 
-def _bytes_and_rate(
-    values: Mapping[str, Any], then: Mapping[str, Any] | None, key: str, elapsed_s: float
-) -> tuple[str, str]:
-    rate = f"{(values[key] - then[key]) / 1e6 / elapsed_s:,.1f}" if then is not None and elapsed_s > 0 else ""
-    return f"{values[key] / 1e6:,.1f}", rate
-
-
-def _seconds_then(read: Mapping[str, Any] | None) -> Distribution | None:
-    return None if read is None else read["seconds"]
-
-
-def _write_seconds(
-    now: Mapping[str, Any], then: Mapping[str, Any] | None, tier: str
-) -> tuple[Distribution, Distribution | None]:
-    known = then["writers"].get(tier) if then is not None else None
-    seconds = distribution_of(now["writers"][tier]["seconds"])
-    return seconds, None if known is None else distribution_of(known["seconds"])
-
-
-def _mean_ms(seconds: Distribution, then: Distribution | None) -> str:
-    came = seconds if then is None else seconds.since(then)
-    return f"{1000 * came.sum / came.count:.2f}" if came.count else ""
+def rows_of(figures: Figures, before: Figures | None, elapsed_s: float) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each tier, in the order of the cascade. A tier's hit rate counts the misses of the tiers above."""
+    now, then = samples_of(figures), {} if before is None else samples_of(before)
+    tiers = {tier: _TierFigures(tier, now, then, elapsed_s) for tier in figures["statistics"]["tiers"]}
+    asked = now["reader_misses",] + sum(tier.total("hits") for tier in tiers.values())
+    for name, tier in tiers.items():
+        hits = tier.total("hits")
+        yield (
+            name,
+            f"{hits:,}",
+            f"{100 * hits / asked:.1f}" if asked else "",
+            tier.megabytes("tier_read_bytes"),
+            tier.rate("tier_read_bytes"),
+            tier.mean_ms("read_seconds"),
+            tier.megabytes("tier_written_bytes"),
+            tier.rate("tier_written_bytes"),
+            tier.mean_ms("write_seconds"),
+            tier.count("writer_queued", "writer_writing"),
+            tier.count("tier_evicted"),
+            f"{tier.total('read_failures', 'writer_dropped', 'writer_skipped'):,}",
+            tier.megabytes("tier_occupied_bytes"),
+            tier.breaker("breaker"),
+            tier.breaker("write_breaker"),
+        )
+        asked -= hits

@@ -28,6 +28,8 @@ logger = logging.getLogger("tiercache.vllm")
 
 _COPY_S = 60.0
 """Longest wait for copies in memory. An engine that continued would overwrite blocks that are still read."""
+_AT_ONCE_BYTES = 32 << 20
+"""Limit of a copy, since NumPy needs a second one in between."""
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -84,7 +86,7 @@ class _Part(NamedTuple):
 class HostCopies(OffloadingWorker):  # type: ignore[misc]
     """Copies between the engine's blocks and rows of the CPU tier, in memory, by one thread and in order.
 
-    A job copies all blocks of a layer in one call of NumPy, which releases the GIL.
+    A job copies many blocks of a layer in one call of NumPy, which releases the GIL.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
@@ -140,7 +142,7 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _parts(self, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[_Part]:
-        """Yield a part for each layer. A group's first block may be in the middle of its first row."""
+        """Yield the parts of each layer. A group's first block may be in the middle of its first row."""
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
         block_ids, row_ids, per_row = blocks.block_ids.tolist(), chunks.block_ids.tolist(), self._blocks_per_chunk
         first_block = first_row = 0
@@ -150,7 +152,11 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
             group_blocks = block_ids[first_block : first_block + size]
             group_rows = [row_ids[first_row + position // per_row] for position in positions]
             places = [position % per_row for position in positions]
-            yield from (_Part(engine, rows, group_blocks, group_rows, places) for engine, rows in layers if size)
+            for engine, rows in layers:
+                step = max(1, _AT_ONCE_BYTES // engine.shape[1])
+                for start in range(0, size, step):
+                    some = slice(start, start + step)
+                    yield _Part(engine, rows, group_blocks[some], group_rows[some], places[some])
             first_block += size
             first_row += -(-(skipped + size) // per_row)
 

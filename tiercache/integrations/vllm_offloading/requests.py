@@ -29,9 +29,9 @@ class TieredRequest:
     """True if the chunks of a session's request have become known and the session has not been told."""
     stale: bool = False
     """True if the KV was computed before the cache was reset, perhaps with other weights."""
-    unasked: list[tuple[Name, int | None]] = field(default_factory=list)
+    unasked: list[tuple[Name, int | None]] = field(default_factory=list, init=False)
     """Unknown chunks since the last `take_unasked`, each with its end in the prompt if known."""
-    _answers: dict[Name, bool | None] = field(default_factory=dict)
+    _answers: dict[Name, bool | None] = field(default_factory=dict, init=False)
     """True if a chunk is present; None while the lookup is in flight.
 
     An answer stays until the request ends, so that a chunk that cannot be loaded is not retried again and again."""

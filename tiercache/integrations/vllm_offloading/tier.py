@@ -209,7 +209,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = self._job(job_metadata)
         if job.request.stale:
-            self._jobs[_nothing(job)] = job
+            self._jobs[_nothing()] = job
             return
         job.request.stores(job.ends)
         if job.request.wishes.forget:
@@ -237,7 +237,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             future = self.thread.submit(move(self.thread.cache, self._keys(list(job.ends)), rows))
         except Exception as error:
             logger.warning("a transfer of %d chunks could not be begun: %r", len(job.ends), error)
-            future = _nothing(job)
+            future = _nothing()
         self._jobs[future] = job
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -249,7 +249,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return [self._job_result(future, self._jobs.pop(future)) for future in ended]
 
     def _job_result(self, future: concurrent.futures.Future[Any], job: _Job) -> JobResult:
-        ended = _result(future, "a transfer failed") or _nothing(job).result()
+        ended = _result(future, "a transfer failed") or Ended([False] * len(job.ends), 0.0)
         done = [name for name, is_done in zip(job.ends, ended.done, strict=True) if is_done]
         if job.is_load:
             job.request.could_not_load(job.ends.keys() - done)
@@ -353,8 +353,8 @@ def _result(future: concurrent.futures.Future[T], problem: str) -> T | None:
     return future.result()
 
 
-def _nothing(job: _Job) -> concurrent.futures.Future[Ended]:
+def _nothing() -> concurrent.futures.Future[Any]:
     """Return the end of a job without a transfer."""
-    ended: concurrent.futures.Future[Ended] = concurrent.futures.Future()
-    ended.set_result(Ended([False] * len(job.ends), 0.0))
+    ended: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    ended.set_result(None)
     return ended

@@ -116,7 +116,9 @@ async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path,
 
 @pytest.mark.parametrize("sent", [b"", b" " * (65 << 10)], ids=["nothing", "65 KiB"])
 async def test_bodies_that_are_announced_and_not_sent_take_nobodys_room(tmp_path: Path, sent: bytes) -> None:
-    begun = b"POST /v1/lookup HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 1048576\r\n\r\n"
+    begun = (
+        b"POST /v1/lookup HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 1048576\r\n\r\n"
+    )
     async with serve(tmp_path, "--no-token") as client:
         silent = [await connect(client) for _ in range(64)]
         for _, writer in silent:

@@ -77,7 +77,9 @@ async def test_pipelined_messages_take_a_short_step_a_round(
     assert longest_s < LONGEST_S
 
 
-@pytest.mark.parametrize("what", ["lookup-tokens", "lookup-small", "lookup-nested", "lookup-keys", "pin-keys", "unpin-keys"])
+@pytest.mark.parametrize(
+    "what", ["lookup-tokens", "lookup-small", "lookup-nested", "lookup-keys", "pin-keys", "unpin-keys"]
+)
 async def test_largest_message_takes_short_steps(cache: TierCache, place: Path, what: str) -> None:
     async with flood(place, what, 1, 1) as process:
         rounds = Rounds()
@@ -127,7 +129,8 @@ async def test_messages_that_are_announced_and_not_sent_take_nobodys_room(
     for _, writer in silent:
         writer.write(LARGEST_MESSAGE_BYTES.to_bytes(4, "big") + sent)
         await writer.drain()
-    answer = await ask(place, Lookup(tokens=list(range(30_000))), timeout_s=8)
+    async with asyncio.timeout(8):
+        answer = await ask(place, Lookup(tokens=list(range(30_000))))
     assert answer["asked"] == 30_000 // 16
     for _, writer in silent:
         writer.close()

@@ -21,10 +21,10 @@ _LEAST = ("found", "promoted", "pinned", "chunks")
 """Figures merged by the minimum over ranks: a prefix is usable only as far as every rank has its part."""
 
 
-async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -> dict[str, Any]:
+async def ask(path: Path, command: Command) -> dict[str, Any]:
     """Return the answer of the cache behind `path`.
 
-    Waits by default as long as the cache may take. Cancellation closes the connection; the operation that the command
+    Waits as long as the cache may take. Cancellation closes the connection; the operation that the command
     began continues. Raises ControlError: the refusal of the cache, "unreachable", "late" or "too_large".
     """
     message = frame(command)
@@ -33,8 +33,14 @@ async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -
             "too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {len(message)}"
         )
     try:
-        async with asyncio.timeout(command.wait_s + ANSWER_S + _MARGIN_S if timeout_s is None else timeout_s):
-            packed = await _exchange(path, message)
+        async with asyncio.timeout(command.wait_s + ANSWER_S + _MARGIN_S):
+            reader, writer = await connect(path)
+            try:
+                writer.write(message)
+                await writer.drain()
+                packed = await receive(reader)
+            finally:
+                writer.transport.abort()  # `close` would wait until the cache reads
     except TimeoutError:
         raise ControlError("late", f"{path}: the cache does not answer in time") from None
     except (OSError, asyncio.IncompleteReadError) as error:
@@ -44,17 +50,6 @@ async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -
         raise ControlError(refusal["kind"], refusal["message"])
     found: dict[str, Any] = answer["ok"]
     return found
-
-
-async def _exchange(path: Path, message: bytes) -> bytes:
-    reader, writer = await connect(path)
-    try:
-        writer.write(message)
-        await writer.drain()
-        return await receive(reader)
-    finally:
-        # `close` would wait until the cache reads.
-        writer.transport.abort()
 
 
 def find_sockets(configured: Path) -> list[Path]:

@@ -183,17 +183,13 @@ class _Server:
 
 async def _body(request: Request) -> bytes:
     """Return the body. Raises ControlError as soon as it is known to be too large or too slow."""
-    too_large = ControlError("too_large", f"expected a body of at most {LARGEST_MESSAGE_BYTES} bytes")
-    announced = request.headers.get("content-length", "0")
-    if not announced.isdecimal() or len(announced) > 18 or int(announced) > LARGEST_MESSAGE_BYTES:
-        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in request.stream():
                 body += part
                 if len(body) > LARGEST_MESSAGE_BYTES:
-                    raise too_large
+                    raise ControlError("too_large", f"expected a body of at most {LARGEST_MESSAGE_BYTES} bytes")
     except TimeoutError:
         raise ControlError("late", f"the body did not arrive within {_BODY_S:g} s") from None
     except ClientDisconnect:

@@ -138,10 +138,11 @@ class ControlServer:
 
     async def _answer(self, packed: bytes) -> dict[str, Any]:
         try:
-            if len(packed) <= _LARGE_BYTES:
-                return await self._carry_out(packed)
-            async with self._large:  # each holder ends by its own deadline
-                return await self._carry_out(packed)
+            async with self._large if len(packed) > _LARGE_BYTES else contextlib.nullcontext():
+                await self._handler.turn()
+                command = decode(COMMAND, packed)
+                async with asyncio.timeout(command.wait_s + ANSWER_S):
+                    return {"ok": await self._handler.answer(command)}
         except ControlError as error:
             return error_of(error)
         except TimeoutError:
@@ -151,12 +152,6 @@ class ControlServer:
         except Exception as error:
             logger.warning("a control message failed: %r", error)
             return error_of(ControlError("failed", f"{type(error).__name__}: {error}"))
-
-    async def _carry_out(self, packed: bytes) -> dict[str, Any]:
-        await self._handler.turn()
-        command = decode(COMMAND, packed)
-        async with asyncio.timeout(command.wait_s + ANSWER_S):
-            return {"ok": await self._handler.answer(command)}
 
     async def _reply(self, writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
         writer.write(frame(answer))

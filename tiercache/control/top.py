@@ -22,15 +22,10 @@ from tiercache.control.messages import ControlError, Statistics
 from tiercache.core.breaker import BreakerState
 from tiercache.tables import fitting, show_figures
 
-_HEADERS = ("tier", "hits", "hit %", "read MB", "read MB/s", "read ms", "written MB", "write MB/s", "write ms") + (
-    "queue",
-    "evicted",
-    "failed",
-    "holds MB",
-    "reads",
-    "writes",
+_HEADERS = (
+    *("tier", "hits", "hit %", "read MB", "read MB/s", "read ms", "written MB", "write MB/s", "write ms"),
+    *("queue", "evicted", "failed", "holds MB", "reads", "writes"),
 )
-
 _MOST_TENANTS = 8
 """Tenants shown for each tier."""
 

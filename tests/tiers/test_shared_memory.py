@@ -296,7 +296,7 @@ async def test_what_is_being_removed_is_not_mapped_ahead(in_memory: Path) -> Non
     async with opened(in_memory) as tier, other(in_memory) as writer:
         await store(tier, 1)
         await ready_for_news(tier, writer)
-        assert tier.traffic.want_removal(key_of(2))
+        tier.traffic.removing[key_of(2)] = ()
         assert await writer.do("store", 2, 3) == "done"
         await until(lambda: key_of(3) in tier.mappings)
         assert key_of(2) not in tier.mappings

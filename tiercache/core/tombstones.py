@@ -123,8 +123,9 @@ class KeyTraffic:
     """
 
     def __init__(self) -> None:
-        self._in_flight: dict[ChunkKey, int] = {}
-        self._removing: set[ChunkKey] = set()
+        self.in_flight: dict[ChunkKey, int] = {}
+        self.removing: dict[ChunkKey, Any] = {}
+        """Keys to remove, with the callers to notify. Operations on a key that is taken out find only later chunks."""
         self._refused: KeyFilter | None = None
         """Created with the first key that is refused for good."""
         self.on_clear: Callable[[ChunkKey], None] | None = None
@@ -136,22 +137,22 @@ class KeyTraffic:
 
     def refuses(self, key: ChunkKey) -> bool:
         """Return True if no operation on `key` may begin now, whatever the tier holds."""
-        return key in self._removing or (self._refused is not None and key in self._refused)
+        return key in self.removing or (self._refused is not None and key in self._refused)
 
     @property
     def refuses_none(self) -> bool:
-        return not self._removing and self._refused is None
+        return not self.removing and self._refused is None
 
     def begin(self, key: ChunkKey) -> None:
-        self._in_flight[key] = self._in_flight.get(key, 0) + 1
+        self.in_flight[key] = self.in_flight.get(key, 0) + 1
 
     def end(self, key: ChunkKey) -> None:
-        left = self._in_flight[key] - 1
+        left = self.in_flight[key] - 1
         if left:
-            self._in_flight[key] = left
+            self.in_flight[key] = left
             return
-        del self._in_flight[key]
-        if key in self._removing and self.on_clear is not None:
+        del self.in_flight[key]
+        if key in self.removing and self.on_clear is not None:
             self.on_clear(key)
 
     def asks(self, question: Any) -> None:
@@ -162,18 +163,6 @@ class KeyTraffic:
         """Record that a lookup has ended."""
         self.questions.discard(question)
         self.answered += 1
-
-    def want_removal(self, key: ChunkKey) -> bool:
-        """Let no operation on `key` begin any more.
-
-        Return True if its removal may begin at once; `on_clear` is called otherwise.
-        """
-        self._removing.add(key)
-        return key not in self._in_flight
-
-    def removed(self, key: ChunkKey) -> None:
-        """Record that the removal has ended: later operations find only chunks written since."""
-        self._removing.discard(key)
 
     def refuse(self, key: ChunkKey) -> None:
         """Refuse operations on `key` for good, since it was forgotten and is not removed here.

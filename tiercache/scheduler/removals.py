@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from tiercache.core.breaker import Breaker, BreakerSettings
@@ -29,10 +29,10 @@ _AT_ONCE = 64
 class Request:
     """The removal of the keys of one forget. A key is settled when its removal has succeeded or failed once."""
 
-    settled: asyncio.Future[None]
-    """Done when all keys are settled."""
     left: int
     """Number of keys that are not settled."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all keys are settled."""
     error: Exception | None = None
     over: bool = False
     """True once no caller waits for it."""
@@ -56,7 +56,7 @@ class Removals:
         self.tier = tier
         self.breaker = Breaker(BreakerSettings(slow_s=deadline_s))
         self._deadline_s = deadline_s
-        self._wanted: dict[ChunkKey, tuple[Request, ...]] = {}
+        self._wanted: dict[ChunkKey, tuple[Request, ...]] = tier.traffic.removing
         """Keys to remove, with the requests to notify."""
         self._due: deque[ChunkKey] = deque()
         """Keys with no operation in flight, to be tried now."""
@@ -68,8 +68,6 @@ class Removals:
         self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
         """The error of the latest failed removal."""
-        self._progress = asyncio.Event()
-        """Set when a removal has ended or failed."""
         self._closed = False
         tier.traffic.on_clear = self._begin
 
@@ -81,25 +79,36 @@ class Removals:
 
         Return False if the removal fails, or takes longer than the deadline.
         """
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                while self.tier.traffic.refuses(key):
-                    if self._closed or key in self._failed or key not in self._wanted:
-                        return False
-                    self._progress.clear()
-                    await self._progress.wait()
-        except TimeoutError:
+        if not self.tier.traffic.refuses(key):
+            return True
+        if self._closed or key in self._failed or key not in self._wanted:
             return False
-        return True
+        request = await self._join([key], self._deadline_s)
+        return not request.left and request.error is None
+
+    async def settled(self) -> None:
+        """Wait until the removal of each forgotten key has succeeded or failed once."""
+        unsettled = [key for key in self._wanted if key not in self._failed]
+        if unsettled and not self._closed:
+            await self._join(unsettled)
+
+    async def _join(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> Request:
+        """Wait until removals in flight are settled, for `timeout_s` at most."""
+        request = Request(len(keys))
+        self.want(keys, request)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await request.settled.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.leave(request)
+        return request
 
     def request(self, keys: int) -> Request:
-        """Begin a request for `keys` distinct keys. The caller calls `leave` when it stops waiting for it."""
-        request = Request(asyncio.get_running_loop().create_future(), keys)
-        if keys:
-            self._called = True
-        else:
-            request.settled.set_result(None)
-        return request
+        """Begin a forget of `keys` distinct keys. The caller calls `leave` when it stops waiting for it."""
+        self._called = True
+        return Request(keys)
 
     def want(self, keys: Sequence[ChunkKey], request: Request) -> None:
         """Begin to remove some of the keys of `request`, or join removals in flight, which cover all earlier writes."""
@@ -107,7 +116,7 @@ class Removals:
             before = self._wanted.get(key)
             if before is None:
                 self._wanted[key] = (request,)
-                if self.tier.traffic.want_removal(key):
+                if key not in self.tier.traffic.in_flight:
                     self._due.append(key)
             else:
                 self._wanted[key] = (*(other for other in before if not other.over), request)
@@ -135,12 +144,6 @@ class Removals:
                 "written there until the cache is closed: find out why the tier does not remove them (%s)",
                 self.tier.name, _REMEMBERED_KEYS, len(given_up), self._error or "it takes long",
             )  # fmt: skip
-
-    async def settled(self) -> None:
-        """Wait until the removal of each forgotten key has succeeded or failed once."""
-        while len(self._failed) < len(self._wanted) and not self._closed:
-            self._progress.clear()
-            await self._progress.wait()
 
     def close(self) -> None:
         """Stop. Does not wait for removals that hang."""
@@ -222,7 +225,6 @@ class Removals:
         """Allow operations on a key whose removal has succeeded or was given up."""
         self._tell([key], None)
         del self._wanted[key]
-        self.tier.traffic.removed(key)
 
     def _fail(self, keys: Collection[ChunkKey], error: Exception) -> None:
         self._failed.update(dict.fromkeys(keys))
@@ -236,8 +238,7 @@ class Removals:
                 request.left -= 1
                 request.error = request.error or error
                 if not request.left:
-                    request.settled.set_result(None)
-        self._progress.set()
+                    request.settled.set()
 
     def _retry_later(self) -> None:
         if self._timer is None and not self._closed:

@@ -487,7 +487,7 @@ class FanOut:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         keys = list(dict.fromkeys(keys))
-        requests = {writer: writer.removals.request(len(keys)) for writer in self.writers}
+        requests = {writer: writer.removals.request(len(keys)) for writer in self.writers} if keys else {}
         parts = iter([keys[start : start + _FORGOTTEN_AT_ONCE] for start in range(0, len(keys), _FORGOTTEN_AT_ONCE)])
 
         def forget(part: Sequence[ChunkKey]) -> None:
@@ -499,8 +499,11 @@ class FanOut:
             for part in parts:
                 forget(part)
                 await asyncio.sleep(0)
-            if requests:
-                await asyncio.wait([each.settled for each in requests.values()], timeout=max(0.0, until_s - loop.time()))
+            async with asyncio.timeout_at(until_s):
+                for request in requests.values():
+                    await request.settled.wait()
+        except TimeoutError:
+            pass  # those that are left are counted below
         finally:
             for part in parts:
                 forget(part)

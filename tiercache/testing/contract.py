@@ -121,11 +121,11 @@ class TierContract:
             await tier.write(key, payload, self.chunk_bytes)
         for refused in ([], [removing]):
             for key in refused:
-                tier.traffic.want_removal(key)
+                tier.traffic.removing[key] = ()
             for key in (there, removing, missing):
                 assert any(key in known for known in tier.offered()) is tier.offers(key)
             assert tier.offers(removing) is not bool(refused)
-        tier.traffic.removed(removing)
+        tier.traffic.removing.clear()
 
     async def test_writing_again_is_accepted_and_stores_once(self, tier: Tier) -> None:
         key, payload = chunk(1)

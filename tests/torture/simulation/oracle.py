@@ -148,8 +148,8 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
         tables[f"abandoned writes of {name}"] = writer._abandoned
     for tier in cache.tiers:
         tables |= {
-            f"traffic of {tier.name}": tier.traffic._in_flight,
-            f"removals of {tier.name}": tier.traffic._removing,
+            f"traffic of {tier.name}": tier.traffic.in_flight,
+            f"removals of {tier.name}": tier.traffic.removing,
         }
     kept = {name: table for name, table in tables.items() if len(table)}  # type: ignore[arg-type]
     if kept:

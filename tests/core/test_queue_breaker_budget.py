@@ -139,8 +139,8 @@ def test_pause_has_a_ceiling() -> None:
 
 
 def test_floors_keep_reads_and_writes_from_starving_each_other() -> None:
-    budget = SlotBudget(slots=8, read_floor=2, write_floor=2)
-    free = 8
+    budget = SlotBudget(16)
+    free = 16
     while budget.allows(Purpose.WRITE, free):
         budget.take(Purpose.WRITE)
         free -= 1
@@ -152,8 +152,8 @@ def test_floors_keep_reads_and_writes_from_starving_each_other() -> None:
 
 
 def test_prefetch_leaves_both_floors() -> None:
-    budget = SlotBudget(slots=8, read_floor=2, write_floor=2)
-    free = 8
+    budget = SlotBudget(16)
+    free = 16
     while budget.allows(Purpose.PREFETCH, free):
         budget.take(Purpose.PREFETCH)
         free -= 1
@@ -162,7 +162,7 @@ def test_prefetch_leaves_both_floors() -> None:
 
 
 def test_giving_back_twice_is_caught() -> None:
-    budget = SlotBudget.for_arena(8)
+    budget = SlotBudget(8)
     with pytest.raises(AssertionError, match="twice"):
         budget.give_back(Purpose.READ)
 

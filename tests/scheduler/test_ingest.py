@@ -32,7 +32,7 @@ def items(numbers: Sequence[int]) -> list[tuple[ChunkKey, int, Source]]:
 async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> None:
     """Slots come free one at a time, and all together are fewer than the puts need: whoever waits for one holds none."""
     path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     puts = [asyncio.create_task(path.put(items(range(start, start + 8)), 10.0)) for start in range(0, 32, 8)]
     while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < len(puts):
         await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> No
 
 async def test_the_deadline_is_of_the_whole_put(bench: Bench) -> None:
     path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     assert await path.put(items(range(20)), 3.0) == 0
@@ -63,7 +63,7 @@ async def test_the_deadline_is_of_the_whole_put(bench: Bench) -> None:
 
 async def test_chunk_that_somebody_else_stored_while_one_waited_is_stored(bench: Bench) -> None:
     path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(3)]
     while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < 3:
         await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def test_chunk_that_somebody_else_stored_while_one_waited_is_stored(bench:
 async def test_key_of_puts_that_waited_for_slots_can_be_stored_again(bench: Bench) -> None:
     """The second gets its slot when the first has long published."""
     path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(2)]
     while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < 2:
         await asyncio.sleep(0)
@@ -95,7 +95,7 @@ async def test_key_that_a_read_promoted_while_its_put_waited_can_be_stored_again
     path = bench.ingest(FanOut([]))
     reader = Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0))
     (key,) = bench.keep_on_tier(range(1, 2))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     put = asyncio.create_task(path.put(items([1]), 10.0))
     while not bench.cpu.wait_queue.waiting[Purpose.WRITE]:
         await asyncio.sleep(0)
@@ -208,7 +208,7 @@ async def test_chunks_that_are_named_again_count_once(bench: Bench) -> None:
 
 async def test_chunks_that_are_named_again_and_find_no_room_are_skipped_once(bench: Bench) -> None:
     path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     assert await path.put(items([0, 1, 0, 1, 1]), 1.0) == 0
     assert path.skipped == 2
     for lease in leases:

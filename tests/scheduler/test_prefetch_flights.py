@@ -130,7 +130,7 @@ async def test_prefetch_leaves_slots_for_reads_and_writes(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 60))
     reader = reader_of(bench)
     holds = [hold for hold in await asyncio.gather(*(reader.promote(key, soon(1.0)) for key in keys)) if hold]
-    floors = bench.cpu.budget.read_floor + bench.cpu.budget.write_floor
+    floors = 2 * bench.cpu.budget.floor
     assert len(holds) == bench.cpu.pool.count - floors
     lease = await reader.fetch(keys[-1], soon())
     assert lease is not None, "a demand read has room"
@@ -144,7 +144,7 @@ async def test_prefetch_leaves_slots_for_reads_and_writes(bench: Bench) -> None:
 async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 60))
     reader = reader_of(bench)
-    room = bench.cpu.pool.count - bench.cpu.budget.read_floor - bench.cpu.budget.write_floor
+    room = bench.cpu.pool.count - 2 * bench.cpu.budget.floor
     holds = await asyncio.gather(*(reader.promote(key, soon()) for key in keys[:room]))
     waiting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[room:-1]]
     while not bench.cpu.wait_queue.waiters:

@@ -87,7 +87,7 @@ async def test_a_batch_does_not_overtake_who_waits(bench: Bench) -> None:
 
 
 async def test_evictions_for_a_batch_leave_what_is_held(bench: Bench) -> None:
-    leases = [bench.make_hot(number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    leases = [bench.make_hot(number) for number in range(SLOTS - bench.cpu.budget.floor)]
     for lease in leases[1:]:
         lease.release()
     free = bench.cpu.pool.free
@@ -143,7 +143,7 @@ async def test_slots_come_in_the_order_in_which_they_were_asked_for(bench: Bench
 async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Bench) -> None:
     """There a request to cancel is still pending, which says nothing about the put."""
     path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     stored: list[int] = []
 
     async def work() -> None:
@@ -193,7 +193,7 @@ async def test_closing_tells_whoever_waits(bench: Bench) -> None:
 
 async def test_chunk_that_is_read_is_not_evicted_for_a_waiter(bench: Bench) -> None:
     """The pin of a prefetched chunk ends with its first access, which makes it evictable; the reader's lease protects it."""
-    bench.cpu.budget.write_floor = 0
+    bench.cpu.budget.floor = 0
     bench.make_hot(1).release()
     pin = bench.cpu.pin(chunk(1)[0])
     assert pin is not None
@@ -215,8 +215,9 @@ async def test_batch_of_pinned_chunks_is_read_whole_while_a_put_waits(bench: Ben
     for number in range(SLOTS):
         bench.make_hot(number).release()
     bench.cpu.link(keys)
-    pins = [bench.cpu.pin(key) for key in keys[: SLOTS - bench.cpu.budget.read_floor]]
-    waiting = bench.cpu.wait_queue.request(Purpose.WRITE)
+    pins = [bench.cpu.pin(key) for key in keys[: SLOTS - bench.cpu.budget.floor]]
+    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 60.0))
+    await settle()
     assert not waiting.done()  # what is not pinned is left to reads, and the leases of this read count for those
     delivered: list[bytes] = []
     reader = Reader(bench.cpu, [], ReaderSettings(deadline_s=5.0))

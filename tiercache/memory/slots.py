@@ -7,8 +7,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -140,27 +139,20 @@ READ, WRITE, PREFETCH = Purpose
 """Module-level names for hot paths: an attribute lookup on the class costs as much as a call in Python 3.11."""
 
 
-@dataclass
 class SlotBudget:
     """Counts of held slots. `obtainable` slots are those free or evictable now.
 
-    A write leaves enough for reads to reach `read_floor`, a read leaves enough for writes to reach `write_floor`, and a
-    prefetch leaves both. Abandoned reads do not count as held, so that a tier that hangs does not use up the floor.
+    A write leaves enough for reads to hold `floor` slots, a read leaves as much for writes, and a prefetch leaves both.
+    Abandoned reads do not count as held, so that a tier that hangs does not use up the floor.
     """
 
-    slots: int
-    read_floor: int
-    write_floor: int
-    held: list[int] = field(default_factory=lambda: [0] * len(Purpose))
-    """Held slots by purpose."""
-    tiers: int = 1
-    """Number of tiers that read into these slots."""
-
-    @classmethod
-    def for_arena(cls, slots: int) -> SlotBudget:
-        """Return a budget with floors of an eighth of the arena each, at least one slot."""
-        floor = max(1, slots // 8)
-        return cls(slots, read_floor=floor, write_floor=floor)
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.floor = max(1, slots // 8)
+        self.held = [0] * len(Purpose)
+        """Held slots by purpose."""
+        self.tiers = 1
+        """Number of tiers that read into these slots."""
 
     @property
     def reads_at_once(self) -> int:
@@ -176,15 +168,15 @@ class SlotBudget:
 
     def allows(self, purpose: Purpose, obtainable: int) -> bool:
         """Return True if one more slot may be held."""
-        if obtainable > self.read_floor + self.write_floor:
+        if obtainable > 2 * self.floor:
             return True  # no purpose has to leave more than that
-        for_reads = 0 if purpose is READ else max(0, self.read_floor - self.held[READ])
-        for_writes = 0 if purpose is WRITE else max(0, self.write_floor - self.held[WRITE])
+        for_reads = 0 if purpose is READ else max(0, self.floor - self.held[READ])
+        for_writes = 0 if purpose is WRITE else max(0, self.floor - self.held[WRITE])
         return obtainable > for_reads + for_writes
 
     def writes_allowed(self, obtainable: int) -> int:
         """Return how many more slots writes may hold."""
-        return max(0, obtainable - max(0, self.read_floor - self.held[READ]))
+        return max(0, obtainable - max(0, self.floor - self.held[READ]))
 
     def take(self, purpose: Purpose) -> None:
         self.held[purpose] += 1
@@ -192,12 +184,6 @@ class SlotBudget:
     def give_back(self, purpose: Purpose) -> None:
         self.held[purpose] -= 1
         assert self.held[purpose] >= 0, f"{purpose.name} slots given back twice"
-
-
-@dataclass(eq=False)
-class Waiter(Generic[T]):
-    outcome: asyncio.Future[T | None]
-    key: ChunkKey | None
 
 
 class WaitQueue(Generic[T]):
@@ -217,7 +203,8 @@ class WaitQueue(Generic[T]):
         self._take = take
         self._give_back = give_back
         self.blocks_only_itself = blocks_only_itself
-        self.waiting: list[deque[Waiter[T]]] = [deque() for _ in Purpose]
+        self.waiting: list[deque[tuple[asyncio.Future[T | None], ChunkKey | None]]] = [deque() for _ in Purpose]
+        """Waiters by purpose, with the chunks that they need the item for."""
         self.waiters = 0
         self.closed = False
         self._pauses = 0
@@ -225,44 +212,29 @@ class WaitQueue(Generic[T]):
     async def wait(self, purpose: Purpose, until_s: Callable[[], float], key: ChunkKey | None = None) -> T | None:
         """Return an item; None at the loop time `until_s()`, which may change meanwhile, and when the queue is closed.
 
-        Holds no item if cancelled.
+        `key` is the chunk that the item is for. Holds no item if cancelled.
         """
-        if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, key)) is not None:
-            return taken
-        requested = self.request(purpose, key)
-        came = False
-        try:
-            came = await done_by(requested, until_s)
-        finally:
-            if not came:
-                self.withdraw(purpose, requested)
-        return requested.result() if came else None
-
-    def request(self, purpose: Purpose, key: ChunkKey | None = None) -> asyncio.Future[T | None]:
-        """Return a future of an item; None when the queue is closed. `key` is the chunk that the item is for.
-
-        The item belongs to the caller, unless it calls `withdraw`.
-        """
-        waiter: Waiter[T] = Waiter(asyncio.get_running_loop().create_future(), key)
         if self.closed:
-            waiter.outcome.set_result(None)
-        else:
-            self.waiting[purpose].append(waiter)
-            self.waiters += 1
-            self.serve()
-        return waiter.outcome
-
-    def withdraw(self, purpose: Purpose, requested: asyncio.Future[T | None]) -> None:
-        """Give a request up; an item that has arrived goes to the next waiter."""
-        if requested.done():
-            taken = requested.result()
-            if taken is not None:
-                self._give_back(taken, purpose)
-            return
+            return None
         waiting = self.waiting[purpose]
-        waiting.remove(next(waiter for waiter in waiting if waiter.outcome is requested))
-        self.waiters -= 1
-        self.serve()  # it may have blocked the waiters after it
+        if not waiting and (taken := self._take(purpose, key)) is not None:
+            return taken
+        outcome: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
+        waiter = outcome, key
+        waiting.append(waiter)
+        self.waiters += 1
+        try:
+            self.serve()
+            return outcome.result() if await done_by(outcome, until_s) else None
+        except BaseException:
+            if outcome.done() and (taken := outcome.result()) is not None:
+                self._give_back(taken, purpose)
+            raise
+        finally:
+            if not outcome.done():
+                waiting.remove(waiter)
+                self.waiters -= 1
+                self.serve()  # it may have blocked the waiters after it
 
     def pause(self) -> None:
         """Serve no waiter until `resume`, which must follow without an await."""
@@ -277,20 +249,22 @@ class WaitQueue(Generic[T]):
         if not self.waiters or self._pauses:
             return
         for purpose in (READ, WRITE, PREFETCH):
-            waiting = self.waiting[purpose]
-            while (served := self._first_served(purpose, waiting)) is not None:
-                waiter, taken = served
+            while self._serve_first(purpose):
+                pass
+
+    def _serve_first(self, purpose: Purpose) -> bool:
+        """Give an item to the first waiter that may have it. Return False if there is none."""
+        waiting = self.waiting[purpose]
+        for waiter in waiting:
+            outcome, key = waiter
+            if (taken := self._take(purpose, key)) is not None:
                 waiting.remove(waiter)
                 self.waiters -= 1
-                waiter.outcome.set_result(taken)
-
-    def _first_served(self, purpose: Purpose, waiting: Iterable[Waiter[T]]) -> tuple[Waiter[T], T] | None:
-        for waiter in waiting:
-            if (taken := self._take(purpose, waiter.key)) is not None:
-                return waiter, taken
-            if not self.blocks_only_itself(purpose, waiter.key):
+                outcome.set_result(taken)
+                return True
+            if not self.blocks_only_itself(purpose, key):
                 break
-        return None
+        return False
 
     def close(self) -> None:
         """End all waits; later waits end at once."""
@@ -298,7 +272,7 @@ class WaitQueue(Generic[T]):
         for waiting in self.waiting:
             while waiting:
                 self.waiters -= 1
-                waiting.popleft().outcome.set_result(None)
+                waiting.popleft()[0].set_result(None)
 
 
 async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bool:

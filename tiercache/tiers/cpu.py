@@ -109,7 +109,7 @@ class CpuTier(LeaseOwner, Tier):
         self.pool = pool
         self.copiers = copiers
         self.keep = keep
-        self.budget = SlotBudget.for_arena(pool.count)
+        self.budget = SlotBudget(pool.count)
         self._order = LeafLru(policy, by_tenant=quota_bytes > 0)
         self._entries = self._order.entries
         self._quotas: SlotQuotas | None = None
@@ -209,7 +209,7 @@ class CpuTier(LeaseOwner, Tier):
         slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
         waiting = self.wait_queue.waiting[purpose]
-        if waiting and any(not self._blocks_only_itself(purpose, turn.key) for turn in waiting):
+        if waiting and any(not self._blocks_only_itself(purpose, waiting_key) for _, waiting_key in waiting):
             return None
         return self._take_slot(purpose, key)
 

@@ -35,7 +35,6 @@ _SHM_PREFIX = "tiercache."
 _LINK_TRIES, _LINK_PAUSE_S = 10, 0.01
 """Tries and pause in seconds for a lock that another start holds while it looks for files of dead processes."""
 _PREFAULT_STEP_BYTES = 64 << 20
-_PROGRESS_FROM_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -212,18 +211,16 @@ class Arena:
         starts = list(range(0, self.size_bytes, _PREFAULT_STEP_BYTES))
         threads = threads or min(16, len(os.sched_getaffinity(0)))
         populate = _populate_call()
-        touched = 0
-        lock = threading.Lock()
         failures: list[OSError] = []
-        began_s = last_report_s = time.monotonic()
+        began_s = time.monotonic()
+        logger.info("arena: touching %.2f GB of %s memory", self.size_bytes / 2**30, self.kind)
 
         def run() -> None:
-            nonlocal touched, last_report_s
-            while True:
-                with lock:
-                    if not starts or failures or unwanted():
-                        return
+            while not failures and not unwanted():
+                try:
                     start = starts.pop()
+                except IndexError:
+                    return
                 part = self.memory[start : start + _PREFAULT_STEP_BYTES]
                 try:
                     if not populate(part):
@@ -231,12 +228,6 @@ class Arena:
                 except OSError as error:
                     # Drop the frames, which keep the memory alive and are kept by this list.
                     failures.append(error.with_traceback(None))
-                    return
-                with lock:
-                    touched += part.nbytes
-                    if self.size_bytes >= _PROGRESS_FROM_BYTES and time.monotonic() - last_report_s > 2:
-                        last_report_s = time.monotonic()
-                        logger.info("arena: %.1f of %.1f GB touched", touched / 2**30, self.size_bytes / 2**30)
 
         helpers: list[threading.Thread] = []
         for _ in range(min(threads, len(starts)) - 1):

@@ -53,16 +53,12 @@ class Workers:
         self._started = 0
         self._short = False
         """True once a warning was logged that fewer than `threads` threads can be started."""
-        self._unfinished = 0
+        self.unfinished = 0
+        """Number of calls submitted and not ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._wake_pending = False
         self._closed = False
-
-    @property
-    def unfinished(self) -> int:
-        """Number of calls submitted and not ended."""
-        return self._unfinished
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """Run `call(*arguments)` in a thread. Cancelling the future abandons the result; the call itself continues.
@@ -76,10 +72,10 @@ class Workers:
             if self._loop is not None:
                 raise RuntimeError(f"workers {self.name} belong to another event loop")
             self._loop = loop
-        if self._started < min(self.threads, self._unfinished + 1):
+        if self._started < min(self.threads, self.unfinished + 1):
             self._start_thread()
         future: asyncio.Future[T] = loop.create_future()
-        self._unfinished += 1
+        self.unfinished += 1
         self._waiting[future] = call, arguments
         self._tickets.put(None)
         return future
@@ -129,7 +125,7 @@ class Workers:
         if not self._closed:  # otherwise the remaining tickets end the threads
             with contextlib.suppress(Empty):
                 self._tickets.get_nowait()
-        self._unfinished -= 1
+        self.unfinished -= 1
         if not work.done():
             work.set_exception(NotBegun(f"{self.name}: no thread was free for a call by its deadline"))
         return True
@@ -198,7 +194,7 @@ class Workers:
         self._wake_pending = False
         while self._done:
             future, result, error = self._done.popleft()
-            self._unfinished -= 1
+            self.unfinished -= 1
             if (waiter := self._waiters.get(future)) is not None:
                 _end(waiter)
             if future.cancelled():

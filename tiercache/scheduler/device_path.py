@@ -9,10 +9,9 @@ batches on a stream, and each batch is awaited once; its memory is not reused be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TypeVar
 
 import numpy as np
 
@@ -24,13 +23,11 @@ from tiercache.device.driver import Event, Tensor, host_tensor
 from tiercache.device.paged import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Lease, Purpose, Slot
-from tiercache.memory.workers import all_or_none, retrieve_exception
+from tiercache.memory.workers import all_or_none, once_ended, retrieve_exception
 from tiercache.scheduler.batch import deliver, or_held
 from tiercache.scheduler.reads import Reader, Undelivered
 from tiercache.scheduler.writer import FanOut
 from tiercache.tiers.cpu import CpuTier, StagingTier
-
-T = TypeVar("T")
 
 _BATCH_BYTES = 64 << 20
 BATCHES_AT_ONCE = 3
@@ -116,7 +113,7 @@ class DevicePath:
         wait_budget: WaitBudget,
     ) -> int:
         batch = _Batch()
-        done: asyncio.Future[None] | None = None
+        copying: list[asyncio.Future[None]] = []
         try:
             await turn_by(wait_budget.deadline_s, self._puts)
         except TimeoutError:
@@ -128,18 +125,18 @@ class DevicePath:
                     if not self.cpu.tombstones.forgot(key, epoch):
                         await self._admit(key, payload, batch, wait_budget.deadline_s)
                 if batch.storing:
-                    done = self.device.run(self.device.storing, self._enqueue_put, batch, after)
-                    await self.device.ended(done)
+                    copying.append(self.device.run(self.device.storing, self._enqueue_put, batch, after))
+                    await self.device.ended(copying[0])
             except BaseException:
-                when_done(done, batch.storing, self._abandon)
+                once_ended(copying, lambda: self._abandon(batch.storing))
                 for lease in (*batch.leases, *batch.staged):
                     lease.release()
                 raise
         finally:
             self._puts.release()
         forgotten = [chunk for chunk in batch.storing if self.cpu.tombstones.forgot(chunk.key, epoch)]
+        self._abandon(forgotten)
         for chunk in forgotten:
-            self._abandon(chunk)
             batch.storing.remove(chunk)
         for chunk in batch.storing:
             length = chunk.payload.payload_bytes
@@ -189,10 +186,10 @@ class DevicePath:
                 chunk.hot = await self.cpu.reserve(Purpose.WRITE, left_s, key)
                 if chunk.hot is None and not wants_device:
                     self.skipped += 1
-                    self._abandon(chunk)
+                    self._abandon([chunk])
                     return
         except BaseException:
-            self._abandon(chunk)
+            self._abandon([chunk])
             raise
         batch.storing.append(chunk)
 
@@ -215,11 +212,12 @@ class DevicePath:
                 hot[length:] = 0
                 driver.copy(host_tensor(hot[:length]), source, stream)
 
-    def _abandon(self, chunk: _Storing) -> None:
-        if chunk.hot is not None:
-            self.cpu.abandon(chunk.hot, Purpose.WRITE)
-        if chunk.staged is not None:
-            self.staging.abandon(chunk.staged, Purpose.WRITE)
+    def _abandon(self, chunks: Sequence[_Storing]) -> None:
+        for chunk in chunks:
+            if chunk.hot is not None:
+                self.cpu.abandon(chunk.hot, Purpose.WRITE)
+            if chunk.staged is not None:
+                self.staging.abandon(chunk.staged, Purpose.WRITE)
 
     # Get
 
@@ -295,7 +293,14 @@ class _Landing:
     async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
         device = self.device
         slots: dict[int, Slot] = {}
-        done: asyncio.Future[None] | None = None
+        copying: list[asyncio.Future[None]] = []
+
+        def release() -> None:
+            for slot in slots.values():
+                self.staging.abandon(slot, Purpose.READ)
+            for _, lease in part:
+                lease.release()
+
         try:
             for position, lease in part:
                 expected = self.payloads[position].payload_bytes
@@ -305,8 +310,8 @@ class _Landing:
             try:
                 await self._take_slots(part, slots)
                 views = [(position, lease.view) for position, lease in part]
-                done = device.run(device.loading, self._enqueue, views, slots)
-                await device.ended(done)
+                copying.append(device.run(device.loading, self._enqueue, views, slots))
+                await device.ended(copying[0])
             finally:
                 self.batches.release()
             for position, _ in part:
@@ -314,8 +319,7 @@ class _Landing:
         except (ValueError, LayoutError, TimeoutError) as error:
             self.undelivered.add(error, f" to {device.driver.name}")
         finally:
-            when_done(done, list(slots.values()), lambda slot: self.staging.abandon(slot, Purpose.READ))
-            when_done(done, part, lambda item: item[1].release())
+            once_ended(copying, release)
 
     async def _take_slots(self, part: Sequence[tuple[int, Lease]], slots: dict[int, Slot]) -> None:
         """Reserve slots, by position, for host chunks with scattered destinations. Raises TimeoutError."""
@@ -347,12 +351,3 @@ async def turn_by(deadline_s: float, batches: asyncio.Semaphore) -> None:
             await batches.acquire()
     except TimeoutError:
         raise TimeoutError("the copies before it did not end by the deadline") from None
-
-
-def when_done(done: asyncio.Future[None] | None, items: Sequence[T], give_back: Callable[[T], None]) -> None:
-    """Call `give_back` on the items now, or once `done`: memory in use by a device must not be reused."""
-    if done is None or done.done():
-        for item in items:
-            give_back(item)
-    else:
-        done.add_done_callback(lambda _: when_done(None, items, give_back))

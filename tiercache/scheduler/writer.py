@@ -138,7 +138,8 @@ class TierWriter:
             lease.release()
             return True
         if self.holds(key):
-            self._needed_again(key)
+            if self.tier.used([key]) and key in self._latest:  # the tier may be about to decline it
+                self._latest[key].wanted = True
             lease.release()
             return True
         if self._waiting and not first:
@@ -380,14 +381,6 @@ class TierWriter:
         return self.breaker.probing(now_s) or (patience_s is not None and now_s - self._moved_at_s > patience_s)
 
     # Queue
-
-    def _needed_again(self, key: ChunkKey) -> None:
-        """Count another request for a pending chunk as an access.
-
-        The tier may now want a chunk that it was about to decline.
-        """
-        if self.tier.used([key]) and key in self._latest:
-            self._latest[key].wanted = True
 
     def _drop_queue(self) -> None:
         self.counters.dropped += self._release(self._queue.drain())

@@ -139,8 +139,4 @@ async def found(cache: TierCache, wanted: ChunkKey, deadline_s: float = 5.0) -> 
 async def is_whole(cache: TierCache) -> bool:
     """Nobody holds anything, when what has ended has told so."""
     await settle()
-    return (
-        cache.cpu.obtainable == cache.cpu.pool.count
-        and not any(cache.cpu.budget.held)
-        and not cache.cpu.tombstones.in_flight
-    )
+    return cache.cpu.obtainable == cache.cpu.pool.count and not any(cache.cpu.budget.held)

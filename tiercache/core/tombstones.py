@@ -7,7 +7,7 @@ operation is stored. `KeyTraffic` does the same for the contents of a tier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import xxhash
@@ -21,60 +21,38 @@ MAX_TOMBSTONES = 1 << 16
 class Tombstones:
     """A counter that each `forget` advances, and the epoch of the latest `forget` of each key.
 
-    A tombstone is dropped when every older operation has ended. An operation that hangs keeps at most `MAX_TOMBSTONES`
-    of them: beyond that, it counts as forgotten for every key.
+    They are kept in two halves, and the older half is dropped when the newer one is full: at least the latest
+    `MAX_TOMBSTONES / 2` are kept. An operation that lasts longer counts as forgotten for every key.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
-        self._forgotten: dict[ChunkKey, int] = {}
-        """Epoch of the latest `forget` by key, in order of epochs."""
-        self._in_flight: dict[int, int] = {}
-        """Number of operations by the epoch at which they began, in order of epochs."""
+        """An operation notes it when it begins."""
+        self._newer: dict[ChunkKey, int] = {}
+        """Epoch of the latest `forget` by key."""
+        self._older: dict[ChunkKey, int] = {}
+        self._older_epoch = 0
+        """The epoch of the latest tombstone in the older half."""
         self._dropped_epoch = 0
         """Operations that began before this epoch count as forgotten."""
 
     def __len__(self) -> int:
-        return len(self._forgotten)
+        return len(self._newer) + len(self._older)
 
-    @property
-    def in_flight(self) -> int:
-        """Number of operations that have begun and not ended."""
-        return sum(self._in_flight.values())
-
-    def begin(self) -> int:
-        """Begin an operation, and return its epoch, with which it must be ended."""
-        epoch = self.epoch
-        self._in_flight[epoch] = self._in_flight.get(epoch, 0) + 1
-        return epoch
-
-    def end(self, epoch: int) -> None:
-        """End an operation that began at `epoch`. `forgot` must not be called for it afterwards."""
-        left = self._in_flight[epoch] - 1
-        if left:
-            self._in_flight[epoch] = left
-            return
-        del self._in_flight[epoch]
-        oldest = next(iter(self._in_flight), self.epoch)
-        forgotten = self._forgotten
-        while forgotten and forgotten[key := next(iter(forgotten))] <= oldest:
-            del forgotten[key]
-
-    def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Invalidate operations in flight on `keys`."""
-        if not self._in_flight:
-            return
+    def forget(self, key: ChunkKey) -> None:
+        """Invalidate operations in flight on `key`."""
         self.epoch += 1
-        forgotten = self._forgotten
-        for key in keys:
-            forgotten.pop(key, None)
-            forgotten[key] = self.epoch
-        while len(forgotten) > MAX_TOMBSTONES:
-            self._dropped_epoch = forgotten.pop(next(iter(forgotten)))
+        self._newer[key] = self.epoch
+        if len(self._newer) >= MAX_TOMBSTONES // 2:
+            self._older, self._newer = self._newer, {}
+            self._dropped_epoch, self._older_epoch = self._older_epoch, self.epoch
 
     def forgot(self, key: ChunkKey, epoch: int) -> bool:
-        """Return True if `key` was forgotten since an operation in flight began at `epoch`, or if that is unknown."""
-        return epoch < self.epoch and (self._forgotten.get(key, 0) > epoch or self._dropped_epoch > epoch)
+        """Return True if `key` was forgotten since an operation began at `epoch`, or if that is unknown."""
+        if epoch >= self.epoch:
+            return False
+        latest = max(self._newer.get(key, 0), self._older.get(key, 0), self._dropped_epoch)
+        return latest > epoch
 
     def forgotten(self, keys: Collection[ChunkKey], epoch: int) -> set[ChunkKey]:
         """Return the keys of `keys` that were forgotten, as in `forgot`."""

@@ -94,15 +94,12 @@ class DevicePath:
         size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, ceil(_BATCH_BYTES / pool.slot_bytes)))
         wait_budget = WaitBudget(deadline_s)
         # This also covers the staging tier, since a chunk is forgotten in both at the same time.
-        epoch = self.cpu.tombstones.begin()
-        try:
-            tasks = [
-                asyncio.ensure_future(self._put_batch(chunks[start : start + size], epoch, after, wait_budget))
-                for start in range(0, len(chunks), size)
-            ]
-            await all_or_none(tasks)
-        finally:
-            self.cpu.tombstones.end(epoch)
+        epoch = self.cpu.tombstones.epoch
+        tasks = [
+            asyncio.ensure_future(self._put_batch(chunks[start : start + size], epoch, after, wait_budget))
+            for start in range(0, len(chunks), size)
+        ]
+        await all_or_none(tasks)
         return sum(task.result() for task in tasks)
 
     async def _put_batch(

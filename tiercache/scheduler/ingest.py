@@ -85,7 +85,7 @@ class Ingest:
         latest_first = keys if prefix else keys[::-1]
         time = self.cpu.access(latest_first, prefix=prefix)
         put = _Put(
-            self.cpu.tombstones.begin(),
+            self.cpu.tombstones.epoch,
             WaitBudget(asyncio.get_running_loop().time() + wait_s),
             dict(zip(keys[1:], keys, strict=False)) if prefix else {},
             dict(zip(latest_first, range(time, time - len(keys), -1), strict=True)),
@@ -96,7 +96,6 @@ class Ingest:
             absent = [key for key in keys if key not in self.cpu.residents]
             put.skipped = len(absent) - len(self.cpu.tombstones.forgotten(absent, put.epoch))
         finally:
-            self.cpu.tombstones.end(put.epoch)
             self.skipped += put.skipped
         if prefix:
             self.cpu.link(keys, time)  # a chunk that was inserted before its parent has no link to it

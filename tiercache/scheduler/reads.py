@@ -357,7 +357,7 @@ class TierReader:
                 return None
             task = asyncio.create_task(self._transfer(key, slot, purpose))
             began_s = asyncio.get_running_loop().time()
-            transfer = _Transfer(request, slot, cpu.tombstones.begin(), began_s, task)
+            transfer = _Transfer(request, slot, cpu.tombstones.epoch, began_s, task)
             slot, placed = None, False
         finally:
             if slot is not None:
@@ -436,7 +436,6 @@ class TierReader:
         self._leave(purpose)
         lease = outcome if isinstance(outcome, Lease) else None
         unwanted = self._closed or self.cpu.tombstones.forgot(key, transfer.epoch)
-        self.cpu.tombstones.end(transfer.epoch)
         if lease is not None and unwanted:
             lease.release()
             lease = None
@@ -668,7 +667,7 @@ class Reader:
             return None
         else:
             overtaken = read
-            read = InFlight(key, self.cpu.tombstones.begin(), purpose, deadline_s, parent, time)
+            read = InFlight(key, self.cpu.tombstones.epoch, purpose, deadline_s, parent, time)
             if overtaken is not None:
                 self._overtake(overtaken, read)
             self._begin(read)
@@ -692,7 +691,6 @@ class Reader:
     def _begin(self, read: InFlight) -> None:
         self.in_flight[read.key] = read
         read.task = asyncio.create_task(self._read(read), name="tiercache-read")
-        read.task.add_done_callback(lambda _: self.cpu.tombstones.end(read.epoch))
 
     async def _read(self, read: InFlight) -> None:
         """Read from the tiers in order, then from tiers that have gained the chunk since, for later waiters."""

@@ -116,7 +116,7 @@ class CpuTier(LeaseOwner, Tier):
         if quota_bytes:
             self._quotas = SlotQuotas(quota_bytes, pool.count, pool.slot_bytes, prefetch_share)
         self.tombstones = Tombstones()
-        """Chunks that were forgotten while puts and reads are in flight."""
+        """Chunks that were forgotten lately, while puts and reads may be in flight."""
         self.wait_queue = WaitQueue(self._take_slot, self.abandon, self._blocks_only_itself)
         """Waiters for a slot."""
         self._statistics = TierStatistics()
@@ -315,7 +315,7 @@ class CpuTier(LeaseOwner, Tier):
 
         Its slot is free when its leases have ended.
         """
-        self.tombstones.forget([key])
+        self.tombstones.forget(key)
         return self._drop(key)
 
     def _drop(self, key: ChunkKey) -> bool:

@@ -182,7 +182,7 @@ class Mappings(LeaseOwner):
 
     def forget(self, key: ChunkKey) -> None:
         """Make a chunk invisible at once, including a chunk that is being mapped."""
-        self.tombstones.forget([key])
+        self.tombstones.forget(key)
         entry = self._entries.get(key)
         if entry is not None:
             self._remove(entry)
@@ -386,17 +386,14 @@ class SharedMemoryTier(FileTier):
         def begin(files: ChunkFiles) -> asyncio.Future[int | None]:
             return self._io.map(files, key, mapped, ahead=ahead)
 
-        epoch = mappings.tombstones.begin()
-        try:
-            length = await (self._read_from(directory, key, begin) if ahead else self._read(key, begin))
-            if length is None:
-                return None
-            findable = not mappings.tombstones.forgot(key, epoch)
-            if findable and key not in directory.index:
-                directory.add(key, file_bytes(length))  # news of a deletion arrive only for known chunks
-            lease = mappings.add(key, mapped[0], purpose, findable=findable)
-        finally:
-            mappings.tombstones.end(epoch)
+        epoch = mappings.tombstones.epoch
+        length = await (self._read_from(directory, key, begin) if ahead else self._read(key, begin))
+        if length is None:
+            return None
+        findable = not mappings.tombstones.forgot(key, epoch)
+        if findable and key not in directory.index:
+            directory.add(key, file_bytes(length))  # news of a deletion arrive only for known chunks
+        lease = mappings.add(key, mapped[0], purpose, findable=findable)
         self._io.check([key])
         return lease
 

@@ -134,8 +134,6 @@ def _check_queues(cache: TierCache) -> None:
 def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     """Nothing is under way: no table of what is keeps anything."""
     tables = {
-        "operations": cache.cpu.tombstones._in_flight,
-        "tombstones": cache.cpu.tombstones,
         "who waits for slots": [turn for turns in cache.cpu.wait_queue.waiting for turn in turns],
         "flights": cache.parts.reader.in_flight,
     }

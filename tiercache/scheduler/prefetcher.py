@@ -99,7 +99,7 @@ class Prefetcher:
         self._read_s = read_s
         self._on_continued = on_continued
         self._loop = asyncio.get_running_loop()
-        self._lanes = max(2, reader.read_concurrency)
+        self._lanes = max(2, sum(tier.tier.traits.read_concurrency + 2 for tier in reader.tiers))
         self._numbers = count()
         self._reads: dict[ChunkKey, asyncio.Task[None]] = {}
         self._kept: dict[ChunkKey, Lease] = {}

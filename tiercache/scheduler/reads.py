@@ -97,7 +97,6 @@ class InFlight:
     """The time of the access that it serves, in the hot cache's count."""
     begun: bool = False
     """True once a tier has begun to read. Until then a demand read overtakes a prefetch."""
-    ended: bool = False
     waiters: list[tuple[asyncio.Future[Lease | None], Purpose]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
@@ -125,7 +124,6 @@ class InFlight:
 
         A demand read has already counted its access.
         """
-        self.ended = True
         counted = self.purpose is Purpose.READ
         for arrival, purpose in self.waiters:
             if not arrival.done():
@@ -195,7 +193,6 @@ class TierReader:
         self.reads = TierReadStatistics()
         self._transfers: dict[ChunkKey, _Transfer] = {}
         """Transfers in flight, oldest first, at most one per key."""
-        self._closed = False
 
     @property
     def abandoned(self) -> Sequence[asyncio.Task[_Outcome]]:
@@ -204,10 +201,6 @@ class TierReader:
 
     def statistics(self) -> TierReadStatistics:
         return replace(self.reads, seconds=self.reads.seconds.copy(), reading=len(self._transfers))
-
-    def close(self) -> None:
-        """Publish no further chunk."""
-        self._closed = True
 
     # Routing
 
@@ -337,7 +330,8 @@ class TierReader:
 
     def _unwanted(self, request: InFlight) -> bool:
         """Return True if the chunk came from another source, or was forgotten since the request began."""
-        return request.ended or self.cpu.tombstones.forgot(request.key, request.epoch)
+        key = request.key
+        return self.in_flight.get(key) is not request or self.cpu.tombstones.forgot(key, request.epoch)
 
     async def _begin(self, request: InFlight) -> _Transfer | None:
         """Begin to read once there is a place at the tier and a slot to read into; None if there is none in time."""
@@ -435,7 +429,7 @@ class TierReader:
         del self._transfers[key]
         self._leave(purpose)
         lease = outcome if isinstance(outcome, Lease) else None
-        unwanted = self._closed or self.cpu.tombstones.forgot(key, transfer.epoch)
+        unwanted = self.cpu.wait_queue.closed or self.cpu.tombstones.forgot(key, transfer.epoch)
         if lease is not None and unwanted:
             lease.release()
             lease = None
@@ -556,11 +550,6 @@ class Reader:
         self._closed = False
 
     @property
-    def read_concurrency(self) -> int:
-        """Number of chunks that all tiers together read at a time."""
-        return sum(tier.tier.traits.read_concurrency + 2 for tier in self.tiers)
-
-    @property
     def abandoned(self) -> Sequence[asyncio.Task[Any]]:
         """Reads that outlived their deadline and still hold a slot."""
         return [read for tier in self.tiers for read in tier.abandoned]
@@ -574,8 +563,6 @@ class Reader:
     async def close(self) -> None:
         """End all reads in flight; their waiters get a miss. Does not wait for reads that hang."""
         self._closed = True
-        for tier in self.tiers:
-            tier.close()
         reads = list(self.in_flight.values())
         tasks = [read.task for read in reads if read.task is not None]
         for task in tasks:

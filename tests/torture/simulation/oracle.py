@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -133,7 +134,7 @@ def _check_queues(cache: TierCache) -> None:
 
 def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     """Nothing is under way: no table of what is keeps anything."""
-    tables = {
+    tables: dict[str, Any] = {
         "who waits for slots": [turn for turns in cache.cpu.wait_queue.waiting for turn in turns],
         "flights": cache.parts.reader.in_flight,
     }
@@ -149,7 +150,7 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
             f"traffic of {tier.name}": tier.traffic.in_flight,
             f"removals of {tier.name}": tier.traffic.removing,
         }
-    kept = {name: table for name, table in tables.items() if len(table)}  # type: ignore[arg-type]
+    kept = {name: table for name, table in tables.items() if len(table)}
     if kept:
         raise Violation(f"nothing is under way, and these are not empty: {kept}")
     held = cache.cpu.budget.held

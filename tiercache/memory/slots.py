@@ -407,12 +407,10 @@ class Lease:
         entry = self._held()
         return self._owner.begin_lease(entry, WRITE) if entry.hot else None
 
-    def reader(self) -> Lease:
-        """Return another lease on the same memory, for a reader, even if the chunk was removed meanwhile."""
-        return self._owner.begin_lease(self._held(), READ)
-
     def another(self, purpose: Purpose, *, counted: bool) -> Lease:
-        """Return another lease for a caller that asked for the chunk; see `LeaseOwner.serve`."""
+        """Return another lease for a caller that asked for the chunk, even if it was removed meanwhile.
+
+        See `LeaseOwner.serve`."""
         return self._owner.serve(self._held(), purpose, counted=counted)
 
     def release(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
-from tiercache.memory.slots import Lease
+from tiercache.memory.slots import READ, Lease
 from tiercache.memory.workers import Workers, all_or_none, once_ended
 from tiercache.payloads import Sink
 from tiercache.tiers.cpu import CpuTier
@@ -106,7 +106,7 @@ def or_held(lease_hot: LeaseHot, held: Mapping[ChunkKey, Lease] | None) -> Lease
     def lease(key: ChunkKey) -> Lease | None:
         found = lease_hot(key)
         if found is None and (kept := held.get(key)) is not None:
-            return kept.reader()
+            return kept.another(READ, counted=True)
         return found
 
     return lease

@@ -25,7 +25,7 @@ from tiercache.errors import LayoutError
 from tiercache.memory.slots import Lease, Purpose, Slot
 from tiercache.memory.workers import all_or_none, once_ended, retrieve_exception
 from tiercache.scheduler.batch import deliver, or_held
-from tiercache.scheduler.reads import Reader, Undelivered
+from tiercache.scheduler.reads import Reader
 from tiercache.scheduler.writer import FanOut
 from tiercache.tiers.cpu import CpuTier, StagingTier
 
@@ -237,8 +237,7 @@ class DevicePath:
         waits = [wait for reader in (self._host_reader, self._device_reader) if (wait := reader.worth_waiting_s(keys))]
         if waits and held is None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + sum(waits))
-        undelivered = self._host_reader.undelivered
-        landing = _Landing(self.device, self.staging, self._gets, undelivered, payloads, deadline_s)
+        landing = _Landing(self.device, self.staging, self._gets, self._host_reader, payloads, deadline_s)
         lease_hot = or_held(self._lease_hot, held)
         return await deliver(self.cpu, keys, landing, deadline_s, lease_hot, self._fetch, self._lanes)
 
@@ -280,7 +279,7 @@ class _Landing:
     device: Device
     staging: StagingTier
     batches: asyncio.Semaphore
-    undelivered: Undelivered
+    reader: Reader
     payloads: Sequence[DevicePayload]
     deadline_s: float
 
@@ -314,7 +313,7 @@ class _Landing:
             for position, _ in part:
                 delivered[position] = 1
         except (ValueError, LayoutError, TimeoutError) as error:
-            self.undelivered.add(error, f" to {device.driver.name}")
+            self.reader.undelivered(error, f" to {device.driver.name}")
         finally:
             once_ended(copying, release)
 

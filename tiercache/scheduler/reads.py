@@ -31,6 +31,8 @@ logger = logging.getLogger("tiercache.reader")
 
 _LEAST_S = 1.0
 """A shorter wait for an answer does not count against a tier."""
+WARN_EVERY_S = 60.0
+"""Chunks that cannot be delivered are counted, and one of them is logged in this time."""
 _CANCEL_S = 0.002
 """Time for a tier to end a lookup at its deadline."""
 _Answer = TypeVar("_Answer")
@@ -479,32 +481,6 @@ class TierReader:
         return None
 
 
-EVERY_S = 60.0
-
-
-class Undelivered:
-    """Counts chunks that could not be delivered to the caller's memory.
-
-    Logs the first chunk at once, and the number of others once a minute.
-    """
-
-    def __init__(self, counters: ReaderStatistics) -> None:
-        self._counters = counters
-        self._unlogged = 0
-        self._logged_s: float | None = None
-
-    def add(self, error: Exception, where: str = "") -> None:
-        """Count one chunk, or a part of a batch that failed as a whole. `where` is a phrase for the log line."""
-        self._counters.sink_failures += 1
-        self._unlogged += 1
-        now_s = asyncio.get_running_loop().time()
-        if self._logged_s is not None and now_s < self._logged_s + EVERY_S:
-            return
-        more = f" ({self._unlogged} times since the last warning)" if self._unlogged > 1 else ""
-        logger.warning("a chunk could not be delivered%s: %r%s", where, error, more)
-        self._logged_s, self._unlogged = now_s, 0
-
-
 @dataclass(frozen=True)
 class Hit:
     """A contiguous prefix that was found, and its tiers. `tokens` is 0 if only keys were given."""
@@ -538,7 +514,7 @@ class Reader:
         self._hot: tuple[CpuTier | SharedMemoryTier, ...] = (cpu, *self.mapped)
         cpu.budget.tiers = len(tiers) - len(self.mapped)
         self.counters = ReaderStatistics(hits=dict.fromkeys([cpu.name, *(tier.name for tier in tiers)], 0))
-        self.undelivered = Undelivered(self.counters)
+        self._next_warning_s = float("-inf")
         self.in_flight: dict[ChunkKey, InFlight] = {}
         self.tiers = [TierReader(tier, cpu, self.settings, self.counters, self.in_flight, maps=maps) for tier in tiers]
         self.on_demand: Callable[[ChunkKey], None] | None = None
@@ -717,7 +693,7 @@ class Reader:
         """
         if held is None and (wait_s := self.worth_waiting_s(keys)) is not None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + wait_s)
-        landing = HostMemory(sinks, self.cpu.copiers, self.undelivered.add, deadline_s)
+        landing = HostMemory(sinks, self.cpu.copiers, self.undelivered, deadline_s)
         lease_hot = or_held(partial(self.lease_now, counted=True), held)
         return await deliver(self.cpu, keys, landing, deadline_s, lease_hot, self.fetch, self.lanes)
 
@@ -744,6 +720,16 @@ class Reader:
         known = [lasting_s for lasting_s in expected if lasting_s is not None]
         expected_s = sum(known) if len(known) == len(expected) else None
         return worth_waiting_s(expected_s, recompute_s * (len(keys) - by_tier[self.cpu.name]))
+
+    def undelivered(self, error: Exception, where: str = "") -> None:
+        """Count a chunk, or a part of a batch, that the caller's memory did not take. `where` is a phrase for the log."""
+        self.counters.sink_failures += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._next_warning_s:
+            self._next_warning_s = now_s + WARN_EVERY_S
+            logger.warning(
+                "a chunk could not be delivered%s: %r (%d so far)", where, error, self.counters.sink_failures
+            )
 
     # Lookups
 

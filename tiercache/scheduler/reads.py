@@ -109,16 +109,14 @@ class InFlight:
         try:
             async with asyncio.timeout_at(deadline_s):
                 return await arrival
-        except TimeoutError:
-            if not arrival.done() or arrival.cancelled():
-                raise
-            return arrival.result()  # it completed at the deadline
-        except BaseException:
-            if not arrival.done():
-                if not arrival.get_loop().is_closed():
-                    arrival.cancel()  # this coroutine was closed, not cancelled: a lease could still arrive
-            elif not arrival.cancelled() and (landed := arrival.result()) is not None:
-                landed.release()
+        except BaseException as error:
+            if arrival.done() and not arrival.cancelled():
+                if isinstance(error, TimeoutError):
+                    return arrival.result()  # it completed at the deadline
+                if (landed := arrival.result()) is not None:
+                    landed.release()
+            elif not arrival.get_loop().is_closed():
+                arrival.cancel()  # if this coroutine was closed, a lease could still arrive
             raise
 
     def end(self, landed: Lease | None) -> None:
@@ -213,19 +211,16 @@ class TierReader:
     def would_serve(self, chunks: int) -> bool:
         """Return True if the tier is healthy, and loading `chunks` chunks is faster than computing them."""
         now_s = asyncio.get_running_loop().time()
-        return self._worthwhile(chunks, now_s) and self.breaker.would_allow(now_s)
+        oldest_s = now_s - next((transfer.began_s for transfer in self._timed()), now_s)
+        worthwhile = self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s, oldest_s)
+        return worthwhile and self.breaker.would_allow(now_s)
 
     def serves(self, chunks: int, *, question: bool = False) -> bool:
         """Return the result of `would_serve`, for a read or a lookup that begins now.
 
         If that is the probe of an open breaker, its end must be reported to the breaker.
         """
-        now_s = asyncio.get_running_loop().time()
-        return self._worthwhile(chunks, now_s) and self.breaker.allows(now_s, question=question)
-
-    def _worthwhile(self, chunks: int, now_s: float) -> bool:
-        oldest_s = now_s - next((transfer.began_s for transfer in self._timed()), now_s)
-        return self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s, oldest_s)
+        return self.would_serve(chunks) and self.breaker.allows(asyncio.get_running_loop().time(), question=question)
 
     def _timed(self) -> Iterator[_Transfer]:
         """Yield the transfers whose duration describes the tier, excluding those that give way."""

@@ -78,7 +78,6 @@ class _Write:
     """The loop time at which the tier began this attempt."""
     timer: asyncio.TimerHandle | None = None
     """Runs while the tier writes."""
-    abandoned: bool = False
     wanted: bool = False
     """True if the tier has come to want the chunk since it was offered."""
     ended: bool = False
@@ -258,7 +257,7 @@ class TierWriter:
         except Exception:
             logger.exception("%s: a write failed unexpectedly", self.tier.name)
         finally:
-            if not (answered or write.abandoned):
+            if not (answered or write in self._abandoned):
                 self.counters.dropped += 1
             self._end(write)
 
@@ -300,7 +299,7 @@ class TierWriter:
             try:
                 stored = await send(write.key, lease.padded, lease.payload_bytes)
             except (Exception, asyncio.CancelledError) as error:
-                if write.abandoned:
+                if write in self._abandoned:
                     return False
                 if was_cancelled():
                     self.breaker.abandoned(loop.time(), write.began_s)
@@ -317,7 +316,7 @@ class TierWriter:
                 write.timer.cancel()
                 write.timer = None
                 tier.traffic.end(write.key)
-            if write.abandoned:
+            if write in self._abandoned:
                 return False
             took_s = loop.time() - write.began_s
             self.breaker.succeeded(loop.time(), took_s)
@@ -344,7 +343,6 @@ class TierWriter:
 
     def _abandon(self, write: _Write) -> None:
         """Stop waiting for a write. It keeps its memory and its place in the tier until it ends."""
-        write.abandoned = True
         if write.timer is not None:
             write.timer.cancel()
         self._abandoned.add(write)

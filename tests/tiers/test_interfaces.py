@@ -18,7 +18,8 @@ from tests.torture.simulation.own import BehindWeather
 from tiercache.testing import FaultyTier, MemoryTier, chunk, page_aligned
 from tiercache.testing.wrapped import WrappedTier
 from tiercache.tiers.base import DeviceTier, Tier
-from tiercache.tiers.files.directories import ChunkIO, Lookup
+from tiercache.tiers.files.directories import ChunkIO
+from tiercache.tiers.files.index import ProbingLookup
 from tiercache.tiers.remote.base import RemoteTier
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.redis import RedisTier
@@ -147,7 +148,7 @@ def test_a_tier_that_changes_one_way_to_a_chunk_changes_the_others() -> None:
     ("part", "together"),
     [
         (ChunkIO, [("read", "prefetch"), ("write", "write_places")]),
-        (Lookup, [("probe", "probe_each")]),
+        (ProbingLookup, [("probe", "probe_each")]),
     ],
 )
 def test_a_part_of_a_file_tier_that_changes_one_way_to_a_chunk_changes_the_others(

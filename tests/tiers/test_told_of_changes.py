@@ -17,8 +17,6 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.files import index
-from tiercache.tiers.files.index import OVERFLOW, Happening, Inotify
 
 SOON_S = 30.0
 
@@ -131,7 +129,7 @@ async def test_a_chunk_that_was_deleted_and_stored_again_stays(tmp_path: Path) -
             await other.remove(chunk(1)[0])
             tier.directories.all[0].index.remove(chunk(1)[0])
         await fill(tier, range(3))
-        Path(tier.path(chunk(2)[0])).unlink()  # the last that the kernel tells of
+        Path(tier.path(chunk(2)[0])).unlink()
         await followed.comes_to({0, 1})
         assert await is_hit(tier, 1)
 
@@ -153,7 +151,6 @@ async def test_disk_tells_that_its_directory_was_emptied_and_goes_on_in_the_new_
 async def test_disk_hears_of_deletions_in_the_directory_that_took_the_place_of_a_moved_one(
     tmp_path: Path, moved: str
 ) -> None:
-    """The kernel watches directories, not their paths: it went on about the one that was moved away."""
     place = tmp_path / "host" / "kv"
     place.mkdir(parents=True)
     async with opened(place) as tier:
@@ -167,76 +164,3 @@ async def test_disk_hears_of_deletions_in_the_directory_that_took_the_place_of_a
         await followed.comes_to({4, 5, 6, 7})
         Path(tier.path(chunk(5)[0])).unlink()
         await followed.comes_to({4, 6, 7})
-
-
-async def test_what_the_kernel_had_no_room_to_tell_is_found_by_looking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel drops what nobody takes in time, and says so."""
-    happened = Inotify.happened
-
-    def overflowing(self: Inotify) -> list[Happening]:
-        return [Happening(-1, OVERFLOW, "")] if happened(self) else []
-
-    async with opened(tmp_path) as tier:
-        followed = Followed(tier)
-        await fill(tier, range(4))
-        monkeypatch.setattr(Inotify, "happened", overflowing)
-        for number in (0, 1):
-            Path(tier.path(chunk(number)[0])).unlink()
-        await followed.comes_to({2, 3})
-
-
-async def test_after_an_overflow_the_loop_goes_on_between_slices_of_the_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the loop does in one turn is a slice, however many chunks there are."""
-    asked: list[int] = []
-    missing = index._missing
-
-    def counted(files: object, part: list[ChunkKey]) -> list[ChunkKey]:
-        asked.append(len(part))
-        return missing(files, part)  # type: ignore[arg-type]
-
-    happened = Inotify.happened
-    monkeypatch.setattr(index, "_AT_ONCE", 3)
-    monkeypatch.setattr(index, "_missing", counted)
-    async with opened(tmp_path) as tier:
-        followed = Followed(tier)
-        await fill(tier, range(20))
-        monkeypatch.setattr(Inotify, "happened", lambda self: [Happening(-1, OVERFLOW, "")] if happened(self) else [])
-        for number in range(10):
-            Path(tier.path(chunk(number)[0])).unlink()
-        await followed.comes_to(set(range(10, 20)))
-    assert asked and max(asked) <= 3
-
-
-async def test_without_watches_the_tier_serves_and_says_what_is_lacking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse() -> Inotify:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(index, "Inotify", refuse)
-    async with opened(tmp_path) as tier:
-        followed = Followed(tier)
-        await fill(tier, range(4))
-        assert followed.has == keys(0, 1, 2, 3)
-        assert "max_user_instances" in caplog.text
-
-
-async def test_inotify_is_given_back(tmp_path: Path) -> None:
-    before = descriptors()
-    async with opened(tmp_path) as tier:
-        Followed(tier)
-        await tier.scanned()
-        await fill(tier, range(1))
-        assert descriptors() == before + 1
-    assert descriptors() == before
-
-
-def descriptors() -> int:
-    """Of inotify, in this process."""
-    return sum(
-        str(path.readlink()) == "anon_inode:inotify" for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
-    )

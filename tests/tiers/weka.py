@@ -55,7 +55,7 @@ def physical_bytes(directory: Path) -> int:
 
 
 def refresher_of(tier: WekaTier) -> Refresher:
-    lookup = tier.directories.lookup
+    lookup = tier.lookup
     assert isinstance(lookup, RelistingLookup)
     return next(iter(lookup.refreshers.values()))
 

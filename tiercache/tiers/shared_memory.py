@@ -4,7 +4,7 @@ It stores the files of the disk tier, with the same capacity counter, locks and 
 file, verifies it once, and returns a lease on pages that all processes share.
 
 A mapping is findable by its key while its file has its name. A deleted file never gets its name back. So after a chunk was
-mapped, and after each reported change of its name, a thread compares the file at that path with the mapped one, and the
+mapped, and after each change of its subdirectory, a thread compares the file at that path with the mapped one, and the
 mapping is dropped if they differ.
 """
 
@@ -29,6 +29,7 @@ from tiercache.tiers.base import Tier, TierStatistics
 from tiercache.tiers.files.access import mount_of
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories, FileSettings
+from tiercache.tiers.files.index import ProbingLookup
 from tiercache.tiers.files.io_posix import PosixIO
 from tiercache.tiers.files.mapped_file import Inode, MappedFile, inode_at, map_chunk_file
 from tiercache.tiers.files.tier import FileTier
@@ -39,6 +40,8 @@ MEMORY_KINDS = ("tmpfs",)
 """File systems in memory. hugetlbfs lacks write(2), and ramfs lacks a size limit."""
 _MAX_KEYS_AHEAD = 4096
 """Most keys that wait to be mapped ahead. The oldest are dropped; their first get maps them."""
+_REFRESH_S = 0.1
+"""Shortest time between two listings, which take at most a tenth of the time."""
 _STEP = 1024
 """Names looked up per call in a thread, about a millisecond of the event loop."""
 
@@ -49,7 +52,7 @@ class SharedMemorySettings(FileSettings):
     durable: bool = False
     """A power failure clears tmpfs in any case."""
     beside: bool = False
-    """The kernel reports each change in a directory of chunks to all engines."""
+    """All engines list each directory of chunks that has changed."""
 
 
 class Mapped:
@@ -273,8 +276,8 @@ class MappingIO(PosixIO):
             return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(map_ahead, pause))
         return self._precedence.read(self._readers.submit(files.read_by, key, by))
 
-    def deleted(self, keys: Sequence[ChunkKey]) -> None:
-        self.check(keys)
+    def listed(self, gone: Sequence[ChunkKey], kept: Sequence[ChunkKey]) -> None:
+        self.check([*gone, *kept])
 
     def check(self, keys: Iterable[ChunkKey]) -> None:
         """Check soon if the files of mapped `keys` still have their names."""
@@ -327,7 +330,14 @@ class SharedMemoryTier(FileTier):
     """True if chunks that other processes store are mapped in the background. Set by the reader."""
 
     def __init__(self, settings: SharedMemorySettings, fingerprint: bytes) -> None:
-        super().__init__("shared_memory", "shared_memory_path", settings, fingerprint, MappingIO)
+        super().__init__(
+            "shared_memory",
+            "shared_memory_path",
+            settings,
+            fingerprint,
+            MappingIO,
+            lambda directories: ProbingLookup(directories, _REFRESH_S),
+        )
         io = self.directories.io
         assert isinstance(io, MappingIO)
         self._io = io
@@ -343,7 +353,7 @@ class SharedMemoryTier(FileTier):
         directory = self.directories.all[0]
         directory.index.on_change = self._changed
         # Needed without a listener too: a chunk that another process evicts is unmapped.
-        self.directories.lookup.follow_deletions(directory, self._appeared)
+        self.lookup.follow(self._appeared)
         self.directories.begin(self._map_ahead(), "map-ahead")
 
     async def close(self) -> None:
@@ -392,17 +402,14 @@ class SharedMemoryTier(FileTier):
             return None
         findable = not mappings.tombstones.forgot(key, epoch)
         if findable and key not in directory.index:
-            directory.add(key, file_bytes(length))  # news of a deletion arrive only for known chunks
+            directory.add(key, file_bytes(length))  # a listing finds the deletion of known chunks only
         lease = mappings.add(key, mapped[0], purpose, findable=findable)
         self._io.check([key])
         return lease
 
     def _appeared(self, key: ChunkKey) -> None:
-        """Called when any process has stored a chunk. Chunks that this process stored are usually hot."""
-        directory = self.directories.all[0]
-        if key in self.mappings:
-            self._io.check([key])
-        elif self.maps_ahead and key not in directory.index and not directory.is_looked_for(key):
+        """Called when another process has stored a chunk."""
+        if self.maps_ahead and key not in self.mappings and not self.directories.all[0].is_looked_for(key):
             if self._stored.full():
                 self._stored.get_nowait()
             self._stored.put_nowait(key)

@@ -39,7 +39,7 @@ def file_tiers(cache: TierCache) -> Iterator[tuple[str, FileTier]]:
 
 def is_followed(tier: FileTier) -> bool:
     """Return True if the index follows what lies in the directories."""
-    return isinstance(tier.directories.lookup, RelistingLookup)
+    return isinstance(tier.lookup, RelistingLookup)
 
 
 def directories(cache: TierCache) -> list[Directory]:

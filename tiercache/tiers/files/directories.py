@@ -1,8 +1,8 @@
 """The directories of a file tier: opening, scanning, eviction, and replacement.
 
 `Directories` owns one `Directory` per configured path and belongs to the event loop; blocking calls run in
-`MetadataWorkers`. A `ChunkIO` moves the bytes and a `Lookup` looks keys up; the tier combines the three. Background tasks
-scan, trim above caps and quotas, retry failed deletions, and reopen a directory that was emptied, deleted or mounted again.
+`MetadataWorkers`. A `ChunkIO` moves the bytes. Background tasks scan, trim above caps and quotas, retry failed deletions,
+and reopen a directory that was emptied, deleted or mounted again.
 """
 
 from __future__ import annotations
@@ -233,8 +233,9 @@ class ChunkIO(ABC):
     def forget(self, path: str) -> None:  # noqa: B027
         """Close the file at `path`, which is being or was deleted. May block; runs in a worker thread."""
 
-    def deleted(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027
-        """Close the files of chunks that any process deletes or deleted."""
+    def listed(self, gone: Sequence[ChunkKey], kept: Sequence[ChunkKey]) -> None:  # noqa: B027
+        """Note the known chunks of a subdirectory that has changed: those that other processes have deleted, and the others,
+        some of which may have new files."""
 
     async def close_deleted(self) -> int:
         """Close files that other processes have deleted. Return their number."""
@@ -245,36 +246,6 @@ class ChunkIO(ABC):
 
     def suspect(self) -> None:  # noqa: B027
         """Note that a directory was replaced."""
-
-
-class Lookup(ABC):
-    """Looks keys up in the directories and keeps the indexes fresh."""
-
-    def begin(self, directory: Directory) -> None:  # noqa: B027 - only shared directories need it
-        """Start to keep a directory's index fresh."""
-
-    @abstractmethod
-    async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """See `Tier.probe`."""
-
-    @abstractmethod
-    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """See `Tier.probe_each`."""
-
-    def missed(self, directory: Directory) -> None:  # noqa: B027
-        """Note a read of a chunk that was in no index."""
-
-    def follow_deletions(  # noqa: B027 - what follows everything needs nothing for it
-        self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None
-    ) -> None:
-        """Remove from the index what other processes delete. Call `on_stored` for chunks stored by any process, as far as
-        the kernel reports them."""
-
-    async def refreshed(self) -> None:  # noqa: B027
-        """Wait until the index contains all earlier changes of other processes, if it follows them."""
-
-    def close(self) -> None:  # noqa: B027
-        """Let threads end. Tasks are already cancelled."""
 
 
 _SCAN_WAIT_S = 2.0
@@ -312,10 +283,9 @@ class Directories:
         fingerprint: bytes,
         metadata_threads: int,
         io: Callable[[Directories], ChunkIO],
-        lookup: Callable[[Directories], Lookup],
     ) -> None:
-        """`option` is the configuration key of the directories, for messages. `io` and `lookup` are factories that must not
-        access the other parts yet."""
+        """`option` is the configuration key of the directories, for messages. `io` is a factory that must not access the
+        directories yet."""
         self.name = name
         self.option = option
         self.settings = settings
@@ -332,9 +302,7 @@ class Directories:
         self._only_reads = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._scans: set[asyncio.Task[None]] = set()
-        self._on_change: Callable[[ChunkKey], None] | None = None
         self.io = io(self)
-        self.lookup = lookup(self)
         self.evicted = 0
         """Chunks evicted by this instance for caps and quotas."""
 
@@ -351,9 +319,6 @@ class Directories:
         for directory in self.all:
             self.begin_scan(directory, first=True)
             self.begin(self._catch_up(directory), f"catch-up-{directory.files.root}")
-            self.lookup.begin(directory)
-        if self._on_change is not None:
-            self.tell(self._on_change)
         self.begin(self._sweep(), f"sweep-{self.name}")
 
     async def _open_all(self) -> None:
@@ -377,7 +342,6 @@ class Directories:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.lookup.close()
         self._close_files()
         await self.metadata.cleaned_up()
 
@@ -397,13 +361,6 @@ class Directories:
         task.add_done_callback(self._tasks.discard)
         self._tasks.add(task)
         return task
-
-    def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
-        """Report changes like `Tier.tell`. May be called before `open`."""
-        self._on_change = on_change
-        for directory in self.all:
-            directory.index.on_change = on_change
-            self.lookup.follow_deletions(directory)
 
     # Locating chunks
 
@@ -496,7 +453,7 @@ class Directories:
             if directory.files is files:
                 directory.scan_found(all_of_it=True)
         if is_missing:
-            await self._replace(directory, files)
+            await self.replace(directory, files)
         else:
             await self._trim(directory)
 
@@ -624,18 +581,12 @@ class Directories:
         for directory in self.all:
             async with directory.replacing:
                 fresh = await self._opened_anew(directory)
-                self.metadata.later(directory.take(fresh).close)
+                self.metadata.later(directory.files.close)
+                directory.files = fresh
                 # Writes that the old mount lost are still counted until a scan.
                 self.begin_scan(directory, first=False)
 
-    def replace_soon(self, directory: Directory) -> None:
-        """Replace a directory whose counter is missing, also if nothing writes to it. Creates no directory: a moved one may
-        come back."""
-        if directory.files.capacity.missing and not directory.replacing.locked():
-            replacing = self._replace(directory, directory.files, may_make=False)
-            self.begin(replacing, f"replace-{directory.files.root}")
-
-    async def _replace(self, directory: Directory, stale: ChunkFiles, *, may_make: bool = True) -> None:
+    async def replace(self, directory: Directory, stale: ChunkFiles, *, may_make: bool = True) -> None:
         """Call `reopen` if the directory was wiped. `may_make`: also if it is missing."""
         try:
             is_there = may_make or await self.metadata.submit(stale.root.is_dir)

@@ -1,266 +1,30 @@
 """The index of a directory, and how it follows changes by other processes.
 
-`ProbingLookup` holds what this instance stored or found, and asks the directory for other keys; `Deletions` removes what
-others on this host delete, as inotify reports it. `RelistingLookup` answers from memory: a `Refresher` per directory lists
-changed subdirectories periodically.
+`ProbingLookup` holds what this instance stored or found, and asks the directory for other keys. `RelistingLookup` answers
+from memory. A `Refresher` follows a directory: it lists changed subdirectories periodically.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
-import os
-import struct
 from collections.abc import Callable, Container, Sequence
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from tiercache.core.index import CappedIndex, Freshness, pause_s
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
-from tiercache.memory.workers import Workers, retrieve_exception
+from tiercache.memory.workers import retrieve_exception
 from tiercache.tiers.files.access import ABSENT, require_directory
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directories import Directories, Lookup
-from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS
+from tiercache.tiers.files.directories import Directories
+from tiercache.tiers.files.directory import TOP_LEVELS
 from tiercache.tiers.files.scanning import Directory, merge
 
 logger = logging.getLogger("tiercache.disk")
 
 T = TypeVar("T")
-
-MOVED_FROM = 0x40
-MOVED_TO = 0x80
-CREATED = 0x100
-DELETED = 0x200
-MOVED_SELF = 0x800
-"""The watched directory was moved, and is still watched."""
-OVERFLOW = 0x4000
-IGNORED = 0x8000
-"""The watch has ended: its directory was deleted or unmounted."""
-_ONLY_DIRECTORIES = 0x01000000
-_NO_LINKS = 0x02000000
-_HEADER = struct.Struct("iIII")
-_READ_BYTES = 1 << 16
-
-
-class Happening(NamedTuple):
-    watch: int
-    mask: int
-    name: str
-
-
-class Inotify:
-    """An inotify instance. Raises OSError if none is left (fs.inotify.max_user_instances)."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._descriptor = self._checked(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify")
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def watch(self, directory: Path, mask: int) -> int:
-        """Watch a directory and return the number in its events. Idempotent. May block on the mount. Raises OSError, also if
-        no watch is left (fs.inotify.max_user_watches)."""
-        number = self._libc.inotify_add_watch(
-            self._descriptor, os.fsencode(directory), mask | _ONLY_DIRECTORIES | _NO_LINKS
-        )
-        return self._checked(number, str(directory))
-
-    def happened(self) -> list[Happening]:
-        """Return pending events. Non-blocking."""
-        try:
-            raw = os.read(self._descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return []
-        found, position = [], 0
-        while position < len(raw):
-            watch, mask, _, length = _HEADER.unpack_from(raw, position)
-            position += _HEADER.size + length
-            found.append(Happening(watch, mask, os.fsdecode(raw[position - length : position].rstrip(b"\0"))))
-        return found
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def _checked(self, result: int, what: str) -> int:
-        if result < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), what)
-        return result
-
-
-_ROOT = CREATED | MOVED_TO | MOVED_SELF
-"""Subdirectories are created with their first chunks."""
-_CHUNKS = DELETED | MOVED_FROM
-_PAUSE_S = 1.0
-_AT_ONCE = 1024
-
-
-class Deletions:
-    """Follows deletions in one directory. Belongs to the event loop; `follow` is its task.
-
-    A deleted chunk may have been stored again, so each key is checked before it leaves the index. Deletions by other hosts
-    are not reported.
-    """
-
-    def __init__(
-        self, directories: Directories, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None
-    ) -> None:
-        """`on_stored`: see `Lookup.follow_deletions`."""
-        self._directories = directories
-        self._directory = directory
-        self._on_stored = on_stored
-        self._mask = _CHUNKS if on_stored is None else _CHUNKS | MOVED_TO
-        self._gone: dict[ChunkKey, None] = {}
-        self._new: set[str] = set()
-        """Subdirectories that are not watched yet."""
-        self._is_short = True
-        """True if a directory may be unwatched or events were lost."""
-        self._is_elsewhere = False
-        """True if the watched directory is no longer at its path."""
-        self._news = asyncio.Event()
-        directory.on_other_files = self._begin_elsewhere
-
-    async def follow(self) -> None:
-        """Follow until cancelled. Ends with a warning if no watch is left."""
-        try:
-            while True:
-                await self._follow_here(Inotify())
-        except OSError as error:
-            self._give_up(error)
-
-    async def _follow_here(self, inotify: Inotify) -> None:
-        """Follow until another directory has the path. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(inotify.fileno(), self._note, inotify)
-        self._is_short, self._is_elsewhere = True, False
-        try:
-            while not self._is_elsewhere:
-                self._news.clear()
-                try:
-                    await self._catch_up(inotify)
-                except TierUnavailable:  # no thread could be started
-                    self._is_short = True
-                if self._is_short:
-                    await asyncio.sleep(_PAUSE_S)
-                else:
-                    await self._news.wait()
-        finally:
-            loop.remove_reader(inotify.fileno())
-            self._directories.metadata.later(inotify.close)  # a hung thread may use it
-
-    def _begin_elsewhere(self) -> None:
-        self._is_elsewhere = True
-        self._news.set()
-
-    def _give_up(self, error: OSError) -> None:
-        logger.warning(
-            "%s: what others delete there is noticed only when it is asked for: %s (fs.inotify.max_user_instances, "
-            "fs.inotify.max_user_watches: 257 a directory)", self._directory.files.root, error,
-        )  # fmt: skip
-
-    def _note(self, inotify: Inotify) -> None:
-        for happening in inotify.happened():
-            if happening.mask & MOVED_SELF:
-                self._begin_elsewhere()
-            elif happening.mask & (OVERFLOW | IGNORED):
-                self._is_short = True
-            elif happening.mask & _CHUNKS and CHUNK_NAME.fullmatch(happening.name):
-                key = bytes.fromhex(happening.name)
-                if key in self._directory.index or self._directory.is_looked_for(key):
-                    self._gone[key] = None
-            elif self._on_stored is not None and happening.mask & MOVED_TO and CHUNK_NAME.fullmatch(happening.name):
-                self._on_stored(bytes.fromhex(happening.name))
-            elif happening.mask & _ROOT and happening.name in _NUMBERS:
-                self._new.add(happening.name)
-        if self._gone or self._new or self._is_short:
-            self._news.set()
-
-    async def _catch_up(self, inotify: Inotify) -> None:
-        if self._is_short or self._new:
-            came = self._new if self._on_stored is not None else set()
-            new = TOP_LEVELS if self._is_short else list(self._new)
-            self._is_short, self._new = False, set()
-            try:
-                found = await self._directories.metadata.submit(
-                    _watch, inotify, self._directory.files, new, self._mask, came
-                )
-                if self._on_stored is not None:
-                    for key in found:
-                        self._on_stored(key)
-            except FileNotFoundError:
-                self._is_short = True  # the directory was deleted; a write creates it again
-            await self._look_through({_NUMBERS[name] for name in new})
-        while self._gone:
-            await self._look_for([self._gone.popitem()[0] for _ in range(min(len(self._gone), _AT_ONCE))])
-
-    async def _look_through(self, numbers: set[int]) -> None:
-        """Check all known chunks in these subdirectories, one slice per turn of the loop."""
-        for number in sorted(numbers):
-            known = self._directory.index.keys.part(number)
-            for start in range(0, len(known), _AT_ONCE):
-                keys = [key for key in known[start : start + _AT_ONCE] if key in self._directory.index]
-                if keys:
-                    await self._look_for(keys)
-            await asyncio.sleep(0)
-
-    async def _look_for(self, keys: list[ChunkKey]) -> None:
-        directory, files, index = self._directory, self._directory.files, self._directory.index
-        began = {key: directory.look_for(key) for key in keys}
-        try:
-            missing = await self._directories.metadata.submit(_missing, files, keys)
-        except BaseException:
-            self._gone.update(dict.fromkeys(keys))
-            raise
-        finally:
-            latest = {key for key, since in began.items() if directory.looked(key, since)}
-        # Chunks that exist again have new files.
-        self._directories.io.deleted(keys)
-        if directory.index is index:
-            for key in missing:
-                if key in latest:
-                    index.remove(key)
-                elif key in index:
-                    self._gone[key] = None  # it changed during the check
-
-
-_NUMBERS = {name: number for number, name in enumerate(TOP_LEVELS)}
-
-
-def _watch(
-    inotify: Inotify, files: ChunkFiles, names: Sequence[str], mask: int, came: Container[str]
-) -> list[ChunkKey]:
-    """Watch the root and the existing ones of these subdirectories. Blocks. Raises FileNotFoundError without a root.
-
-    Return the chunks in those that just `came`, which may precede the watch.
-    """
-    inotify.watch(files.root, _ROOT)
-    found = []
-    for name in names:
-        with contextlib.suppress(*ABSENT):
-            inotify.watch(files.root / name, mask)
-            if name in came:
-                chunks = filter(CHUNK_NAME.fullmatch, os.listdir(files.root / name))
-                found += [bytes.fromhex(chunk) for chunk in chunks]
-    return found
-
-
-def _missing(files: ChunkFiles, keys: list[ChunkKey]) -> list[ChunkKey]:
-    """Return the keys without files. Blocks."""
-    found = []
-    for key in keys:
-        try:
-            os.lstat(files.path(key))
-        except ABSENT:
-            found.append(key)
-        except OSError as error:  # unknown
-            logger.debug("%s: %s", files.root, error)
-    return found
-
 
 _SETTLE_S = 1.0
 _HURRY = 10
@@ -275,28 +39,22 @@ def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
 
 
 class Refresher:
-    """Keeps a directory's index and counter fresh. Belongs to the event loop; `run` is its task.
-
-    Keys in `ignored` are never added.
-    """
+    """Keeps a directory's index and counter fresh. Belongs to the event loop; `run` is its task."""
 
     def __init__(
         self,
+        directories: Directories,
         directory: Directory,
-        workers: Workers,
         refresh_s: float,
-        ignored: Container[ChunkKey],
-        on_gone: Callable[[list[ChunkKey]], None],
-        on_refresh: Callable[[], None],
+        on_stored: Callable[[ChunkKey], None] | None = None,
     ) -> None:
+        """`on_stored`: see `ProbingLookup.follow`."""
         self.directory = directory
         self.refresh_s = refresh_s
         self.listings = 0
         """Number of subdirectory listings."""
-        self._workers = workers
-        self._ignored = ignored
-        self._on_gone = on_gone
-        self._on_refresh = on_refresh
+        self._directories = directories
+        self._on_stored = on_stored
         self._index: object = None
         self._freshness = Freshness(_SETTLE_S)
         self._hint = asyncio.Event()
@@ -326,7 +84,7 @@ class Refresher:
             self._calls_s.clear()
             try:
                 await self._refresh()
-                self._on_refresh()
+                self._directories.trim_soon(self.directory)
                 failing = False
             except (OSError, TierUnavailable) as error:
                 if not failing:
@@ -348,9 +106,15 @@ class Refresher:
         loop = asyncio.get_running_loop()
         files, index = self.directory.files, self.directory.index
         if index is not self._index:
-            # The directory was replaced.
+            # The directory was opened or replaced.
+            await self._directories.first_scan(self.directory)
             self._index, self._freshness = index, Freshness(_SETTLE_S)
         await self._ask(files, files.capacity.refresh)
+        if files.capacity.missing:
+            # A missing directory is not made: a moved one may come back.
+            await self._directories.replace(self.directory, files, may_make=False)
+            if index is not self.directory.index:
+                return
         times_ns = await self._ask(files, directory_times_ns, files)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
@@ -366,14 +130,16 @@ class Refresher:
         found = await self._ask(files, files.scanner.scan, TOP_LEVELS[directory], before)
         self.listings += 1
         if index is self.directory.index:
-            _, dropped = await merge(index, found, before, (gone, self._ignored))
-            if dropped:
-                self._on_gone(dropped)
+            new, dropped = await merge(index, found, before, (gone, self._directories.refused))
+            self._directories.io.listed(dropped, found.kept)
+            if self._on_stored is not None:
+                for key in new.keys:
+                    self._on_stored(key)
 
     async def _ask(self, files: ChunkFiles, call: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        answer = await answered(self._workers.submit(call, *arguments), str(files.root))
+        answer = await answered(self._directories.metadata.background.submit(call, *arguments), str(files.root))
         self._calls_s.append(loop.time() - began_s)
         return answer
 
@@ -402,17 +168,38 @@ _PROBED = 1024
 """Keys per call in a thread."""
 
 
-class ProbingLookup(Lookup):
+class ProbingLookup:
     """Contains what this instance stored or found. A probe looks up other keys in the directory."""
 
-    def __init__(self, directories: Directories) -> None:
+    def __init__(self, directories: Directories, refresh_s: float = 1.0) -> None:
+        """`refresh_s`: the shortest time between two refreshes of a followed directory without a hint."""
+        self.refreshers: dict[Directory, Refresher] = {}
         self._directories = directories
+        self._refresh_s = refresh_s
 
-    def follow_deletions(self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
-        deletions = Deletions(self._directories, directory, on_stored)
-        self._directories.begin(deletions.follow(), f"deletions-{directory.files.root}")
+    def begin(self) -> None:
+        """Called once the directories are open."""
+
+    def follow(self, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
+        """Keep the indexes fresh: list what other processes store and delete. Call `on_stored` for chunks that were stored
+        since, at least by others."""
+        for directory in self._directories.all:
+            if directory not in self.refreshers:
+                refresher = Refresher(self._directories, directory, self._refresh_s, on_stored)
+                self.refreshers[directory] = refresher
+                self._directories.begin(refresher.run(), f"refresh-{directory.files.root}")
+
+    async def refreshed(self) -> None:
+        """Wait until followed indexes contain all earlier changes of other processes."""
+        await asyncio.gather(*(refresher.refreshed() for refresher in self.refreshers.values()))
+
+    def missed(self, directory: Directory) -> None:
+        """Note a read of a chunk that was in no index."""
+        if directory in self.refreshers:
+            self.refreshers[directory].hint()
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        """See `Tier.probe`."""
         directories = self._directories
         position = directories.prefix(keys)
         while position < len(keys):
@@ -425,6 +212,7 @@ class ProbingLookup(Lookup):
         return position
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """See `Tier.probe_each`."""
         unknown = [key for key in keys if not self._directories.contains(key)]
         for start in range(0, len(unknown), _PROBED):
             await self._look_for(unknown[start : start + _PROBED], gaps=True)
@@ -443,30 +231,10 @@ class ProbingLookup(Lookup):
 
 
 class RelistingLookup(ProbingLookup):
-    """Answers lookups from memory, for mounts with slow metadata calls. A task keeps it fresh."""
+    """Follows all directories and answers lookups from memory, for mounts with slow metadata calls."""
 
-    def __init__(self, directories: Directories, refresh_s: float = 1.0) -> None:
-        """`refresh_s`: the shortest time between two refreshes without a hint."""
-        super().__init__(directories)
-        self.refreshers: dict[Directory, Refresher] = {}
-        self._refresh_s = refresh_s
-        self._watchers = Workers(f"{directories.name}-refresh", len(directories.settings.directories))
-
-    def follow_deletions(self, directory: Directory, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
-        """Do nothing: the refresher sees deletions."""
-
-    def begin(self, directory: Directory) -> None:
-        directories = self._directories
-
-        def refreshed() -> None:
-            directories.trim_soon(directory)
-            directories.replace_soon(directory)
-
-        refresher = Refresher(
-            directory, self._watchers, self._refresh_s, directories.refused, directories.io.deleted, refreshed
-        )
-        self.refreshers[directory] = refresher
-        directories.begin(self._follow(directory, refresher), f"refresh-{directory.files.root}")
+    def begin(self) -> None:
+        self.follow()
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         """Probe from memory, or the mount until the first scan has ended."""
@@ -487,19 +255,6 @@ class RelistingLookup(ProbingLookup):
         for directory in first:
             self.missed(directory)
         return [directories.contains(key) for key in keys]
-
-    def missed(self, directory: Directory) -> None:
-        self.refreshers[directory].hint()
-
-    async def refreshed(self) -> None:
-        await asyncio.gather(*(refresher.refreshed() for refresher in self.refreshers.values()))
-
-    def close(self) -> None:
-        self._watchers.close()
-
-    async def _follow(self, directory: Directory, refresher: Refresher) -> None:
-        await self._directories.first_scan(directory)
-        await refresher.run()
 
 
 def _existing(unknown: list[tuple[list[Directory], ChunkKey]], gaps: bool) -> list[tuple[ChunkKey, Directory, int]]:

@@ -42,8 +42,6 @@ class Directory:
     def __init__(self, files: ChunkFiles, index: CappedIndex) -> None:
         self.files = files
         self.index = index
-        self.on_other_files: Callable[[], None] | None = None
-        """Called when another directory or mount has replaced the open one."""
         self.scanned = False
         """True if a scan has seen every file of the directory."""
         self._found_more = asyncio.Event()
@@ -65,18 +63,11 @@ class Directory:
         """Use another directory with an empty index."""
         known, self.index = self.index, index
         self.scanned, self.explained_bytes = False, 0
-        self.take(files)
+        self.files = files
         index.on_change = known.on_change
         if index.on_change is not None:
             for key in known.keys:
                 index.on_change(key)
-
-    def take(self, files: ChunkFiles) -> ChunkFiles:
-        """Use another directory. Return the one it replaces."""
-        taken, self.files = self.files, files
-        if self.on_other_files is not None:
-            self.on_other_files()
-        return taken
 
     @property
     def is_doubtful(self) -> bool:

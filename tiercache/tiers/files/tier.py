@@ -1,8 +1,8 @@
 """The file tier: one file per chunk in one or several directories, under a physical cap.
 
 `FileTier` belongs to the event loop: it decides, counts, and hands whole operations to worker threads, which run
-`chunk_files.py`. Two parts differ between file systems: a `ChunkIO` moves bytes, and a `Lookup` knows which chunks exist.
-A tier for one file system is a preset that chooses both.
+`chunk_files.py`. Two parts differ between file systems: a `ChunkIO` moves bytes, and a `ProbingLookup` knows which chunks
+exist. A tier for one file system is a preset that chooses both.
 
 A tier that opens late exists before its mount answers, and is used as soon as it does. A mount without room for the tier's
 own small files counts as one that does not answer.
@@ -38,7 +38,7 @@ from tiercache.tiers.files.access import (
     warn_of_missing_mount,
 )
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, Lookup, give_up_bytes
+from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, give_up_bytes
 from tiercache.tiers.files.directory import Deleted, NameTaken, reads_back
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import ProbingLookup
@@ -74,7 +74,7 @@ class FileTier(DeviceTier):
         settings: FileSettings,
         fingerprint: bytes,
         io: Callable[[Directories], ChunkIO],
-        lookup: Callable[[Directories], Lookup] = ProbingLookup,
+        lookup: Callable[[Directories], ProbingLookup] = ProbingLookup,
         *,
         metadata_threads: int = 1,
         late_s: float | None = None,
@@ -86,7 +86,8 @@ class FileTier(DeviceTier):
         """
         self.name = name
         self.option = option
-        self.directories = Directories(name, option, settings, fingerprint, metadata_threads, io, lookup)
+        self.directories = Directories(name, option, settings, fingerprint, metadata_threads, io)
+        self.lookup = lookup(self.directories)
         self.traits = self._traits()
         self.admission = Admission(settings.admission)
         self.governor = Governor(settings.bytes_per_day)
@@ -96,6 +97,7 @@ class FileTier(DeviceTier):
         """The first files that could not be read since a read succeeded, at most `_FILES_TO_DOUBT`."""
         self._evicted_for_quotas = 0
         self._late_s = late_s
+        self._on_change: Callable[[ChunkKey], None] | None = None
         self._opening: asyncio.Task[None] | None = None
 
     @property
@@ -111,13 +113,19 @@ class FileTier(DeviceTier):
         """Open the directories. Raises ConfigError if waiting does not help. A cancelled call closes the tier."""
         try:
             if self._late_s is None:
-                await self.directories.open(only_reads=not self.writes)
+                await self._open_directories()
             else:
                 await self._open_late(self._late_s)
         except (Exception, asyncio.CancelledError):  # not GeneratorExit: nothing would run what waits
             await self.close()
             raise
         self.traits = self._traits()
+
+    async def _open_directories(self) -> None:
+        await self.directories.open(only_reads=not self.writes)
+        self.lookup.begin()
+        if self._on_change is not None:
+            self.tell(self._on_change)
 
     async def close(self) -> None:
         opening, self._opening = self._opening, None
@@ -174,7 +182,7 @@ class FileTier(DeviceTier):
                         "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
                         self.name, mount.point, option,
                     )  # fmt: skip
-            await self.directories.open(only_reads=not self.writes)
+            await self._open_directories()
         except (OSError, ConfigError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if not isinstance(cause, OSError):
@@ -214,18 +222,21 @@ class FileTier(DeviceTier):
         return self.directories.known() if self.traffic.refuses_none else super().offered()
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
-        self.directories.tell(on_change)
+        self._on_change = on_change
+        for directory in self.directories.all:
+            directory.index.on_change = on_change
+        self.lookup.follow()
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         return self.directories.prefix(keys)
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         with self._at_mount():
-            return await self.directories.lookup.probe(keys)
+            return await self.lookup.probe(keys)
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._at_mount():
-            return await self.directories.lookup.probe_each(keys)
+            return await self.lookup.probe_each(keys)
 
     def statistics(self) -> TierStatistics:
         directories = self.directories
@@ -248,7 +259,7 @@ class FileTier(DeviceTier):
         """Wait until the index contains what other instances did before this call, if it follows them (for tests and
         tools)."""
         await self.scanned()
-        await self.directories.lookup.refreshed()
+        await self.lookup.refreshed()
 
     def path(self, key: ChunkKey) -> str:
         """Return the path where `key` is or would be stored."""
@@ -277,7 +288,7 @@ class FileTier(DeviceTier):
                 if length is not None:
                     break
         if not is_known:
-            self.directories.lookup.missed(directories[0])
+            self.lookup.missed(directories[0])
         if length is None:
             self._statistics.read_misses += 1
             return None

@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,13 +142,6 @@ class RingIO(ChunkIO):
 
     def forget(self, path: str) -> None:
         self.files.forget(path)
-
-    def deleted(self, keys: Sequence[ChunkKey]) -> None:
-        self._directories.metadata.submit(self._forget, [self._directories.path(key) for key in keys])
-
-    def _forget(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            self.files.forget(path)
 
     async def close_deleted(self) -> int:
         return await self._directories.metadata.submit(self.files.close_deleted)

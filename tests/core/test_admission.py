@@ -1,14 +1,9 @@
 """What is worth writing to flash, and how much of it a day."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.admission import ADMISSIONS, DAY_S, Admission, Governor
-
-
-def test_all_is_write_through() -> None:
-    assert Admission("all").admits(b"new")
+from tiercache.core.admission import DAY_S, Admission, Governor
 
 
 def test_a_chunk_is_worth_writing_when_a_second_request_needed_it() -> None:
@@ -37,13 +32,6 @@ def test_a_live_session_is_worth_writing_with_its_newest_turn() -> None:
     admission.used(b"first turn")
     admission.continued(b"another")
     assert not admission.admits(b"second turn"), "the least recent is forgotten at the limit"
-
-
-@pytest.mark.parametrize("name", ADMISSIONS)
-def test_each_name_of_the_configuration_makes_one(name: str) -> None:
-    admission = Admission(name, 10)
-    admission.used(b"key")
-    assert admission.admits(b"key") is (name == "all")
 
 
 def test_no_rate_is_no_limit() -> None:

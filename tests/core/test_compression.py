@@ -39,18 +39,8 @@ def test_the_slower_a_tier_the_more_is_compressed(
     assert choice(sending_gbps=sending_gbps, receiving_gbps=receiving_gbps).codec is codec
 
 
-def test_a_codec_that_does_not_keep_up_with_the_writes_is_not_chosen() -> None:
-    assert choice(sending_gbps=0.31, receiving_gbps=0.1, concurrency=4).codec is Codec.ZSTD
-    assert choice(sending_gbps=0.31, receiving_gbps=0.1, concurrency=1).codec is Codec.PLAIN
-
-
 def test_where_others_want_the_cores_less_is_compressed() -> None:
     assert choice(sending_gbps=0.31, receiving_gbps=0.31, busy=2.0).codec is Codec.PLAIN
-
-
-def test_nothing_is_compressed_before_a_transfer_was_seen() -> None:
-    made = CompressionChoice()
-    assert made.trial_due() and made.codec is Codec.PLAIN
 
 
 def test_a_link_that_changes_changes_the_choice() -> None:

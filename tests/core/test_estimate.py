@@ -112,10 +112,3 @@ def test_parts_add_up_to_the_whole_and_the_whole_less_one_is_the_other(first: li
     since = whole.since(before)
     assert since.counts == of(second).counts
     assert abs(since.sum - of(second).sum) < 1e-6
-
-
-def test_copy_does_not_change_with_the_original() -> None:
-    original = of([1.0])
-    copy = original.copy()
-    original.add(1.0)
-    assert copy == of([1.0])

@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.core.eviction import MEAN_LRU, POLICIES, RANKS, LeafLru, Resident, rank_policy
+from tiercache.core.eviction import MEAN_LRU, POLICIES, LeafLru, Resident, rank_policy
 from tiercache.core.keys import tenant_of, tenant_tag
 
 TENANTS = (b"", tenant_tag("a"), tenant_tag("b"))
@@ -65,22 +65,6 @@ def release(order: LeafLru, entry: Resident) -> None:
     order.released(entry)
 
 
-@pytest.mark.parametrize("policy", RANKS)
-def test_a_prefix_is_evicted_from_its_end(policy: str) -> None:
-    order = made(policy)
-    put(order, range(5))
-    assert all_victims(order) == [4, 3, 2, 1, 0]
-
-
-@pytest.mark.parametrize("policy", RANKS)
-def test_a_shared_head_outlives_every_branch(policy: str) -> None:
-    order = made(policy)
-    put(order, [0, 1, 10, 11])
-    put(order, [0, 1, 20, 21])
-    victims = all_victims(order)
-    assert victims[-2:] == [1, 0]
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [("LRU", [2, 3, 1]), ("FIFO", [1, 2, 3]), ("LFU", [3, 2, 1]), ("MRU", [1, 3, 2])],
@@ -130,16 +114,6 @@ def test_an_access_while_leased_counts() -> None:
     order.access(keys_of([1]))
     release(order, leased)
     assert all_victims(order) == [2, 1]
-
-
-def test_a_resident_knows_its_children() -> None:
-    order = made()
-    put(order, [0, 1])
-    put(order, [0, 2])
-    children = order.entries[key(0)].children
-    assert children is not None and set(children) == {key(1), key(2)}
-    assert number_of(order.pop_victim()) == 1
-    assert set(children) == {key(2)}
 
 
 def test_links_in_contradicting_orders_never_close_a_circle() -> None:

@@ -4,13 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.header import PACKED_BYTES, Header, HeaderError, aligned, file_bytes
+from tiercache.core.header import PACKED_BYTES, Header, HeaderError
 
 HEADER = Header(b"k" * 24, b"f" * 16, 12345, 0xDEADBEEF)
 
 
 @given(
-    st.binary(min_size=1, max_size=32), st.binary(min_size=16, max_size=16), st.integers(0, 2**63), st.integers(0, 2**64 - 1)
+    st.binary(min_size=1, max_size=32),
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 2**63),
+    st.integers(0, 2**64 - 1),
 )
 def test_unpack_returns_what_was_packed(key: bytes, fingerprint: bytes, length: int, checksum: int) -> None:
     header = Header(key, fingerprint, length, checksum)
@@ -44,15 +47,3 @@ def test_other_key_or_layout_is_refused_with_both_named() -> None:
     with pytest.raises(HeaderError, match="layout: expected 6767.*found 6666"):
         Header.check(raw, b"k" * 24, b"g" * 16)
     assert Header.check(raw, b"k" * 24, b"f" * 16) == Header.check(raw, b"k" * 24, None) == HEADER
-
-
-def test_what_is_said_of_the_payload() -> None:
-    assert Header.payload_bytes_of(HEADER.pack()) == HEADER.payload_bytes
-    HEADER.check_payload(HEADER.payload_checksum)
-    with pytest.raises(HeaderError, match=f"payload checksum: expected {HEADER.payload_checksum:016x}, found 0{{16}}"):
-        HEADER.check_payload(0)
-
-
-def test_lengths_are_padded_to_pages() -> None:
-    assert [aligned(length) for length in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
-    assert file_bytes(1) == 8192

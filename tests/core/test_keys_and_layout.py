@@ -130,3 +130,11 @@ def test_bytes_are_ids_like_any_other_numbers(kind: Callable[[range], Any]) -> N
     """And not four of them one."""
     namespace = Layout("m", 16, 4096).namespace()
     assert chunk_keys(namespace, kind(range(64)), 16) == chunk_keys(namespace, list(range(64)), 16)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"), [("hash", TypeError), (None, TypeError), (7, TypeError), (b"8 bytes!", ValueError)]
+)
+def test_what_is_no_hash_is_a_sentence(wrong: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="hashes: expected"):
+        keys_from_hashes(b"namespace", [bytes(32), wrong])  # type: ignore[list-item]

@@ -67,18 +67,6 @@ def account_of(plan: PrefetchPlan, source: str = "hints") -> dict[str, int]:
 # The plan
 
 
-def test_missing_chunks_are_promoted_from_the_first_on() -> None:
-    plan = plan_of()
-    plan.offer(expecting("abcd"), 0.0)
-    assert promotions(plan, resident="b") == "acd"
-
-
-def test_promotion_names_the_chunk_before_it() -> None:
-    plan = plan_of()
-    plan.offer(expecting("ab"), 0.0)
-    assert [promotion.parent for promotion in begin(plan)] == [None, b"a"]
-
-
 def test_nothing_is_promoted_before_it_must_be() -> None:
     plan = plan_of()
     plan.offer(expecting("ab", due_s=100.0), 0.0)
@@ -95,33 +83,6 @@ def test_priority_goes_before_the_deadline_and_that_before_the_order_of_arrival(
     plan.offer(expecting("w", 4.0), 0.0)
     plan.offer(expecting("x", 4.0), 0.0)
     assert promotions(plan, 9.5) == "wxvu"
-
-
-def test_newer_request_replaces_the_older() -> None:
-    plan = plan_of()
-    plan.offer(expecting("ab", subject="s"), 0.0)
-    plan.offer(expecting("cd", subject="s"), 0.0)
-    assert promotions(plan) == "cd"
-
-
-def test_share_of_the_hot_cache_is_kept() -> None:
-    plan = plan_of(share=3)
-    plan.offer(expecting("abcdef"), 0.0)
-    begun = begin(plan)
-    assert [promotion.key for promotion in begun] == [b"a", b"b", b"c"]
-    assert plan.ended(begun[0], promoted=True)
-    assert promotions(plan) == ""
-    plan.used(b"a", hot=True)
-    assert promotions(plan) == "d"
-    plan.used(b"b", hot=False)
-    assert promotions(plan) == "", "it is still in flight"
-
-
-def test_pins_count_for_the_share() -> None:
-    plan = plan_of(share=3)
-    plan.pinned = 2
-    plan.offer(expecting("abc"), 0.0)
-    assert promotions(plan) == "a"
 
 
 def test_hot_chunk_that_is_expected_is_kept_within_the_share() -> None:
@@ -143,79 +104,6 @@ def test_rate_is_kept_and_what_was_not_used_is_not_saved_up() -> None:
     assert promotions(plan, 100.0) == "ab", "a quarter of a second's worth, however long nothing was promoted"
     assert plan.wake_s(100.0) == pytest.approx(100.125)
     assert promotions(plan, 100.125) == "c"
-
-
-def test_used_late_wasted_and_cancelled_are_told_apart() -> None:
-    plan = plan_of()
-    plan.offer(expecting("abcde"), 0.0)
-    begun = begin(plan, resident="e")
-    for promotion in begun[:3]:
-        assert plan.ended(promotion, promoted=True)
-    plan.removed(b"b")
-    plan.used(b"a", hot=True)
-    plan.used(b"d", hot=False)
-    assert not plan.ended(begun[3], promoted=True)
-    plan.withdraw("hints", "abcde")
-    assert plan.take_unexpected() == [b"c"]
-    assert account_of(plan) == {"promoted": 4, "used": 1, "late": 1, "wasted": 2}
-
-
-def test_failed_promotion_is_not_charged_and_not_tried_again() -> None:
-    plan = plan_of()
-    request = expecting("a")
-    plan.offer(request, 0.0)
-    (promotion,) = begin(plan)
-    assert not plan.ended(promotion, promoted=False)
-    assert account_of(plan) == {"cancelled": 1}
-    assert promotions(plan) == "" and request.progress.missing == 1
-
-
-def test_request_joins_a_chunk_that_is_in_flight() -> None:
-    plan = plan_of()
-    first, second = expecting("a", subject="first"), expecting("a", subject="second")
-    plan.offer(first, 0.0)
-    plan.offer(second, 0.0)
-    (promotion,) = begin(plan)
-    assert (first.progress.in_flight, second.progress.in_flight) == (1, 1)
-    plan.withdraw("hints", "first")
-    assert plan.ended(promotion, promoted=True), "the second one expects it"
-    assert (first.progress.cancelled, second.progress.promoted) == (1, 1)
-
-
-def test_chunks_of_a_request_that_has_expired_or_was_withdrawn_are_wasted() -> None:
-    for withdrawn in (False, True):
-        plan = plan_of()
-        plan.offer(expecting("ab"), 0.0)
-        first, second = begin(plan)
-        plan.ended(first, promoted=True)
-        if withdrawn:
-            plan.withdraw("hints", "ab")
-        assert promotions(plan, 11.0) == ""
-        assert not plan.has("hints", "ab") and plan.take_unexpected() == [b"a"]
-        assert not plan.ended(second, promoted=True), "nothing expects it"
-        assert account_of(plan) == {"promoted": 2, "wasted": 2}
-
-
-def test_chunks_of_predictions_take_no_room() -> None:
-    plan = plan_of(share=1)
-    plan.offer(expecting("a", source="sessions"), 0.0)
-    (promotion,) = begin(plan)
-    assert not plan.ended(promotion, promoted=True) and plan.has_room
-    plan.offer(expecting("c"), 0.0)
-    assert promotions(plan) == "c"
-    plan.used(b"a", hot=True)
-    assert account_of(plan, "sessions") == {"promoted": 1, "used": 1}
-
-
-def test_hint_that_joins_a_prediction_in_flight_keeps_the_chunk() -> None:
-    plan = plan_of()
-    plan.offer(expecting("a", source="sessions"), 0.0)
-    (promotion,) = begin(plan)
-    plan.offer(expecting("a"), 0.0)
-    assert promotions(plan) == ""
-    assert plan.ended(promotion, promoted=True)
-    plan.withdraw("hints", "a")
-    assert plan.take_unexpected() == [b"a"]
 
 
 def test_many_requests_that_expire_are_dropped_some_at_a_time() -> None:

@@ -49,14 +49,6 @@ def test_of_decoding_alone_nothing_is_known() -> None:
     assert cost.token_s is None and cost.news() is None
 
 
-def test_known_stays_known_while_only_decoding() -> None:
-    cost = PrefillCost()
-    end_s = watch(cost, engine([900, 300, 1700]))
-    before = cost.token_s
-    watch(cost, engine([8], tokens=20000), now_s=end_s)
-    assert before is not None and cost.token_s == pytest.approx(TOKEN_S, rel=0.05)
-
-
 def test_pauses_do_not_count() -> None:
     cost = PrefillCost()
     end_s = 0.0

@@ -1,6 +1,5 @@
 """Bounds, breakers and budgets: all decisions, no loop."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,12 +158,6 @@ def test_prefetch_leaves_both_floors() -> None:
         free -= 1
     assert free == 4, "what is kept for later is no demand read: both floors are whole"
     assert budget.allows(Purpose.WRITE, free) and budget.allows(Purpose.READ, free)
-
-
-def test_giving_back_twice_is_caught() -> None:
-    budget = SlotBudget(8)
-    with pytest.raises(AssertionError, match="twice"):
-        budget.give_back(Purpose.READ)
 
 
 def test_many_that_find_the_device_full_together_are_one_bad_sign() -> None:

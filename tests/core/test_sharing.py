@@ -1,46 +1,6 @@
 """What an instance knows of a directory that others change too."""
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from tiercache.core.index import CappedIndex, Freshness
-
-
-def key(directory: int, number: int = 0) -> bytes:
-    return bytes([directory]) + number.to_bytes(23, "big")
-
-
-def index_with(*keys: bytes) -> CappedIndex:
-    index = CappedIndex()
-    for each in keys:
-        index.add(each, 10)
-    return index
-
-
-changes = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "cold", "remove", "evict", "age", "touch"]), st.integers(0, 3), st.integers(0, 3)
-    )
-)
-
-
-@given(changes)
-def test_groups_are_the_index_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
-    index = CappedIndex()
-    for step, directory, number in steps:
-        each = key(directory, number)
-        if step in ("add", "cold"):
-            index.add(each, 10 + number, cold=step == "cold")
-        elif step == "remove":
-            index.remove(each)
-        elif step == "evict":
-            index.evict(15 * number)
-        elif step == "age":
-            index.age([each])
-        else:
-            index.touch(each)
-    for directory in range(256):
-        assert index.group(directory) == {each for each in index.keys if each[0] == directory}
+from tiercache.core.index import Freshness
 
 
 def times(**changed: int) -> list[int]:

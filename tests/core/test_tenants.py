@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import KEY_BYTES, TAGGED_KEY_BYTES, check_keys, chunk_keys, tenant_of, tenant_tag
 from tiercache.core.layout import Layout
-from tiercache.core.tenants import DEFAULT, MOST_SHOWN, OTHERS, Shares, TenantStatistics, shown
+from tiercache.core.tenants import DEFAULT, MOST_SHOWN, OTHERS, TenantStatistics, shown
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=64)
 SALTS = ("", "quiet", "noisy")
@@ -16,10 +16,6 @@ SALTS = ("", "quiet", "noisy")
 
 def key(number: int, salt: str = "") -> bytes:
     return number.to_bytes(KEY_BYTES, "big") + tenant_tag(salt)
-
-
-def index_of(quota: int) -> CappedIndex:
-    return CappedIndex(quota)
 
 
 # Keys
@@ -64,37 +60,7 @@ def test_few_tenants_are_named_and_the_rest_is_one() -> None:
     assert named[OTHERS] == TenantStatistics(1 + 2 + 3 + 4 + 5 + 6, 6, 12)
 
 
-def test_who_has_nothing_and_gets_nothing_is_forgotten() -> None:
-    shares = Shares(10)
-    shares.expect(b"t", 5)
-    shares.hold(b"t", 5, 1)
-    shares.expect(b"t", -5)
-    assert shares.holdings
-    shares.hold(b"t", -5, -1)
-    assert not shares.holdings and shares.excess_bytes == 0
-
-
-def test_what_is_on_its_way_counts() -> None:
-    index = index_of(10)
-    index.add(key(1, "a"), 6)
-    index.expect(key(2, "a"), 4)
-    assert index.lacking_bytes(key(3, "a")) == 0 and index.lacking_bytes(key(3, "a"), 1) == 1
-    assert index.fits(key(3, "a"), 6) and not index.fits(key(3, "a"), 7)
-    assert index.fits(key(3, "b"), 10) and not index.fits(key(3, "b"), 11)
-
-
 # Who goes
-
-
-def test_a_tenant_over_its_quota_gives_up_before_others() -> None:
-    index = index_of(2)
-    index.add(key(0, "quiet"), 1)
-    for number in range(1, 5):
-        index.add(key(number, "noisy"), 1, cold=number == 4)
-    assert index.excess_bytes == 2
-    gone = [one for one, _ in index.evict(2)]
-    assert {tenant_of(one) for one in gone} == {tenant_tag("noisy")} and index.excess_bytes == 0
-    assert [one for one, _ in index.evict(1)] == [key(0, "quiet")], "now as if there were no tenants"
 
 
 class Quotas(RuleBasedStateMachine):

@@ -25,7 +25,8 @@ class HeldTier(MemoryTier):
     made: dict[str, HeldTier] = {}  # noqa: RUF012 - how a test gets at the tier that a configuration names
 
     def __init__(self, settings: RemoteSettings) -> None:
-        super().__init__(settings.name, Traits(True, True, settings.concurrency, settings.concurrency))
+        apart = bool(settings.options.get("prefetches_apart"))
+        super().__init__(settings.name, Traits(True, True, settings.concurrency, settings.concurrency, apart))
         self._gates = {kind: asyncio.Event() for kind in KINDS}
         for gate in self._gates.values():
             gate.set()
@@ -34,7 +35,7 @@ class HeldTier(MemoryTier):
         self.seen: set[ChunkKey] | None = None
         """Where it is a set: what this process knows of the tier's chunks, from its own look-ups."""
         self.fate: Callable[[], Awaitable[None]] | None = None
-        """What happens to each operation on its way, in the stress test; it may raise."""
+        """What happens to each operation on its way; it may raise."""
         self.made[settings.name] = self
 
     def hold(self, kind: str) -> None:
@@ -88,13 +89,19 @@ class HeldTier(MemoryTier):
 
 @asynccontextmanager
 async def opened(
-    *names: str, slots: int = 32, concurrency: int = 2, roles: dict[str, str] | None = None, **values: object
+    *names: str,
+    slots: int = 32,
+    concurrency: int = 2,
+    roles: dict[str, str] | None = None,
+    prefetches_apart: bool = False,
+    **values: object,
 ) -> AsyncIterator[TierCache]:
     """The smallest arena, cut into so many slots; payloads need not fill theirs."""
     settings: dict[str, object] = {}
     for name in names:
         own = {"module_path": __name__, "class_name": "HeldTier", "role": (roles or {}).get(name, "both")}
         own["concurrency"] = str(concurrency)
+        own |= {"prefetches_apart": "yes"} if prefetches_apart else {}
         settings |= {f"{name}.{option}": value for option, value in own.items()}
     config = Config(
         max_local_cpu_size=_ARENA_BYTES / 2**30,

@@ -97,47 +97,6 @@ async def test_full_queue_of_one_tier_does_not_delay_what_others_are_offered(ben
     assert hung.statistics().written == 8
 
 
-@pytest.mark.parametrize("steps", range(12))
-async def test_put_that_is_cancelled_while_it_waits_for_room_holds_nothing(bench: Bench, steps: int) -> None:
-    bench.tier.gate.clear()
-    hung, slow = writer_of(bench.tier, wait_s=10.0), writer_of(SlowTier(), wait_s=10.0)
-    path = bench.ingest(FanOut([hung, slow]))
-    putting = asyncio.create_task(path.put(items_of(range(1, 9)), 60.0))
-    while not hung.pending:
-        await asyncio.sleep(0)
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    putting.cancel()
-    await asyncio.gather(putting, return_exceptions=True)
-    await settled(bench, hung, slow)
-
-
-async def test_chunk_of_a_put_that_is_cancelled_while_it_waits_for_a_queue_is_written_for_who_put_it_beside_it(
-    bench: Bench,
-) -> None:
-    bench.tier.gate.clear()
-    writer = writer_of(bench.tier, queue_chunks=1, wait_s=60.0)
-    path = bench.ingest(FanOut([writer]))
-    before = [asyncio.create_task(path.put(items_of([number]), 60.0)) for number in range(1, 6)]
-    while not writer.pending:
-        await asyncio.sleep(0)
-    key = chunk(50)[0]
-    cancelled = asyncio.create_task(path.put(items_of([50]), 60.0))
-    while not bench.cpu.contains(key):
-        await asyncio.sleep(0)
-    beside = asyncio.create_task(path.put(items_of([50]), 60.0))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    assert writer.statistics().skipped == 1, "what the cancelled put did not wait for is counted"
-    bench.tier.gate.set()
-    assert await asyncio.gather(beside, *before) == [1] * 6
-    await settled(bench, writer)
-    assert key in bench.memory.chunks
-
-
 async def test_a_flush_says_what_was_declined(bench: Bench) -> None:
     asked = asyncio.Event()
 

@@ -15,7 +15,6 @@ from tests.scheduler.conftest import SLOTS, Bench
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.slots import Purpose
 from tiercache.payloads import PlainCopy, Source, source_of
-from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -58,82 +57,6 @@ async def test_the_deadline_is_of_the_whole_put(bench: Bench) -> None:
     assert path.skipped == 20
     for lease in leases:
         lease.release()
-    assert bench.is_whole()
-
-
-async def test_chunk_that_somebody_else_stored_while_one_waited_is_stored(bench: Bench) -> None:
-    path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
-    puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(3)]
-    while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < 3:
-        await asyncio.sleep(0)
-    for lease in leases:
-        lease.release()
-    assert await asyncio.gather(*puts) == [1, 1, 1]
-    assert bench.is_whole()
-
-
-async def test_key_of_puts_that_waited_for_slots_can_be_stored_again(bench: Bench) -> None:
-    """The second gets its slot when the first has long published."""
-    path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
-    puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(2)]
-    while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < 2:
-        await asyncio.sleep(0)
-    leases.pop().release()
-    assert await puts[0] == 1
-    leases.pop().release()
-    assert await puts[1] == 1
-    for lease in leases:
-        lease.release()
-    bench.cpu.forget(chunk(1)[0])
-    assert await path.put(items([1]), 10.0) == 1
-    assert bench.is_whole()
-
-
-async def test_key_that_a_read_promoted_while_its_put_waited_can_be_stored_again(bench: Bench) -> None:
-    path = bench.ingest(FanOut([]))
-    reader = Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0))
-    (key,) = bench.keep_on_tier(range(1, 2))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
-    put = asyncio.create_task(path.put(items([1]), 10.0))
-    while not bench.cpu.wait_queue.waiting[Purpose.WRITE]:
-        await asyncio.sleep(0)
-    lease = await reader.fetch(key, asyncio.get_running_loop().time() + 5.0)
-    assert lease is not None
-    for each in (lease, *leases):
-        each.release()
-    assert await put == 1
-    bench.cpu.forget(key)
-    assert await path.put(items([1]), 10.0) == 1
-    assert bench.is_whole()
-
-
-@pytest.mark.parametrize("ends", ["fails", "is cancelled"])
-async def test_put_beside_a_put_of_the_same_chunk_that_fails_stores_its_own(bench: Bench, ends: str) -> None:
-    copying, go_on = threading.Event(), threading.Event()
-
-    def broken(slot: np.ndarray) -> None:
-        copying.set()
-        go_on.wait(10.0)
-        raise OSError("the engine's memory is gone")
-
-    path = bench.ingest(FanOut([]))
-    key, payload = chunk(1)
-    bad = asyncio.create_task(path.put([(key, CHUNK_BYTES, broken)], 10.0))
-    while not copying.is_set():
-        await asyncio.sleep(0)
-    good = asyncio.create_task(path.put(items([1, 2]), 10.0))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    if ends == "is cancelled":
-        bad.cancel()
-    go_on.set()
-    assert isinstance((await asyncio.gather(bad, return_exceptions=True))[0], OSError | asyncio.CancelledError)
-    assert await good == 2
-    lease = bench.cpu.lease(key)
-    assert lease is not None and np.array_equal(lease.view, payload)
-    lease.release()
     assert bench.is_whole()
 
 
@@ -206,16 +129,6 @@ async def test_chunks_that_are_named_again_count_once(bench: Bench) -> None:
     assert bench.is_whole()
 
 
-async def test_chunks_that_are_named_again_and_find_no_room_are_skipped_once(bench: Bench) -> None:
-    path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
-    assert await path.put(items([0, 1, 0, 1, 1]), 1.0) == 0
-    assert path.skipped == 2
-    for lease in leases:
-        lease.release()
-    assert bench.is_whole()
-
-
 async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
     path = bench.ingest(FanOut([]))
 
@@ -257,68 +170,6 @@ def test_what_may_block_is_left_to_threads(tmp_path: Path) -> None:
         assert not isinstance(source_of(other)[1], PlainCopy)
 
 
-async def test_slot_that_a_hung_source_may_still_fill_is_nobody_elses(bench: Bench) -> None:
-    """The caller is let go after a while; the thread writes whenever it goes on."""
-    goes_on, hangs = threading.Event(), threading.Event()
-
-    def slow(slot: np.ndarray) -> None:
-        hangs.set()
-        goes_on.wait(10.0)
-        slot[:] = 0xBB
-
-    free = bench.cpu.pool.free
-    path = bench.ingest(FanOut([]))
-    task = asyncio.create_task(path.put([(chunk(1)[0], CHUNK_BYTES, slow)], 10.0))
-    while not hangs.is_set():
-        await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert bench.cpu.pool.free == free - 1
-    taken = []
-    while (slot := bench.cpu.try_reserve(Purpose.WRITE)) is not None:
-        bench.cpu.pool.view(slot)[:] = 0xAA
-        taken.append(slot)
-    goes_on.set()
-    while bench.fillers.unfinished:
-        await asyncio.sleep(0)
-    assert all((bench.cpu.pool.view(slot) == 0xAA).all() for slot in taken), "another chunk's memory was written to"
-    for slot in taken:
-        bench.cpu.abandon(slot, Purpose.WRITE)
-    while bench.cpu.pool.free < free:
-        await asyncio.sleep(0)
-    assert bench.is_whole()
-
-
-@pytest.mark.parametrize("known", [{}, {chunk(3)[0]: chunk(2)[0]}], ids=["single", "a prefix"])
-async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(
-    bench: Bench, known: dict[ChunkKey, ChunkKey]
-) -> None:
-    keys = [chunk(number)[0] for number in (2, 3, 4)]
-    slots = bench.cpu.try_reserve_all(keys)
-    with bench.make_hot(3) as first:
-        bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in slots.items()}, known, {})
-        lease = bench.cpu.lease(keys[1])
-        assert lease is not None
-        with lease:
-            assert np.shares_memory(lease.view, first.view)
-    assert bench.cpu.prefix(keys) == 3
-    assert bench.cpu.statistics().writes == 3
-    assert bench.is_whole()
-
-
-async def test_who_waits_for_a_slot_gets_one_when_others_have_stored_their_chunks(bench: Bench) -> None:
-    taken = bench.cpu.try_reserve_all([chunk(number)[0] for number in range(SLOTS)])
-    waiting = asyncio.ensure_future(bench.cpu.reserve(Purpose.WRITE, 10.0))
-    while not bench.cpu.wait_queue.waiters:
-        await asyncio.sleep(0)
-    bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in taken.items()}, {}, {})
-    given = await waiting
-    assert given is not None
-    bench.cpu.abandon(given, Purpose.WRITE)
-    assert bench.is_whole()
-
-
 async def test_a_prefix_may_follow_a_chunk_that_was_passed_over_since_it_is_held(bench: Bench) -> None:
     path = bench.ingest(FanOut([]))
     with bench.make_hot(0):
@@ -332,10 +183,6 @@ async def test_without_a_hot_cache_and_tiers_a_put_leaves_nothing(bench: Bench) 
     bench.cpu.keep = False
     assert await bench.ingest(FanOut([])).put(items(range(6)), 1.0) == 6
     assert bench.cpu.pool.free == SLOTS and not any(bench.cpu.budget.held)
-
-
-def no_source(slot: np.ndarray) -> None:
-    raise AssertionError("what is filled is not filled again")
 
 
 async def test_a_hot_chunk_that_is_forgotten_while_others_of_its_put_are_copied_does_not_count(bench: Bench) -> None:
@@ -352,4 +199,25 @@ async def test_a_hot_chunk_that_is_forgotten_while_others_of_its_put_are_copied_
     assert bench.cpu.forget(chunk(1)[0])
     go_on.set()
     assert await put == 1
+    assert bench.is_whole()
+
+
+def no_source(slot: np.ndarray) -> None:
+    raise AssertionError("what is filled is not filled again")
+
+
+@pytest.mark.parametrize("known", [{}, {chunk(3)[0]: chunk(2)[0]}], ids=["single", "a prefix"])
+async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(
+    bench: Bench, known: dict[ChunkKey, ChunkKey]
+) -> None:
+    keys = [chunk(number)[0] for number in (2, 3, 4)]
+    slots = bench.cpu.try_reserve_all(keys)
+    with bench.make_hot(3) as first:
+        bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in slots.items()}, known, {})
+        lease = bench.cpu.lease(keys[1])
+        assert lease is not None
+        with lease:
+            assert np.shares_memory(lease.view, first.view)
+    assert bench.cpu.prefix(keys) == 3
+    assert bench.cpu.statistics().writes == 3
     assert bench.is_whole()

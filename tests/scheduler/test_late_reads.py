@@ -39,37 +39,6 @@ async def test_read_that_is_late_is_kept_for_the_next(bench: Bench) -> None:
     assert bench.is_whole()
 
 
-async def test_who_joins_with_more_time_gets_all_of_it(bench: Bench) -> None:
-    (wanted,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
-    bench.tier.gate.clear()
-    hasty = asyncio.create_task(reader.fetch(wanted, soon(0.1)))
-    await bench.tier.until_entered(1)
-    patient = asyncio.create_task(reader.fetch(wanted, soon(10.0)))
-    asyncio.get_running_loop().call_later(5.0, bench.tier.gate.set)
-    assert await hasty is None
-    lease = await patient
-    assert lease is not None, "it came after 5 of 10 seconds"
-    lease.release()
-    assert bench.memory.counters.reads == 1
-    assert bench.is_whole()
-
-
-async def test_who_comes_when_the_first_has_gone_waits_for_the_same_read(bench: Bench) -> None:
-    (wanted,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
-    bench.tier.gate.clear()
-    assert await reader.fetch(wanted, soon(0.1)) is None
-    patient = [asyncio.create_task(reader.fetch(wanted, soon(10.0))) for _ in range(3)]
-    await settle()
-    bench.tier.gate.set()
-    for lease in await asyncio.gather(*patient):
-        assert lease is not None
-        lease.release()
-    assert bench.memory.counters.reads == 1, "no second read, slot and place"
-    assert bench.is_whole()
-
-
 @pytest.mark.parametrize("scarce", ["places", "slots"])
 async def test_who_joins_while_the_first_waits_for_its_turn_gets_all_of_his_time(bench: Bench, scarce: str) -> None:
     keys = bench.keep_on_tier(range(1, 4))
@@ -96,19 +65,6 @@ async def test_who_joins_while_the_first_waits_for_its_turn_gets_all_of_his_time
     lease.release()
     for other in await asyncio.gather(*others):
         other.release()  # type: ignore[attr-defined]
-    assert bench.is_whole()
-
-
-async def test_late_read_that_fails_gives_its_slot_back(bench: Bench) -> None:
-    (wanted,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
-    bench.tier.gate.clear()
-    bench.tier.fail_reads = [OSError("device lost")]
-    assert await reader.fetch(wanted, soon(0.1)) is None
-    bench.tier.gate.set()
-    await settle()
-    assert not bench.cpu.contains(wanted)
-    assert len(reader.abandoned) == 0
     assert bench.is_whole()
 
 
@@ -151,3 +107,19 @@ async def test_hung_tier_leaves_another_its_share_of_a_small_arena() -> None:
         tier("well").let_go()
         await cache.flush()
         assert await is_whole(cache)
+
+
+async def test_reads_and_prefetches_with_places_of_their_own_have_half_of_the_arena_together() -> None:
+    async with opened("hung", slots=16, concurrency=6, prefetches_apart=True) as cache:
+        for number in range(16):
+            tier("hung").chunks[key(number)] = payload(number)
+        tier("hung").hold("read")
+        handle = cache.prefetch([key(number) for number in range(8)])
+        await tier("hung").until_entered("read", 6)
+        gets = [asyncio.create_task(found(cache, key(number))) for number in range(8, 16)]
+        await tier("hung").until_entered("read", 8)
+        await settle()
+        assert tier("hung").entered["read"] == 8
+        tier("hung").let_go()
+        assert await asyncio.gather(*gets) == [payload(number) for number in range(8, 16)]
+        assert (await handle).promoted == 8

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench
-from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import Reader, ReaderSettings
-from tiercache.testing import chunk
 
 
 def reader_of(bench: Bench) -> Reader:
@@ -24,33 +21,6 @@ def soon(seconds: float = 5.0) -> float:
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
-
-
-async def test_promoted_chunk_is_held_counts_no_use_and_is_hot(bench: Bench) -> None:
-    (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
-    hold = await reader.promote(key, soon())
-    assert hold is not None
-    assert bench.cpu.budget.held[Purpose.PREFETCH] == 1
-    assert bench.cpu.statistics().reads == 0
-    lease = await reader.fetch(key, soon())
-    assert lease is not None and np.array_equal(lease.view, chunk(1)[1])
-    assert bench.cpu.budget.held[Purpose.PREFETCH] == 0, "a demand read counts for more"
-    lease.release()
-    assert bench.cpu.budget.held[Purpose.PREFETCH] == 1
-    hold.release()
-    assert bench.is_whole()
-
-
-async def test_held_chunk_outlives_everything_that_passes_through(bench: Bench) -> None:
-    keys = bench.keep_on_tier(range(1, 200))
-    reader = reader_of(bench)
-    hold = await reader.promote(keys[0], soon())
-    assert hold is not None
-    assert await reader.warm(keys[1:], soon(60.0)) == 198
-    assert bench.cpu.contains(keys[0])
-    hold.release()
-    assert bench.is_whole()
 
 
 async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -> None:
@@ -109,38 +79,6 @@ async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> 
     assert bench.is_whole()
 
 
-async def test_demand_joins_a_prefetch_that_is_being_read(bench: Bench) -> None:
-    (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
-    bench.tier.gate.clear()
-    promoting = asyncio.create_task(reader.promote(key, soon()))
-    await bench.tier.until_entered(1)
-    asking = asyncio.create_task(reader.fetch(key, soon()))
-    await settle()
-    assert (reader.counters.joined, reader.counters.overtaken) == (1, 0)
-    bench.tier.gate.set()
-    for lease in (await promoting, await asking):
-        assert lease is not None
-        lease.release()
-    assert bench.memory.counters.reads == 1
-    assert bench.is_whole()
-
-
-async def test_prefetch_leaves_slots_for_reads_and_writes(bench: Bench) -> None:
-    keys = bench.keep_on_tier(range(1, 60))
-    reader = reader_of(bench)
-    holds = [hold for hold in await asyncio.gather(*(reader.promote(key, soon(1.0)) for key in keys)) if hold]
-    floors = 2 * bench.cpu.budget.floor
-    assert len(holds) == bench.cpu.pool.count - floors
-    lease = await reader.fetch(keys[-1], soon())
-    assert lease is not None, "a demand read has room"
-    for each in (lease, *holds):
-        each.release()
-    while reader.in_flight or reader.abandoned:
-        await asyncio.sleep(0)
-    assert bench.is_whole()
-
-
 async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 60))
     reader = reader_of(bench)
@@ -159,22 +97,5 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
             hold.release()
     assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
     while reader.in_flight or reader.abandoned:  # their timers are a moment later than those of the last who waited
-        await asyncio.sleep(0)
-    assert bench.is_whole()
-
-
-@pytest.mark.parametrize("delay", range(12))
-async def test_cancelled_promotion_leaks_nothing(bench: Bench, delay: int) -> None:
-    (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
-    promoting = asyncio.create_task(reader.promote(key, soon()))
-    for _ in range(delay):
-        await asyncio.sleep(0)
-    promoting.cancel()
-    (outcome,) = await asyncio.gather(promoting, return_exceptions=True)
-    if not isinstance(outcome, asyncio.CancelledError):
-        assert outcome is not None
-        outcome.release()
-    while reader.in_flight:
         await asyncio.sleep(0)
     assert bench.is_whole()

@@ -77,20 +77,6 @@ async def test_awaiting_a_prefetch_gives_what_became_of_it(work: Prefetching) ->
     assert work.prefetcher.held == 0, "kept no longer than until it was used"
 
 
-async def test_progress_is_seen_while_it_goes_on(work: Prefetching) -> None:
-    keys = work.bench.keep_on_tier(range(1, 9))
-    work.bench.tier.gate.clear()
-    handle = work.hint(keys)
-    work.bench.tier.gate.set()
-    await asyncio.sleep(0)
-    work.bench.tier.gate.clear()
-    await work.bench.tier.until_entered(2)
-    progress = handle.progress
-    assert progress.found == 8 and progress.in_flight == 4 and not progress.done
-    work.bench.tier.gate.set()
-    assert (await handle).promoted == 8
-
-
 async def test_what_is_hot_already_is_kept_and_not_read(work: Prefetching) -> None:
     keys = work.bench.keep_on_tier(range(1, 4))
     work.bench.make_hot(2).release()
@@ -112,21 +98,6 @@ async def test_cancelled_prefetch_begins_nothing_more(work: Prefetching) -> None
         await asyncio.sleep(0)
     assert work.bench.memory.counters.reads <= 4
     handle.cancel()
-
-
-async def test_cancelling_who_waits_leaves_the_prefetch_alone(work: Prefetching) -> None:
-    keys = work.bench.keep_on_tier(range(1, 5))
-    work.bench.tier.gate.clear()
-    handle = work.hint(keys)
-
-    async def wait() -> None:
-        await handle
-
-    waiting = asyncio.create_task(wait())
-    await work.bench.tier.until_entered(1)
-    waiting.cancel()
-    work.bench.tier.gate.set()
-    assert (await handle).promoted == 4
 
 
 async def test_two_prefetches_of_one_prefix_share_its_reads(work: Prefetching) -> None:
@@ -153,15 +124,6 @@ async def test_no_more_is_kept_than_the_share(bench: Bench) -> None:
     assert bench.is_whole()
 
 
-async def test_bandwidth_is_what_the_budget_says(bench: Bench) -> None:
-    work = Prefetching(bench, bytes_per_s=2.0 * CHUNK_BYTES)
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    await work.hint(bench.keep_on_tier(range(1, 12)))
-    assert loop.time() - began_s == pytest.approx(5.0, abs=1.0), "two chunks a second"
-    await work.prefetcher.close()
-
-
 async def test_what_nobody_comes_for_is_let_go_and_counted(work: Prefetching) -> None:
     await work.hint(work.bench.keep_on_tier(range(1, 5)), ttl_s=3.0)
     assert work.prefetcher.held == 4
@@ -185,18 +147,6 @@ async def test_who_comes_before_it_has_arrived_makes_it_late(work: Prefetching) 
         await asyncio.sleep(0)
     assert work.account() == {"promoted": 2, "late": 2}
     assert work.prefetcher.held == 0
-
-
-async def test_urgent_hint_goes_first(work: Prefetching) -> None:
-    first = work.bench.keep_on_tier(range(1, 11))
-    second = work.bench.keep_on_tier(range(11, 14))
-    work.bench.tier.gate.clear()
-    slow, urgent = work.hint(first, priority=5), work.hint(second, priority=0)
-    await work.bench.tier.until_entered(2)
-    work.bench.tier.gate.set()
-    await urgent
-    assert not slow.done
-    await slow
 
 
 async def test_failed_reads_are_missing_and_cost_nothing(work: Prefetching) -> None:
@@ -229,33 +179,6 @@ async def test_who_waits_learns_that_the_time_is_over(bench: Bench, share: int, 
     assert bench.is_whole()
 
 
-async def test_time_is_over_also_where_the_bandwidth_allows_nothing(bench: Bench) -> None:
-    work = Prefetching(bench, bytes_per_s=1.0)
-    handle = work.hint(bench.keep_on_tier(range(1, 5)), ttl_s=5.0)
-    async with asyncio.timeout(60.0):
-        assert (await handle).cancelled == 4
-    await work.prefetcher.close()
-
-
-async def test_chunk_that_somebody_came_for_is_not_fetched_twice(work: Prefetching) -> None:
-    keys = work.bench.keep_on_tier(range(1, 3))
-    work.bench.tier.gate.clear()
-    first = work.hint(keys)
-    await work.bench.tier.until_entered(2)
-    using = [asyncio.create_task(work.use(key)) for key in keys]
-    await asyncio.sleep(0)
-    second = work.hint(keys)
-    while work.prefetcher._lookups:
-        await asyncio.sleep(0)
-    assert not second.done, "it is still on its way"
-    work.bench.tier.gate.set()
-    await asyncio.gather(*using)
-    assert (await first).promoted == (await second).promoted == 2
-    while work.prefetcher._reads:
-        await asyncio.sleep(0)
-    assert work.account() == {"promoted": 2, "late": 2}
-
-
 async def test_what_is_announced_and_hot_is_not_displaced_by_other_prefetches(work: Prefetching) -> None:
     bench = work.bench
     for number in range(1, 9):
@@ -280,25 +203,6 @@ async def test_what_was_used_and_evicted_is_not_fetched_again(work: Prefetching)
     assert not any(work.bench.cpu.contains(key) for key in keys)
     await asyncio.sleep(10.0)
     assert work.account() == {"promoted": 4, "used": 4}
-
-
-async def test_chunks_that_are_announced_twice_in_one_prefetch_count_once(work: Prefetching) -> None:
-    keys = work.bench.keep_on_tier(range(1, 4))
-    progress = await work.hint([*keys, *keys, chunk(99)[0]])
-    assert (progress.asked, progress.found, progress.promoted, progress.missing) == (4, 3, 3, 1)
-
-
-async def test_chunks_that_are_gone_or_broken_when_they_are_read_are_missing(work: Prefetching) -> None:
-    keys = work.bench.keep_on_tier(range(1, 5))
-    work.bench.tier.gate.clear()
-    handle = work.hint(keys)
-    await work.bench.tier.until_entered(2)
-    del work.bench.memory.chunks[keys[1]]
-    del work.bench.memory.chunks[keys[3]]
-    work.bench.tier.gate.set()
-    progress = await handle
-    assert (progress.found, progress.promoted, progress.missing) == (4, 2, 2)
-    assert work.account() == {"promoted": 2, "cancelled": 2}
 
 
 async def test_session_that_comes_back_finds_its_chunks_hot(work: Prefetching) -> None:
@@ -326,17 +230,6 @@ async def test_chunks_of_a_session_that_does_not_come_back_are_wasted(work: Pref
     if says_so:
         work.prefetcher.over("mine")
     await asyncio.sleep(2.0 if says_so else 700.0)
-    assert work.account("sessions") == {"promoted": 4, "wasted": 4}
-
-
-async def test_chunks_of_a_session_that_were_evicted_before_it_came_back_are_wasted(work: Prefetching) -> None:
-    keys = work.bench.keep_on_tier(range(1, 5))
-    await work.learn()
-    work.prefetcher.ended("mine", keys)
-    await asyncio.sleep(9.0)
-    for number in range(100, 100 + SLOTS):
-        work.bench.make_hot(number).release()
-    work.prefetcher.began("mine", keys)
     assert work.account("sessions") == {"promoted": 4, "wasted": 4}
 
 

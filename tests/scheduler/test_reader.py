@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench, expect
-from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 
@@ -20,19 +19,6 @@ def reader_of(bench: Bench) -> Reader:
 
 def soon(seconds: float = 5.0) -> float:
     return asyncio.get_running_loop().time() + seconds
-
-
-async def test_cold_chunk_is_read_once_and_hot_after(bench: Bench) -> None:
-    (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
-    for _ in range(2):
-        lease = await reader.fetch(key, soon())
-        assert lease is not None
-        assert np.array_equal(lease.view, chunk(1)[1])
-        lease.release()
-    assert bench.memory.counters.reads == 1
-    assert reader.counters.hits == {"cpu": 1, "disk": 1}
-    assert bench.is_whole()
 
 
 async def test_many_askers_share_one_flight(bench: Bench) -> None:
@@ -64,23 +50,6 @@ async def test_cancelled_asker_leaves_the_flight_to_the_others(bench: Bench) -> 
     lease.release()
     assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError
     assert bench.is_whole()
-
-
-async def test_asker_cancelled_in_the_moment_of_arrival_leaks_nothing(bench: Bench) -> None:
-    for delay in range(12):
-        key = bench.keep_on_tier(range(delay + 1, delay + 2))[0]
-        reader = reader_of(bench)
-        asker = asyncio.create_task(reader.fetch(key, soon()))
-        for _ in range(delay):
-            await asyncio.sleep(0)
-        asker.cancel()
-        outcome = (await asyncio.gather(asker, return_exceptions=True))[0]
-        if not isinstance(outcome, asyncio.CancelledError):
-            assert outcome is not None
-            outcome.release()
-        while reader.in_flight:
-            await asyncio.sleep(0)
-        assert bench.is_whole()
 
 
 async def test_an_asker_that_is_thrown_away_gets_no_lease(bench: Bench) -> None:
@@ -132,23 +101,6 @@ async def test_hung_tier_opens_its_breaker_and_holds_no_more_than_its_concurrenc
     assert lease is not None, "the hot cache does not suffer"
     lease.release()
     bench.tier.gate.set()
-
-
-async def test_tier_comes_back_by_itself(bench: Bench) -> None:
-    keys = bench.keep_on_tier(range(1, 10))
-    reader = reader_of(bench)
-    bench.tier.fail_reads = [OSError("device lost")] * 3
-    for key in keys[:3]:
-        assert await reader.fetch(key, soon()) is None
-    assert reader.breakers() == {"disk": "open"}
-    assert await reader.fetch(keys[3], soon()) is None
-    assert bench.tier.entered == 3, "an open breaker asks nothing of the tier"
-    await asyncio.sleep(1.5)
-    lease = await reader.fetch(keys[4], soon())
-    assert lease is not None
-    lease.release()
-    assert reader.breakers() == {"disk": "closed"}
-    assert bench.is_whole()
 
 
 async def test_batch_delivers_hot_and_cold_in_place(bench: Bench) -> None:
@@ -228,16 +180,6 @@ async def test_lookup_counts_each_chunk_where_it_is_found_first(bench: Bench) ->
     assert (chunks, by_tier) == (8, {"cpu": 3, "disk": 5})
 
 
-async def test_lookup_of_a_hung_shared_tier_answers_at_its_deadline_with_what_is_known(bench: Bench) -> None:
-    bench.tier.traits = bench.tier.traits.__class__(shared=True)
-    bench.make_hot(1).release()
-    bench.tier.gate.clear()
-    began = asyncio.get_running_loop().time()
-    assert await reader_of(bench).lookup([chunk(1)[0], chunk(2)[0]]) == (1, {"cpu": 1, "disk": 0})
-    assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.2)
-    bench.tier.gate.set()
-
-
 async def test_closing_answers_whoever_waits(bench: Bench) -> None:
     (key,) = bench.keep_on_tier(range(1, 2))
     reader = reader_of(bench)
@@ -284,22 +226,6 @@ async def test_impatient_callers_do_not_switch_a_healthy_tier_off(bench: Bench) 
     assert lease is not None
     lease.release()
     assert reader.breakers() == {"disk": "closed"}
-
-
-async def test_slot_that_comes_free_at_the_very_deadline_is_not_lost(bench: Bench) -> None:
-    loop = asyncio.get_running_loop()
-    slots = []
-    while (slot := bench.cpu.try_reserve(Purpose.READ)) is not None:
-        slots.append(slot)
-    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.READ, 1.0))
-    await asyncio.sleep(0)
-    loop.call_at(loop.time() + 1.0, bench.cpu.abandon, slots.pop(), Purpose.READ)
-    late = await waiting
-    if late is not None:
-        slots.append(late)
-    for slot in slots:
-        bench.cpu.abandon(slot, Purpose.READ)
-    assert bench.is_whole()
 
 
 async def test_large_batch_of_hot_chunks_leaves_the_loop_to_others_and_ends_by_its_deadline(bench: Bench) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.scheduler.conftest import Bench
 from tiercache.core.keys import ChunkKey
-from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -78,15 +77,6 @@ async def test_hung_one_of_three_costs_the_others_nothing(bench: Bench) -> None:
     hung.gate.set()
 
 
-async def test_lookup_ends_as_soon_as_all_is_found(bench: Bench) -> None:
-    quick, hung = FaultyTier(Server("a", [1, 2])), FaultyTier(Server("b"))
-    hung.gate.clear()
-    began = now()
-    assert (await Reader(bench.cpu, [hung, quick], SETTINGS).lookup(keys_of(1, 2)))[0] == 2
-    assert now() == pytest.approx(began, abs=0.4)
-    hung.gate.set()
-
-
 async def test_tier_that_stopped_at_a_gap_is_asked_again_when_another_has_filled_it(bench: Bench) -> None:
     disk, server = Server("disk", [1, 2, 5, 6], asks_all=False), Server("server", [3, 4])
     chunks, by_tier = await Reader(bench.cpu, [disk, server], SETTINGS).lookup(keys_of(1, 2, 3, 4, 5, 6, 7))
@@ -109,14 +99,6 @@ async def test_single_chunks_are_looked_for_until_the_deadline_and_no_longer(ben
     ]
     assert now() - began == pytest.approx(1.0, abs=0.4)
     hung.gate.set()
-
-
-async def test_single_chunks_that_are_all_known_are_not_asked_for(bench: Bench) -> None:
-    server = EachServer("a", [1, 3])
-    reader = Reader(bench.cpu, [server], SETTINGS)
-    await reader.lookup_each(keys_of(1, 3))
-    assert await reader.lookup_each(keys_of(3, 1)) == [True, True]
-    assert server.asked == 1
 
 
 async def test_hung_tier_is_left_alone_probed_by_one_and_taken_back(bench: Bench) -> None:
@@ -157,16 +139,6 @@ async def test_get_goes_on_with_the_next_tier_when_patience_ends(bench: Bench) -
             await asyncio.sleep(0.01)
 
 
-async def test_miss_over_three_tiers_with_one_hung_ends_at_the_deadline(bench: Bench) -> None:
-    hung = FaultyTier(Server("b"))
-    hung.gate.clear()
-    reader = Reader(bench.cpu, [Server("a"), hung, Server("c")], SETTINGS)
-    began = now()
-    assert await reader.fetch(chunk(1)[0], began + 2.0) is None
-    assert now() - began == pytest.approx(2.0, abs=0.4)
-    hung.gate.set()
-
-
 async def test_tier_slower_than_computing_is_not_asked_until_it_may_have_become_quick(bench: Bench) -> None:
     server = Server("a", range(1, 9), read_s=3.0)
     reader = Reader(bench.cpu, [server], ReaderSettings(deadline_s=10.0, recompute_s=1.0))
@@ -195,28 +167,6 @@ async def test_failing_tier_is_named_and_the_others_answer(bench: Bench, caplog:
     reader = Reader(bench.cpu, [Broken("a"), Server("b", [1])], SETTINGS)
     assert (await reader.lookup(keys_of(1)))[0] == 1
     assert "a: a look-up failed: connection refused" in caplog.text
-
-
-async def test_cancelled_lookup_leaves_no_question_behind(bench: Bench) -> None:
-    hung = FaultyTier(Server("a"))
-    hung.gate.clear()
-    asking = asyncio.create_task(Reader(bench.cpu, [hung], SETTINGS).lookup(keys_of(1)))
-    await hung.until_entered(1)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    assert [task for task in asyncio.all_tasks() if task.get_name() == "tiercache-ask"] == []
-    hung.gate.set()
-
-
-async def test_server_that_answers_questions_and_loses_reads_is_left_alone(bench: Bench) -> None:
-    broken = FaultyTier(Server("a", [1, 2, 3, 4]))
-    broken.fail_reads = [OSError("reset by peer")] * 3
-    reader = Reader(bench.cpu, [broken], SETTINGS)
-    for number in (1, 2, 3):
-        assert (await reader.lookup(keys_of(number)))[0] == 1
-        assert await reader.fetch(chunk(number)[0], now() + 1.0) is None
-    assert reader.breakers() == {"a": "open"}
 
 
 async def test_short_lookups_find_out_about_a_hung_tier_as_well(bench: Bench) -> None:
@@ -280,81 +230,6 @@ async def test_answers_do_not_close_a_breaker_that_reads_have_opened_and_its_pau
     assert reader.breakers() == {"a": "closed"}
 
 
-async def test_look_ups_one_after_the_other_do_not_keep_a_read_from_finding_out(bench: Bench) -> None:
-    broken = FaultyTier(Server("a", [1, 2]))
-    reader = Reader(bench.cpu, [broken], SETTINGS)
-    await failing_reads(bench, reader, broken, 3)
-    await asyncio.sleep(1.1)
-    assert (await reader.lookup(keys_of(1)))[0] == 1
-    broken.gate.clear()
-    asking = asyncio.create_task(reader.lookup(keys_of(2)))
-    await broken.until_entered(5)
-    reading = asyncio.create_task(reader.fetch(chunk(1)[0], now() + 1.0))
-    await broken.until_entered(6)
-    broken.gate.set()
-    lease = await reading
-    assert lease is not None
-    lease.release()
-    await asking
-    assert reader.breakers() == {"a": "closed"}
-
-
-async def test_question_that_nobody_waits_for_any_more_gives_the_probe_to_the_next(bench: Bench) -> None:
-    hung = FaultyTier(Server("a", [1]))
-    hung.gate.clear()
-    reader = Reader(bench.cpu, [hung], SETTINGS)
-    for _ in range(3):
-        await reader.lookup(keys_of(1))
-    await asyncio.sleep(1.1)
-    entered = hung.entered
-    asking = asyncio.create_task(reader.lookup(keys_of(1)))
-    await hung.until_entered(entered + 1)
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    await asyncio.sleep(0)
-    hung.gate.set()
-    assert (await reader.lookup(keys_of(1)))[0] == 1
-    assert reader.breakers() == {"a": "closed"}
-
-
-async def test_reads_that_began_before_the_breaker_opened_say_nothing_new(bench: Bench) -> None:
-    """They hang together and end one after the other: the pause is not doubled for each of them."""
-    hung = FaultyTier(MemoryTier("a", Traits(durable=True, shared=True, read_concurrency=16, write_concurrency=2)))
-    hung.gate.clear()
-    reader = Reader(bench.cpu, [hung], SETTINGS)
-    reads = []
-    for number in range(1, 9):
-        reads.append(asyncio.create_task(reader.fetch(chunk(number)[0], now() + 5.0)))
-        await asyncio.sleep(0.6)
-    await asyncio.wait(reads[:3])
-    await asyncio.sleep(0.01)  # whoever waits and the read that he waits for end at the same time, in any order
-    assert reader.breakers() == {"a": "open"}
-    await asyncio.sleep(1.05)
-    probe = asyncio.create_task(reader.fetch(chunk(9)[0], now() + 5.0))
-    await asyncio.wait(reads)
-    assert reader.breakers() == {"a": "half-open"}, "the probe is still under way"
-    hung.gate.set()
-    await probe
-    assert reader.breakers() == {"a": "closed"}
-
-
-async def test_read_without_room_gives_the_probe_to_the_next(bench: Bench) -> None:
-    broken = FaultyTier(Server("a", [1]))
-    reader = Reader(bench.cpu, [broken], SETTINGS)
-    await failing_reads(bench, reader, broken, 3)
-    await asyncio.sleep(1.1)
-    slots = []
-    while (slot := bench.cpu.try_reserve(Purpose.READ)) is not None:
-        slots.append(slot)
-    assert await reader.fetch(chunk(1)[0], now() + 0.5) is None
-    await asyncio.sleep(0.1)  # its flight ends
-    for slot in slots:
-        bench.cpu.abandon(slot, Purpose.READ)
-    lease = await reader.fetch(chunk(1)[0], now() + 0.5)
-    assert lease is not None, "nobody had asked the tier since its pause was over"
-    lease.release()
-
-
 async def deliver(reader: Reader, *numbers: int) -> tuple[int, float]:
     """How many of these chunks came, and after how long."""
     began = now()
@@ -386,16 +261,3 @@ async def test_load_from_a_tier_that_has_become_slow_is_cut_short_and_nobody_fol
     await asyncio.sleep(31.0)
     arrived, took_s = await deliver(reader, 10, 11, 12, 13)
     assert (arrived, took_s) == (4, pytest.approx(0.02, abs=0.05))
-
-
-async def test_a_load_that_hangs_is_waited_for_as_long_as_somebody_else_would_compute(bench: Bench) -> None:
-    hung = FaultyTier(Server("a", range(1, 9)))
-    hung.gate.clear()
-    reader = Reader(bench.cpu, [hung], ReaderSettings(deadline_s=10.0, recompute_s=0.25))
-    arrived, took_s = await deliver(reader, 1, 2, 3, 4)
-    assert (arrived, took_s) == (0, pytest.approx(1.0, abs=0.1)), "it was never read from: nobody knows better"
-    assert (await deliver(reader, 5, 6))[1] == pytest.approx(0.0, abs=0.05)
-    hung.gate.set()
-    async with asyncio.timeout(10.0):
-        while reader.abandoned or not bench.is_whole():
-            await asyncio.sleep(0.01)

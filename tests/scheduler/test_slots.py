@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 
@@ -15,8 +14,6 @@ from tiercache.memory.slots import Purpose, Slot
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
-
-_RANK = (Purpose.WRITE, Purpose.READ, Purpose.PREFETCH)
 
 
 def take_all(bench: Bench, purpose: Purpose = Purpose.WRITE) -> list[Slot]:
@@ -31,91 +28,9 @@ def free_all(bench: Bench, slots: Iterable[Slot], purpose: Purpose = Purpose.WRI
         bench.cpu.abandon(slot, purpose)
 
 
-@pytest.mark.parametrize("held", [0, 3, 20])
-@pytest.mark.parametrize("read", [0, 2])
-@pytest.mark.parametrize("wanted", [1, 7, 2 * SLOTS])
-async def test_a_batch_gets_as_many_slots_as_one_after_the_other_would(
-    bench: Bench, held: int, read: int, wanted: int
-) -> None:
-    leases = [bench.make_hot(number) for number in range(20)]
-    for lease in leases[held:]:
-        lease.release()
-    reading = [slot for slot in (bench.cpu.try_reserve(Purpose.READ) for _ in range(read)) if slot is not None]
-    keys = [chunk(100 + number)[0] for number in range(wanted)]
-    reserved = bench.cpu.try_reserve_all(keys)
-    left = take_all(bench)
-    assert list(reserved) == keys[: len(reserved)] and len(set(reserved.values())) == len(reserved)
-    assert not left or len(reserved) == wanted
-    free_all(bench, [*left, *reserved.values()])
-    again = take_all(bench)
-    assert len(again) == len(left) + len(reserved)
-    free_all(bench, again)
-    free_all(bench, reading, Purpose.READ)
-    for lease in leases[:held]:
-        lease.release()
-    assert bench.is_whole()
-
-
-async def test_memory_counts_for_the_first_of_writes_reads_and_holds_that_there_is(bench: Bench) -> None:
-    for order in itertools.permutations(range(6)):
-        _let_go_in(bench, order)
-
-
-def _let_go_in(bench: Bench, order: Sequence[int]) -> None:
-    lease = bench.make_hot(1)
-    purposes = [Purpose.WRITE, Purpose.WRITE, Purpose.READ, Purpose.READ, Purpose.PREFETCH, Purpose.PREFETCH]
-    leases = {number: lease.another(purpose, counted=True) for number, purpose in enumerate(purposes)}
-    lease.release()
-    for number in order:
-        for purpose in _RANK:
-            counts = purpose is min((purposes[left] for left in leases), key=_RANK.index)
-            assert bench.cpu.budget.held[purpose] == counts
-        leases.pop(number).release()
-    assert bench.is_whole()
-
-
-async def test_a_batch_does_not_overtake_who_waits(bench: Bench) -> None:
-    slots = take_all(bench)
-    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 5.0))
-    await settle()
-    assert bench.cpu.try_reserve_all([chunk(1)[0]]) == {}
-    free_all(bench, slots)
-    got = await waiting
-    assert got is not None
-    free_all(bench, [got])
-    assert bench.is_whole()
-
-
-async def test_evictions_for_a_batch_leave_what_is_held(bench: Bench) -> None:
-    leases = [bench.make_hot(number) for number in range(SLOTS - bench.cpu.budget.floor)]
-    for lease in leases[1:]:
-        lease.release()
-    free = bench.cpu.pool.free
-    reserved = bench.cpu.try_reserve_all([chunk(100 + number)[0] for number in range(free + 3)])
-    assert [number for number in range(len(leases)) if not bench.cpu.contains(chunk(number)[0])] == [1, 2, 3]
-    leases[0].release()
-    free_all(bench, reserved.values())
-    assert bench.is_whole()
-
-
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
-
-
-async def test_later_caller_does_not_overtake_who_waits(bench: Bench) -> None:
-    slots = take_all(bench)
-    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 5.0))
-    await settle()
-    bench.cpu.abandon(slots.pop(), Purpose.WRITE)
-    assert bench.cpu.try_reserve(Purpose.WRITE) is None, "it is the other one's turn"
-    late = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 1.0))
-    got = await waiting
-    assert got is not None
-    assert await late is None
-    for slot in (got, *slots):
-        bench.cpu.abandon(slot, Purpose.WRITE)
-    assert bench.is_whole()
 
 
 async def test_slots_come_in_the_order_in_which_they_were_asked_for(bench: Bench) -> None:
@@ -163,20 +78,6 @@ async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Benc
     await asyncio.gather(task, return_exceptions=True)
     assert stored == [1]
     assert loop.time() - began_s < 5.0
-    assert bench.is_whole()
-
-
-async def test_slot_that_comes_at_the_moment_of_cancellation_goes_on_to_the_next(bench: Bench) -> None:
-    slots = take_all(bench)
-    first, second = (asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 5.0)) for _ in range(2))
-    await settle()
-    bench.cpu.abandon(slots.pop(), Purpose.WRITE)
-    first.cancel()
-    got = await second
-    assert got is not None
-    assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError
-    for slot in (got, *slots):
-        bench.cpu.abandon(slot, Purpose.WRITE)
     assert bench.is_whole()
 
 

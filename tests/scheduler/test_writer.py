@@ -10,7 +10,6 @@ from tests.scheduler.conftest import Bench, flushed
 from tests.scheduler.held import CHUNK_BYTES as HELD_BYTES
 from tests.scheduler.held import NEW, OLD, key, opened, settle, tier
 from tiercache import TierCache
-from tiercache.core.breaker import BreakerSettings
 from tiercache.core.queue import WaitBudget
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
@@ -45,18 +44,6 @@ async def test_everything_queued_is_written_and_let_go(bench: Bench) -> None:
     assert await flushed(writer, 5.0)
     assert set(bench.memory.chunks) == {chunk(number)[0] for number in range(1, 21)}
     assert writer.statistics().written == 20
-    assert bench.is_whole()
-
-
-async def test_chunk_that_is_queued_while_a_task_ends_is_written(bench: Bench) -> None:
-    """A task that has seen an empty queue takes no more, though for a moment it still exists."""
-    writer = writer_of(bench)
-    for number in range(1, 9):
-        assert writer.enqueue_nowait(bench.make_hot(number))
-        async with asyncio.timeout(5.0):
-            while writer.pending:
-                await asyncio.sleep(0)
-    assert writer.statistics().written == 8
     assert bench.is_whole()
 
 
@@ -108,18 +95,6 @@ async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench)
     await waiting
     await flushed(writer, 5.0)
     assert chunk(8)[0] in bench.memory.chunks
-    assert bench.is_whole()
-
-
-async def test_cancelled_wait_for_room_leaks_nothing(bench: Bench) -> None:
-    writer = writer_of(bench, on_full="wait")
-    await occupy(bench, writer)
-    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(7)]), wait_budget()))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    bench.tier.gate.set()
-    await flushed(writer, 5.0)
     assert bench.is_whole()
 
 
@@ -210,19 +185,6 @@ async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_wri
     assert bench.is_whole()
 
 
-async def test_writes_that_hang_together_are_one_bad_sign(bench: Bench) -> None:
-    """Also when the last of them takes the tier's last place."""
-    settings = WriterSettings(queue_bytes=4 * CHUNK_BYTES, deadline_s=5.0)
-    writer = TierWriter(bench.tier, settings, BreakerSettings(failures_to_open=1))
-    await occupy(bench, writer)
-    assert await flushed(writer, 60.0)
-    now_s = asyncio.get_running_loop().time()
-    assert len(writer.abandoned) == 2 and writer.breaker.would_allow(now_s + 1.01)
-    bench.tier.gate.set()
-    while writer.abandoned:
-        await asyncio.sleep(0)
-
-
 async def test_writes_that_hang_at_close_fail_later_without_a_word(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,23 +207,6 @@ async def test_write_that_is_under_way_at_close_may_end(bench: Bench) -> None:
     bench.tier.gate.set()
     assert await closing == 4, "the queue"
     assert set(bench.memory.chunks) == {chunk(1)[0], chunk(2)[0]}
-    assert bench.is_whole()
-
-
-async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Bench) -> None:
-    from tiercache.testing import FaultyTier, MemoryTier
-
-    good = TierWriter(FaultyTier(MemoryTier("good")), WriterSettings(queue_bytes=100 * CHUNK_BYTES))
-    bad = writer_of(bench, on_full="skip")
-    fan_out = FanOut([bad, good])
-    bench.tier.gate.clear()
-
-    for number in range(1, 15):
-        await fan_out.offer([bench.make_hot(number)], wait_budget())
-    assert await flushed(good, 5.0)
-    assert good.statistics().written == 14
-    bench.tier.gate.set()
-    await flushed(bad, 5.0)
     assert bench.is_whole()
 
 
@@ -330,25 +275,6 @@ async def test_queue_is_dropped_when_the_probe_has_failed(bench: Bench) -> None:
     assert bench.tier.entered == entered + 1
     assert writer.statistics().dropped == 13
     assert bench.is_whole(), "a tier that is down holds no memory"
-
-
-async def test_nobody_waits_for_room_while_a_probe_is_under_way(bench: Bench) -> None:
-    writer = writer_of(bench, wait_s=4.0)
-    await open_and_wait_out(bench, writer)
-    entered = bench.tier.entered
-    bench.tier.gate.clear()
-    writer.enqueue_nowait(bench.make_hot(1))
-    await bench.tier.until_entered(entered + 1)
-    for number in range(2, 6):
-        assert writer.enqueue_nowait(bench.make_hot(number))
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    await writer.enqueue(deque([bench.make_hot(7)]), WaitBudget(began_s + 10.0))
-    assert writer.statistics().skipped == 1
-    assert loop.time() - began_s < 0.5, "it may be as ill as before"
-    bench.tier.gate.set()
-    assert await flushed(writer, 20.0)
-    assert bench.is_whole()
 
 
 async def test_chunk_that_waits_for_room_in_the_queue_is_written_before_one_that_came_later() -> None:

@@ -92,13 +92,3 @@ def test_cap_is_of_all_directories_that_a_rank_uses(tmp_path: Path, key: str, sh
     }
     with pytest.raises(ConfigError, match=f"^{key}: .* in any of 4") if is_refused else nullcontext():
         make_tiers(Config.load(overrides=values), layout)
-
-
-def test_cap_of_several_shared_directories_is_of_all_of_them(tmp_path: Path) -> None:
-    layout = Layout("m", 16, 4096)
-    prefix = "remote_storage_plugin.fs.a."
-    places = ",".join(str(tmp_path / name) for name in "abcd")
-    size = 3 * file_bytes(layout.chunk_bytes) / 2**30
-    values = {"remote_storage_plugins": "fs.a", f"{prefix}base_path": places, f"{prefix}max_size": size}
-    with pytest.raises(ConfigError, match=f"^{prefix}max_size: .* in any of 4"):
-        make_tiers(Config.load(overrides=values), layout)

@@ -63,6 +63,7 @@ async def test_anything_with_bytes_can_be_put_and_got_into(kind: str) -> None:
     value: object
     if kind in ("tensor", "bfloat16 tensor"):
         import torch
+
         value = torch.from_numpy(raw.copy())
         into = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
         if kind == "bfloat16 tensor":
@@ -176,13 +177,6 @@ async def test_without_local_cpu_memory_is_staging_only(tmp_path: Path) -> None:
         assert cache.statistics().slots_free == statistics.slots
 
 
-async def test_concurrent_puts_of_one_key_store_it_once() -> None:
-    async with opened() as cache:
-        assert all(await asyncio.gather(*(cache.put(key(1), payload(1)) for _ in range(20))))
-        assert cache.statistics().tiers["cpu"].writes == 1
-        assert is_whole(cache)
-
-
 async def test_cancelled_put_stores_nothing_and_leaks_nothing() -> None:
     async with opened() as cache:
         for steps in range(8):
@@ -242,15 +236,6 @@ async def test_forgotten_lease_is_reported_and_its_slot_comes_back() -> None:
             del lease
         await asyncio.sleep(0)
         assert is_whole(cache)
-
-
-async def test_reading_order_decides_eviction_not_writing_order() -> None:
-    async with opened() as cache:
-        await cache.put(key(0), payload(0))
-        for number in range(1, 100):
-            async with cache.get(key(0)) as lease:
-                assert lease is not None, "the hottest chunk was evicted"
-            await cache.put(key(number), payload(number))
 
 
 async def test_closed_cache_says_so() -> None:
@@ -405,24 +390,3 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
         assert np.array_equal(into, payload(1))
         await cache.flush()
         assert is_whole(cache)
-
-
-def test_loop_may_go_on_in_another_thread() -> None:
-    loop = asyncio.new_event_loop()
-    cache = TierCache(configured(), LAYOUT)
-
-    async def use() -> None:
-        assert await cache.put(key(1), payload(1))
-        async with cache.get(key(1)) as lease:
-            assert lease is not None
-
-    async def start_and_use() -> None:
-        await cache.start()
-        await use()
-
-    try:
-        loop.run_until_complete(start_and_use())
-        asyncio.run(asyncio.to_thread(loop.run_until_complete, use()))
-        loop.run_until_complete(cache.close())
-    finally:
-        loop.close()

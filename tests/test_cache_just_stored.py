@@ -80,15 +80,6 @@ async def test_chats_and_now_and_then_a_long_document(tmp_path: Path) -> None:
             assert cache.lookup_hot(keys) == len(keys), f"just stored, step {step}"
 
 
-async def test_of_a_prefix_that_is_larger_than_the_arena_the_head_is_kept() -> None:
-    async with opened(128) as cache:
-        await put(cache, numbered(1_000, 128), "as a batch")
-        keys = numbered(0, 300)
-        for _ in range(3):
-            await put(cache, keys, "as a prefix")
-            assert cache.lookup_hot(keys) >= 128 - 32, "all but the slots that the last batch went through"
-
-
 async def test_the_same_chunks_may_be_put_as_prefixes_in_different_orders() -> None:
     """Keys that are not chained allow it. Seen: puts raised KeyError."""
     chance = random.Random(1)

@@ -20,7 +20,7 @@ import pytest
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
-from tiercache import CacheThread, ConfigError, TierCache
+from tiercache import ConfigError, TierCache
 from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.memory.slots import Lease
 from tiercache.tiers.disk import DiskTier
@@ -175,20 +175,6 @@ async def test_of_several_closes_the_nearest_deadline_counts_and_all_get_the_rep
     assert await cache.close() is reports[0]
 
 
-@needs_fuse
-async def test_put_of_many_chunks_above_a_hung_disk_ends_by_its_deadline(tmp_path: Path) -> None:
-    with FragileMount(tmp_path) as mount:
-        async with TierCache.open(configured(mount.path, close_timeout_s=0.0), LAYOUT) as cache:
-            mount.hang()
-            keys = [key(number) for number in range(100)]
-            began_s = time.monotonic()
-            stored = await cache.put_many(keys, [payload(number) for number in range(100)], deadline_s=2.0)
-            assert time.monotonic() - began_s < 20.0
-            assert stored == 100, "each was hot when its turn had come"
-            assert cache.statistics().writers["disk"].skipped > 50
-        mount.go_on()
-
-
 async def test_started_twice_is_an_error_and_takes_nothing() -> None:
     cache = TierCache(configured(), LAYOUT)
     await cache.start()
@@ -203,7 +189,9 @@ async def test_started_twice_is_an_error_and_takes_nothing() -> None:
         await cache.start()
 
 
-async def test_start_that_fails_at_the_end_keeps_nothing_and_may_be_tried_again(tmp_path: Path, arena_file: Path) -> None:
+async def test_start_that_fails_at_the_end_keeps_nothing_and_may_be_tried_again(
+    tmp_path: Path, arena_file: Path
+) -> None:
     before = own_threads()
     name = arena_file.name.removeprefix("tiercache.")
     sockets = tmp_path / "sockets"
@@ -275,31 +263,6 @@ async def test_peer_that_is_frozen_with_the_locks_in_its_hands_lets_nobody_wait_
     assert await gone(arena_file)
 
 
-@needs_fuse
-def test_thread_does_not_wait_for_a_disk_that_hangs_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DiskTier, "open_s", 1.0)
-    with FragileMount(tmp_path) as mount:
-        mount.hang()
-        with pytest.raises(ConfigError, match=str(mount.path)):
-            CacheThread(configured(mount.path), LAYOUT)
-        mount.go_on()
-
-
-@needs_fuse
-def test_thread_closes_in_time_above_a_disk_that_hangs(tmp_path: Path) -> None:
-    with FragileMount(tmp_path) as mount:
-        cache = CacheThread(configured(mount.path), LAYOUT)
-        mount.hang()
-        for number in range(8):
-            assert cache.submit(cache.cache.put(key(number), payload(number))).result(5.0)
-        began_s = time.monotonic()
-        assert not cache.close(1.0).complete
-        assert time.monotonic() - began_s < 20.0
-        mount.go_on()
-
-
 @pytest.mark.needs("root")
 def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> None:
     """The limit of threads does not hold for root, and only root becomes somebody else."""
@@ -335,21 +298,6 @@ def test_program_ends_though_its_disk_hung_at_the_start(tmp_path: Path) -> None:
         )
         assert run.stderr.splitlines()[-1].startswith("tiercache.errors.ConfigError: local_disk: disk (")
         mount.go_on()
-
-
-@needs_fuse
-async def test_cancelled_start_keeps_nothing(tmp_path: Path, arena_file: Path) -> None:
-    with FragileMount(tmp_path) as mount:
-        mount.hang()
-        starting = asyncio.create_task(started(mount.path, arena_file))
-        while not arena_file.exists():
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        mount.go_on()
-        assert await gone(arena_file)
 
 
 async def test_start_that_is_cancelled_at_any_step_keeps_nothing(tmp_path: Path, arena_file: Path) -> None:
@@ -458,30 +406,6 @@ async def test_start_that_comes_to_nothing_has_given_its_memory_back_when_it_end
         assert not mapped(arena_file), "memory that waits for the garbage collector"
 
 
-async def test_tier_that_comes_up_after_the_start_was_given_up_is_closed(
-    tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, closed = asyncio.Event(), asyncio.Event()
-
-    async def opens(tier: DiskTier) -> None:
-        while not go_on.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await go_on.wait()
-
-    async def closes(tier: DiskTier) -> None:
-        closed.set()
-
-    monkeypatch.setattr(DiskTier, "open", opens)
-    monkeypatch.setattr(DiskTier, "close", closes)
-    monkeypatch.setattr(DiskTier, "open_s", 0.1)
-    monkeypatch.setattr("tiercache.lifecycle._CALL_OFF_S", 0.1)
-    with pytest.raises(ConfigError, match="did not open"):
-        await started(tmp_path, arena_file)
-    go_on.set()
-    async with asyncio.timeout(60.0):
-        await closed.wait()
-
-
 async def test_cancelled_start_ends_when_the_arena_that_was_being_made_is_given_back_and_may_be_tried_again(
     arena_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,30 +487,25 @@ async def test_second_close_brings_the_deadline_forward_while_a_tier_closes(
         await closed.wait()
 
 
-async def test_loop_that_is_shut_down_while_a_tier_closes_closes_it_all_the_same(
+async def test_tier_that_comes_up_after_the_start_was_given_up_is_closed(
     tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    close = DiskTier.close
-    closed: list[str] = []
+    go_on, closed = asyncio.Event(), asyncio.Event()
 
-    def whole_program() -> None:
-        async def main() -> None:
-            closing = asyncio.Event()
+    async def opens(tier: DiskTier) -> None:
+        while not go_on.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await go_on.wait()
 
-            async def waits_once(tier: DiskTier) -> None:
-                if not closing.is_set():
-                    closing.set()
-                    await asyncio.Event().wait()
-                await close(tier)
-                closed.append(tier.name)
+    async def closes(tier: DiskTier) -> None:
+        closed.set()
 
-            monkeypatch.setattr(DiskTier, "close", waits_once)
-            cache = await started(tmp_path, arena_file)
-            caller = asyncio.create_task(cache.close(600.0))
-            await closing.wait()
-            assert not caller.done()
-
-        asyncio.run(main())
-
-    await asyncio.to_thread(whole_program)
-    assert closed == ["disk"]
+    monkeypatch.setattr(DiskTier, "open", opens)
+    monkeypatch.setattr(DiskTier, "close", closes)
+    monkeypatch.setattr(DiskTier, "open_s", 0.1)
+    monkeypatch.setattr("tiercache.lifecycle._CALL_OFF_S", 0.1)
+    with pytest.raises(ConfigError, match="did not open"):
+        await started(tmp_path, arena_file)
+    go_on.set()
+    async with asyncio.timeout(60.0):
+        await closed.wait()

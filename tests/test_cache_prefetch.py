@@ -6,14 +6,13 @@ import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
 from tiercache.errors import ConfigError
-from tiercache.memory.slots import Lease, Purpose
+from tiercache.memory.slots import Purpose
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
 TOKENS = list(range(16 * 12))
@@ -50,7 +49,9 @@ async def test_prefetched_prefix_is_hot_when_it_is_asked_for(cache: TierCache) -
     assert statistics.prefetch["hints"].used_bytes == 12 * LAYOUT.chunk_bytes
 
 
-async def test_what_is_warmed_is_served_by_the_tier_that_it_was_read_from_and_what_is_hot_by_none(cache: TierCache) -> None:
+async def test_what_is_warmed_is_served_by_the_tier_that_it_was_read_from_and_what_is_hot_by_none(
+    cache: TierCache,
+) -> None:
     """Nobody has got the bytes yet."""
     keys = cache.keys(TOKENS)
     for _ in range(2):
@@ -58,28 +59,10 @@ async def test_what_is_warmed_is_served_by_the_tier_that_it_was_read_from_and_wh
         assert cache.statistics().reader.hits == {"cpu": 0, "disk": 12}
 
 
-async def test_keys_do_as_well_as_tokens_and_what_is_nowhere_is_missing(cache: TierCache) -> None:
-    keys = cache.keys([*TOKENS, *range(1000, 1032)])
-    progress = await cache.prefetch(keys)
-    assert (progress.asked, progress.found, progress.promoted, progress.missing) == (14, 12, 12, 2)
-
-
 async def test_without_a_hot_cache_prefetching_is_an_error(tmp_path: Path) -> None:
     async with TierCache.open(config_of(tmp_path, local_cpu=False), LAYOUT) as cache:
         with pytest.raises(ConfigError, match="prefetch: local_cpu is false"):
             cache.prefetch(TOKENS)
-
-
-async def test_share_of_zero_prefetches_nothing(tmp_path: Path) -> None:
-    async with TierCache.open(config_of(tmp_path, prefetch_share=0.0), LAYOUT) as cache:
-        await cache.store(TOKENS, [payload_of(number) for number in range(12)])
-        await cache.flush()
-        cache.clear_hot()
-        handle = cache.prefetch(TOKENS)
-        await asyncio.sleep(0)
-        handle.cancel()
-        assert (await handle).cancelled == 12
-        assert cache.lookup_hot(cache.keys(TOKENS)) == 0
 
 
 async def test_pinned_chunks_stay_until_they_are_unpinned(cache: TierCache) -> None:
@@ -98,14 +81,6 @@ async def test_pinned_chunks_stay_until_they_are_unpinned(cache: TierCache) -> N
         await cache.store(part, [payload_of(7)] * 10)
         await cache.flush()
     assert cache.lookup_hot(keys) == 0
-
-
-async def test_pins_take_no_more_than_the_share(cache: TierCache) -> None:
-    chunks = cache.cpu.pool.count // 2 + 4
-    tokens = list(range(16 * chunks))
-    await cache.store(tokens, [payload_of(1)] * chunks)
-    await cache.flush()
-    assert cache.ahead.pin(cache.keys(tokens)) == cache.cpu.pool.count // 2
 
 
 async def test_what_is_removed_is_kept_for_nobody(cache: TierCache) -> None:
@@ -151,15 +126,6 @@ async def test_prefetches_and_pins_share_what_they_may_take(cache: TierCache) ->
     handle.cancel()
 
 
-async def test_pins_leave_room_for_reads_and_writes(tmp_path: Path) -> None:
-    async with TierCache.open(config_of(tmp_path, prefetch_share=1.0), LAYOUT) as cache:
-        chunks = cache.cpu.pool.count
-        await cache.store(list(range(16 * chunks)), [payload_of(1)] * chunks)
-        await cache.flush()
-        assert chunks * 3 // 4 <= cache.ahead.pin(cache.keys(list(range(16 * chunks)))) < chunks
-        assert await cache.store(list(range(9000, 9016)), [payload_of(2)]) == 1
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"deadline": float("nan")}, {"deadline": float("inf")}, {"ttl": float("nan")}, {"ttl": -1.0}, {"priority": "a"}],
@@ -176,40 +142,6 @@ async def test_pin_for_a_time_that_is_no_number_is_refused(cache: TierCache) -> 
         with pytest.raises(ValueError, match="ttl_s: expected a number of seconds"):
             cache.ahead.pin(cache.keys(TOKENS), ttl_s)
     assert cache.ahead.pinned == 0
-
-
-async def test_chunk_that_is_removed_as_soon_as_it_has_come_is_not_kept(cache: TierCache) -> None:
-    free = cache.statistics().slots_free
-    keys = cache.keys(TOKENS)[:1]
-    arrived = cache.cpu.publish
-
-    def publish(*arguments: Any) -> Lease:
-        lease = arrived(*arguments)
-        asyncio.get_running_loop().call_soon(cache.clear_hot)  # before the prefetcher hears of it
-        return lease
-
-    cache.cpu.publish = publish  # type: ignore[method-assign]
-    await cache.prefetch(keys, ttl=600.0)
-    while cache.ahead._reads:
-        await asyncio.sleep(0)
-    assert (cache.statistics().slots_free, cache.ahead.held) == (free, 0)
-    assert cache.statistics().prefetch["hints"].wasted_bytes == LAYOUT.chunk_bytes
-
-
-async def test_truncated_and_deleted_files_are_missing_and_the_rest_is_right(cache: TierCache) -> None:
-    keys = cache.keys(TOKENS)
-    (disk,) = cache.tiers
-    path = disk.path  # type: ignore[attr-defined]
-    with Path(path(keys[3])).open("r+b") as file:
-        file.truncate(4096 + 100)
-    Path(path(keys[7])).unlink()
-    progress = await cache.prefetch(TOKENS)
-    assert (progress.found, progress.promoted, progress.missing) == (12, 10, 2)
-    buffers = [np.empty(LAYOUT.chunk_bytes, dtype=np.uint8) for _ in keys]
-    assert await cache.get_into(keys, buffers) == 3
-    assert all(np.array_equal(buffer, payload_of(number)) for number, buffer in enumerate(buffers[:3]))
-    account = cache.statistics().prefetch["hints"]
-    assert account.promoted_bytes == 10 * LAYOUT.chunk_bytes
 
 
 async def test_handle_that_has_ended_keeps_no_keys() -> None:

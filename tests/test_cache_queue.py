@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, payload
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
 from tiercache import TierCache
 from tiercache.core.keys import ChunkKey
 
@@ -97,13 +97,3 @@ async def test_who_was_served_before_anything_was_fetched_ahead_is_waited_for_no
         await read(cache, REQUESTS[0])
         assert not cache.ahead.plan.has("queue", REQUESTS[0][-1])
         assert cache.ahead.plan.has("queue", REQUESTS[1][-1])
-
-
-async def test_without_a_hot_cache_nothing_is_fetched_ahead(tmp_path: Path) -> None:
-    async with TierCache.open(configured(tmp_path, local_cpu=False), LAYOUT) as cache:
-        assert await cache.put(key(1), payload(1))
-        await cache.flush()
-        cache.warm_soon([key(1)])
-        await asyncio.sleep(0)
-        assert cache.statistics().reader.hits["disk"] == 0
-        assert is_whole(cache)

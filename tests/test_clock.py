@@ -44,23 +44,6 @@ def test_clock_stands_while_threads_compute(timeout_s: float) -> None:
         assert runner.run(main()) == 0.0
 
 
-def test_clock_stands_while_threads_hand_work_to_each_other() -> None:
-    def handed_on(times: int) -> None:
-        """Each thread starts the next one, and ends after it."""
-        computed_for(0.002)
-        if times:
-            thread = threading.Thread(target=handed_on, args=[times - 1])
-            thread.start()
-            thread.join()
-
-    async def main() -> None:
-        async with asyncio.timeout(1.0):
-            await asyncio.to_thread(handed_on, 100)
-
-    with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
-        runner.run(main())
-
-
 def test_clock_stands_while_what_is_busy_says_so() -> None:
     answered = threading.Event()
 

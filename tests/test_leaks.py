@@ -181,11 +181,3 @@ def test_what_others_make_is_no_leak(looked_at: bool, tmp_path: Path) -> None:
             if looked_at:
                 Arena(ArenaSettings(size_bytes=1, shm_name=f"looks-{os.getpid()}")).close()
         os.unlink(path)
-
-
-def test_what_was_there_before_is_no_leak(tmp_path: Path) -> None:
-    with ExitStack() as clean:
-        for leave in (thread, descriptor, shared_memory, unnumbered_shared_memory, child, slot, lease):
-            leave(clean)
-        with nothing_left(str(tmp_path), patience_s=0.0):
-            pass

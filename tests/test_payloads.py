@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.test_cache import key, opened
-from tiercache.payloads import PlainCopy, sink_of, source_of
+from tiercache.payloads import sink_of, source_of
 
 GAPS = np.dtype({"names": ["a", "b"], "formats": ["u1", "u4"], "offsets": [0, 4], "itemsize": 12})
 RAW = bytes(range(1, 241))
@@ -43,6 +43,7 @@ def test_gaps_between_fields_are_delivered(order: str) -> None:
 @pytest.mark.parametrize("step", [1, 2])
 def test_bools_of_torch_are_copied_bit_for_bit(step: int) -> None:
     import torch
+
     tensor = torch.frombuffer(bytearray(RAW), dtype=torch.bool)[::step]
     slot = np.zeros(240 // step, np.uint8)
     length, source = source_of(tensor)
@@ -64,13 +65,6 @@ def test_array_in_another_order_is_stored_in_the_order_of_its_items(dtype: type)
     into = np.zeros((6, 10), dtype).T
     sink_of(into)(slot)
     assert np.array_equal(into, array)
-
-
-def test_memory_of_somebody_else_is_not_copied_on_the_loop() -> None:
-    _, own = source_of(np.zeros(8, np.float32))
-    _, others = source_of(bytearray(32))
-    assert isinstance(own, PlainCopy)
-    assert not isinstance(others, PlainCopy)
 
 
 async def test_nothing_of_others_is_inside_a_chunk_of_structures() -> None:

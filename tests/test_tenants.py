@@ -94,23 +94,6 @@ async def test_a_scan_costs_another_tenant_nothing(salt: str) -> None:
         assert cache.cpu.pool.free == SLOTS - 2 * QUOTA
 
 
-async def test_without_quotas_it_costs_everything() -> None:
-    async with opened(tenant_max_local_cpu_size=0) as cache:
-        quiet = keys_of(cache, "quiet", QUOTA)
-        await put(cache, quiet)
-        await scan(cache, "noisy", 200)
-        assert cache.lookup_hot(quiet) == 0
-        assert not cache.statistics().tiers["cpu"].tenants
-
-
-async def test_a_tenant_below_his_quota_evicts_as_ever() -> None:
-    async with opened(tenant_max_local_cpu_size=24 * CHUNK_BYTES / GB) as cache:
-        first, second = keys_of(cache, "first", 20), keys_of(cache, "second", 20)
-        await put(cache, first)
-        await put(cache, second)
-        assert held(cache, "cpu", "second")[1] == 20 and held(cache, "cpu", "first")[1] == SLOTS - 20
-
-
 async def test_who_holds_all_of_his_quota_waits_and_nobody_waits_for_him() -> None:
     async with opened() as cache:
         own = keys_of(cache, "noisy", QUOTA)
@@ -251,21 +234,6 @@ async def test_a_quota_that_was_lowered_holds_soon_and_costs_nobody_else(tmp_pat
         await disk.scanned()
         assert on_disk(tmp_path, "noisy") == QUOTA == on_disk(tmp_path, "quiet")
         assert (await cache.lookup_keys(quiet)).chunks == QUOTA
-
-
-async def test_several_directories_have_equal_shares(tmp_path: Path) -> None:
-    directories = [tmp_path / "a", tmp_path / "b"]
-    places = ",".join(map(str, directories))
-    async with opened(
-        tmp_path,
-        local_disk=places,
-        local_disk_path_sharding="by_chunk",
-        tenant_max_local_disk_size=chunks_on_disk(QUOTA),
-    ) as cache:
-        await scan(cache, "noisy", 60)
-        await cache.flush()
-        assert [on_disk(directory, "noisy") for directory in directories] == [QUOTA // 2, QUOTA // 2]
-        assert held(cache, "disk", "noisy")[1] == QUOTA
 
 
 async def test_a_write_that_would_not_fit_beside_those_under_way_is_declined(tmp_path: Path) -> None:

@@ -170,11 +170,8 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
 class LookupServer:
     """Answers lookups from another process. Lives on the worker's cache thread."""
 
-    def __init__(
-        self, engine: str, rank: int, thread: CacheThread, geometry: BlockGeometry, *, into_device: bool = False
-    ) -> None:
+    def __init__(self, engine: str, rank: int, thread: CacheThread, geometry: BlockGeometry) -> None:
         self.thread = thread
-        self._into_device = into_device
         self._path = socket_path(engine, rank)
         self._geometry = geometry
         self._key = (engine, rank)
@@ -204,7 +201,8 @@ class LookupServer:
     @property
     def _direct(self) -> list[Tier]:
         """Return the tiers that read into the device by themselves."""
-        return [tier for tier in self.thread.cache.tiers if self._into_device and tier.serves_device]
+        cache = self.thread.cache
+        return [tier for tier in cache.tiers if tier.serves_device] if cache.parts.on_device is not None else []
 
     async def _find(self, names: Sequence[bytes], claim: str) -> Match:
         cache, geometry, claims = self.thread.cache, self._geometry, self.claims if claim else None

@@ -83,9 +83,7 @@ class WorkerSide:
         self.thread = CacheThread(config, layout, device=mover.driver, naming=AnnouncedPrompts(names, geometry))
         self._namespace = self.thread.cache.namespace
         try:
-            self._lookups = LookupServer(
-                engine, layout.rank, self.thread, geometry, into_device=mover.driver is not None
-            )
+            self._lookups = LookupServer(engine, layout.rank, self.thread, geometry)
         except BaseException:
             self.thread.close(0.0)
             raise

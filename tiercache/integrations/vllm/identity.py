@@ -219,8 +219,7 @@ class _Digests:
         self._left: list[str] = []
         self._failed: OSError | None = None
         self._bytes_read = 0
-        self._parts_read = 0
-        """The progress of all threads: it stands still while a mount hangs."""
+        """All threads add to it. It stands still while a mount hangs."""
 
     def all(self) -> dict[str, str]:
         for name, path in self._files.items():
@@ -244,12 +243,12 @@ class _Digests:
         threads = [threading.Thread(target=self._read, name="tiercache-digest", daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
-        parts, moved_s = -1, time.monotonic()
+        seen_bytes, moved_s = -1, time.monotonic()
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.5)
-                if self._parts_read != parts:
-                    parts, moved_s = self._parts_read, time.monotonic()
+                if self._bytes_read != seen_bytes:
+                    seen_bytes, moved_s = self._bytes_read, time.monotonic()
                 elif time.monotonic() - moved_s > _STALL_S:
                     raise TimeoutError(f"not a byte of {', '.join(sorted(self._files))} came for {_STALL_S:.0f} s")
         if self._failed is not None:
@@ -275,7 +274,6 @@ class _Digests:
                 return
             with self._lock:
                 self._found[name] = digest
-                self._bytes_read += stamp[0]
                 if settled:
                     self._stamps[name] = stamp
                     self._keep()
@@ -289,7 +287,7 @@ class _Digests:
             settled = time.time_ns() - max(before[1:3]) >= _GRAIN_NS
             while read := file.readinto(part):
                 digest.update(part[:read])
-                self._parts_read += 1
+                self._bytes_read += read
             if stamp_of(os.fstat(file.fileno())) != before:
                 raise FileChanged(f"{path} was written to while it was read for the model's identity")
         return digest.hexdigest(), before, settled

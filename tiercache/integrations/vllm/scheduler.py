@@ -169,34 +169,30 @@ class Asking:
                 return None
             self.begin(tracked)
         self._client.send()
-        tracked.match = tracked.match or self._look(tracked)
+        if tracked.lookup is not None:
+            tracked.match = self._look(tracked, tracked.lookup)
         if tracked.match is not None and self._is_being_stored(tracked, tracked.match):
             self.forget(tracked)
         return tracked.match
 
     def let_go(self, tracked: TrackedRequest) -> None:
-        """Release what a lookup may hold: it is not going to be loaded."""
+        """Give up a lookup, and release what it holds or may still hold: it is not going to be loaded."""
         if tracked.lookup is not None:
+            tracked.lookup.give_up()
             self._release(tracked.claim)
 
     def forget(self, tracked: TrackedRequest) -> None:
         """Forget the lookup and its answer."""
-        if tracked.lookup is not None:
-            tracked.lookup.give_up()
         self.let_go(tracked)
         tracked.lookup = tracked.match = None
 
-    def _look(self, tracked: TrackedRequest) -> Match | None:
-        lookup = tracked.lookup
-        if lookup is None:
-            return Match()
+    def _look(self, tracked: TrackedRequest, lookup: Lookup) -> Match | None:
         if lookup.match is None and self._patience_s > 0:
             self._wait_for(lookup)
         if lookup.match is not None:
             return lookup.match
         if time.monotonic() - tracked.asked_at_s > self._longest_s:
             logger.warning("a lookup took longer than lookup_timeout_ms; the request is computed instead")
-            lookup.give_up()
             self.let_go(tracked)
             return Match(failed=True)
         return None
@@ -409,8 +405,6 @@ class SchedulerSide:
 
     def _finish(self, tracked: TrackedRequest, tables: Tables) -> bool:
         request = tracked.request
-        if tracked.lookup is not None:
-            tracked.lookup.give_up()
         if not tracked.admitted:
             self._asking.let_go(tracked)
         if tracked.receiving:

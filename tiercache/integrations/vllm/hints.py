@@ -163,12 +163,15 @@ class SessionTurns:
 
     async def _follow(self, turn: Turn, saves: list[concurrent.futures.Future[int]]) -> None:
         try:
-            keys = self._keys_of(turn.names)
+            keys, ahead = self._keys_of(turn.names), self._thread.cache.ahead
             if isinstance(turn, RequestBegan):
-                self._thread.cache.ahead.began(turn.session, keys)
+                ahead.began(turn.session, keys)
                 return
             # Without waiting: the session's next turn may begin before this one is stored, and must not overtake it.
-            self._end_turn(turn.wishes, keys)
+            if turn.wishes.session:
+                ahead.ended(turn.wishes.session, keys)
+                if turn.wishes.session_over:
+                    ahead.over(turn.wishes.session)
             if saves:
                 # Waiting for them does not end them, and how they end is told elsewhere.
                 ended, _ = await asyncio.wait([asyncio.wrap_future(save) for save in saves], timeout=_STORING_S)
@@ -179,13 +182,6 @@ class SessionTurns:
             if not self._warned:
                 self._warned = True
                 logger.warning("what a request said about the next ones has no effect: %r", error)
-
-    def _end_turn(self, wishes: Wishes, keys: list[ChunkKey]) -> None:
-        ahead = self._thread.cache.ahead
-        if wishes.session:
-            ahead.ended(wishes.session, keys)
-            if wishes.session_over:
-                ahead.over(wishes.session)
 
     async def _learn(self, turn: RequestEnded, keys: list[ChunkKey]) -> None:
         cache, wishes = self._thread.cache, turn.wishes

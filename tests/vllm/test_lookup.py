@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -323,6 +325,24 @@ def test_a_worker_that_does_not_answer_costs_the_time_out(engine: str) -> None:
         deaf.listen()
         assert ask(engine, 2, timeout_s=0.2) == Match(failed=True)
     path.unlink()
+
+
+def test_a_lookup_that_was_given_up_is_forgotten_though_its_worker_never_answers(engine: str) -> None:
+    path = socket_path(engine, 0)
+    path.parent.mkdir(mode=0o700)
+    client = LookupClient(engine, 2, GEOMETRY, 0.2)
+    with socket.socket(socket.AF_UNIX) as deaf, socket.socket(socket.AF_UNIX) as other:
+        for rank, listening in enumerate((deaf, other)):
+            listening.bind(str(socket_path(engine, rank)))
+            listening.listen()
+        of_its_own = [os.urandom(32)]
+        begun(client, of_its_own).give_up()
+        until_s = time.monotonic() + 30
+        while any(type(one) is Lookup and one.names == of_its_own for one in gc.get_objects()):
+            assert time.monotonic() < until_s, "it is kept for an answer that nobody wants"
+        client.close()
+    for rank in range(2):
+        socket_path(engine, rank).unlink()
 
 
 def test_a_stranger_on_the_socket_does_no_harm(engine: str) -> None:

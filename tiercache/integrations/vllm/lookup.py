@@ -400,9 +400,9 @@ class LookupClient:
         connection.ask(asked)
 
     def _give_up(self, asked: list[Lookup]) -> None:
-        if _miss(asked, TimeoutError()):
-            for connection in self._connections.values():
-                connection.forget_ended()
+        _miss(asked, TimeoutError())
+        for connection in self._connections.values():
+            connection.forget_ended()
 
     def answered(self, rank: int, one: Lookup, match: Match) -> None:
         one.answers[rank] = match
@@ -440,7 +440,7 @@ class _Connection:
             self._send(numbered)
 
     def forget_ended(self) -> None:
-        """Forget lookups that were given up: they may never be answered."""
+        """Forget lookups that have an answer or want none any more: this worker may never give one."""
         self._waiting = {number: one for number, one in self._waiting.items() if one.is_open}
 
     async def close(self) -> None:
@@ -481,14 +481,13 @@ class _Connection:
                 self._writer.close()
 
 
-def _miss(asked: Sequence[Lookup], error: Exception) -> int:
-    """Make misses of lookups that have no answer, and return how many there are."""
+def _miss(asked: Sequence[Lookup], error: Exception) -> None:
+    """Make misses of lookups that have no answer."""
     unanswered = [one for one in asked if one.is_open]
     if unanswered:
         logger.warning("%d lookups got no answer from the workers: %r", len(unanswered), error)
     for one in unanswered:
         one.give(Match(failed=True))
-    return len(unanswered)
 
 
 _MOST_OF_THE_HOT_CACHE = 0.5

@@ -52,10 +52,9 @@ class Removals:
     """
 
     def __init__(self, tier: Tier, deadline_s: float) -> None:
-        """`deadline_s` is the time after which a removal counts as slow, and the longest time that a write waits for it."""
+        """`deadline_s` is the time after which a removal counts as slow."""
         self.tier = tier
         self.breaker = Breaker(BreakerSettings(slow_s=deadline_s))
-        self._deadline_s = deadline_s
         self._wanted: dict[ChunkKey, tuple[Request, ...]] = tier.traffic.removing
         """Keys to remove, with the requests to notify."""
         self._due: deque[ChunkKey] = deque()
@@ -74,36 +73,23 @@ class Removals:
     def __len__(self) -> int:
         return len(self._wanted)
 
-    async def ended(self, key: ChunkKey) -> bool:
-        """Wait until `key` is no longer to be removed.
+    async def ended(self, keys: Collection[ChunkKey], timeout_s: float | None = None) -> bool:
+        """Wait until the removals of `keys` that are due have succeeded or failed once, for `timeout_s` at most.
 
-        Return False if the removal fails, or takes longer than the deadline.
+        Return False if one of `keys` is still to be removed.
         """
-        if not self.tier.traffic.refuses(key):
-            return True
-        if self._closed or key in self._failed or key not in self._wanted:
-            return False
-        request = await self._join([key], self._deadline_s)
-        return not request.left and request.error is None
-
-    async def settled(self) -> None:
-        """Wait until the removal of each forgotten key has succeeded or failed once."""
-        unsettled = [key for key in self._wanted if key not in self._failed]
+        unsettled = [key for key in keys if key in self._wanted and key not in self._failed]
         if unsettled and not self._closed:
-            await self._join(unsettled)
-
-    async def _join(self, keys: Sequence[ChunkKey], timeout_s: float | None = None) -> Request:
-        """Wait until removals in flight are settled, for `timeout_s` at most."""
-        request = Request(len(keys))
-        self.want(keys, request)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await request.settled.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self.leave(request)
-        return request
+            request = Request(len(unsettled))
+            self.want(unsettled, request)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await request.settled.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self.leave(request)
+        return not any(map(self.tier.traffic.refuses, keys))
 
     def request(self, keys: int) -> Request:
         """Begin a forget of `keys` distinct keys. The caller calls `leave` when it stops waiting for it."""
@@ -114,15 +100,11 @@ class Removals:
         """Begin to remove some of the keys of `request`, or join removals in flight, which cover all earlier writes."""
         for key in keys:
             before = self._wanted.get(key)
-            if before is None:
-                self._wanted[key] = (request,)
-                if key not in self.tier.traffic.in_flight:
-                    self._due.append(key)
-            else:
-                self._wanted[key] = (*(other for other in before if not other.over), request)
-                if key in self._failed:
-                    del self._failed[key]
-                    self._due.append(key)
+            self._wanted[key] = (*(other for other in before or () if not other.over), request)
+            is_clear = before is None and key not in self.tier.traffic.in_flight
+            if is_clear or key in self._failed:
+                self._failed.pop(key, None)
+                self._due.append(key)
         self._add_lanes()
 
     def leave(self, request: Request) -> None:

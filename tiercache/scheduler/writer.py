@@ -274,8 +274,7 @@ class TierWriter:
     async def _attempt(self, write: _Write) -> bool:
         """Write a chunk, with retries.
 
-        Returns False if it is given up, True if the tier answered, or if the chunk was forgotten and its removal has
-        ended.
+        Returns False if it is given up, True if the tier answered, or if the chunk was forgotten.
         """
         loop, lease, counters = asyncio.get_running_loop(), write.lease, self.counters
         tier = self.tier
@@ -287,10 +286,10 @@ class TierWriter:
                 if not self.breaker.allows(loop.time()):
                     break
                 write.began_s = loop.time()
-            removed = await self.removals.ended(write.key)
-            if not removed or not lease.findable:  # it was forgotten meanwhile
+            removed = await self.removals.ended([write.key], self.settings.deadline_s)
+            if not removed or not lease.findable:
                 self.breaker.abandoned(loop.time(), write.began_s)  # this may have been the probe
-                if removed:
+                if not lease.findable:  # it was forgotten meanwhile
                     return True
                 break
             write.began_s = loop.time()
@@ -527,7 +526,7 @@ class FanOut:
     async def removed(self) -> None:
         """Wait until the removal of every forgotten chunk has succeeded or failed once. Cancellation changes nothing."""
         for writer in self.writers:
-            await writer.removals.settled()
+            await writer.removals.ended(list(writer.tier.traffic.removing))
 
     def counts(self) -> dict[str, WriterStatistics]:
         """Return the counts so far, by tier."""

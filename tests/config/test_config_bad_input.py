@@ -63,11 +63,20 @@ def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
         ("max_local_cpu_size: 0", "max_local_cpu_size: expected a number of GB > 0, found 0"),
         ("max_local_cpu_size: .nan", "max_local_cpu_size: expected a number of GB > 0, found nan"),
         ("max_local_cpu_size: .inf", "max_local_cpu_size: expected a number of GB > 0, found inf"),
-        ("max_local_cpu_size: 1e300", "max_local_cpu_size: expected a number of GB > 0 and below 8.59e+09, found '1e300'"),
+        (
+            "max_local_cpu_size: 1e300",
+            "max_local_cpu_size: expected a number of GB > 0 and below 8.59e+09, found '1e300'",
+        ),
         ("tenant_max_gds_size: 1.0e+300", "tenant_max_gds_size: expected a number of GB >= 0 and below 8.59e+09"),
-        ("write_queue_bytes: 9223372036854775808", "write_queue_bytes: expected a whole number of bytes >= 0 and below"),
+        (
+            "write_queue_bytes: 9223372036854775808",
+            "write_queue_bytes: expected a whole number of bytes >= 0 and below",
+        ),
         ("close_timeout_s: 1.0e+10", "close_timeout_s: expected a number of seconds >= 0 and below 9.22e+09"),
-        ("lookup_timeout_ms: 1.0e+20", "lookup_timeout_ms: expected a whole number of milliseconds >= 1 and below 9.22e+12"),
+        (
+            "lookup_timeout_ms: 1.0e+20",
+            "lookup_timeout_ms: expected a whole number of milliseconds >= 1 and below 9.22e+12",
+        ),
         ("max_local_disk_size: -1", "max_local_disk_size: expected a number of GB >= 0, found -1"),
         ("hf3fs_iov_size: 104857599", "hf3fs_iov_size: expected a whole number of bytes in 104857600 .. 2147483648"),
         ("hf3fs_iov_size: 2147483649", "found 2147483649"),
@@ -187,13 +196,9 @@ def test_several_problems_are_reported_together(problem_of) -> None:
     )
 
 
-def test_a_bad_value_causes_no_second_complaint(problem_of) -> None:
-    problem = problem_of("gds_path: /g\ngds_buffer_size: 8GiB")
-    assert "needs" not in problem
-
-
 LAUGHS = "".join(
-    f"{after}: &{after} {{{{{{merge}}[{', '.join(['*' + before] * 9)}]}}}}\n" for before, after in pairwise("abcdefghij")
+    f"{after}: &{after} {{{{{{merge}}[{', '.join(['*' + before] * 9)}]}}}}\n"
+    for before, after in pairwise("abcdefghij")
 )
 """Each line stands for nine times the line before; 40 ms a level, and hours at the end, to whoever writes it all out."""
 
@@ -286,11 +291,6 @@ def test_any_bytes_load_or_are_a_configuration_error(tmp_path_factory: pytest.Te
     path.write_bytes(content)
     with contextlib.suppress(ConfigError):
         Config.load(path, environ={})
-
-
-def test_one_directory_for_two_tiers_is_an_error(load_text) -> None:
-    with pytest.raises(ConfigError, match="/a is a directory of two tiers; each needs its own"):
-        load_text("local_disk: /a\nmax_local_disk_size: 1\ngds_path: /a\ngds_buffer_size: 64\n")
 
 
 @pytest.mark.parametrize("place", ["variable", "plugin"])

@@ -91,11 +91,6 @@ def test_each_warning_is_logged_once(load_text, caplog: pytest.LogCaptureFixture
     assert len(config.warnings) == 1
 
 
-def test_a_gigabyte_is_what_it_is_for_lmcache(load_text) -> None:
-    config = load_text("max_local_cpu_size: 1.5\nlocal_disk: /a\nmax_local_disk_size: 0.5\n")
-    assert (config.arena_bytes, config.disk_bytes) == (3 * 2**29, 2**29)
-
-
 def test_variables_that_lmcache_reads_elsewhere_and_that_kubernetes_sets_are_left_alone() -> None:
     environ = {
         "LMCACHE_LOG_LEVEL": "DEBUG",

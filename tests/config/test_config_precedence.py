@@ -32,10 +32,6 @@ def test_overrides_may_be_prefixed(prefix: str) -> None:
     assert Config.load(environ={}, overrides={f"{prefix}chunk_size": 64}).chunk_size == 64
 
 
-def test_an_override_of_none_is_not_given(load_text) -> None:
-    assert load_text("chunk_size: 16", overrides={"chunk_size": None}).chunk_size == 16
-
-
 def test_tiercache_config_file_wins_over_lmcache_config_file(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
     ours.write_text("chunk_size: 16")
@@ -66,19 +62,10 @@ def test_an_old_name_means_the_new_key(load_text) -> None:
     assert config.origins["gds_buffer_size"].alias == "cufile_buffer_size"
 
 
-def test_an_old_and_a_new_name_may_agree(load_text) -> None:
-    assert load_text("gds_path: /g\ncufile_buffer_size: 64\ngds_buffer_size: 64").gds_buffer_size == 64
-
-
 def test_an_old_and_a_new_name_that_differ_are_refused(problem_of) -> None:
     problem = problem_of("gds_path: /g\ncufile_buffer_size: 64\ngds_buffer_size: 65")
     assert "cufile_buffer_size and gds_buffer_size are the same key with different values: 64 (" in problem
     assert "line 2) and 65 (" in problem
-
-
-def test_an_old_name_in_the_environment_wins_over_the_new_one_in_the_file(load_text) -> None:
-    config = load_text("gds_path: /g\ngds_buffer_size: 65", {"LMCACHE_CUFILE_BUFFER_SIZE": "64"})
-    assert config.gds_buffer_size == 64
 
 
 def test_origins_name_file_and_line_variable_and_override(load_text, tmp_path: Path) -> None:
@@ -123,14 +110,6 @@ def test_switches_of_the_environment_as_lmcache_reads_them(word: str) -> None:
     assert Config.load(environ={"LMCACHE_SAVE_UNFULL_CHUNK": word}).save_unfull_chunk is True
 
 
-def test_a_policy_may_be_written_in_any_case(load_text) -> None:
-    assert load_text("cache_policy: lfu").cache_policy == "LFU"
-
-
-def test_a_node_may_be_written_as_a_number(load_text) -> None:
-    assert load_text("numa_mode: 0").numa_mode == "0"
-
-
 def test_manual_numa_mapping_is_accepted_with_a_warning(load_text) -> None:
     config = load_text("numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: 1}}")
     assert config.numa_mode is None
@@ -156,10 +135,6 @@ def test_quotas_and_compression_without_their_tier_get_a_warning(load_text, sett
     assert load_text(f"{tier}\n{setting}\n").warnings == ()
 
 
-def test_quotas_and_compression_that_say_none_need_no_tier(load_text) -> None:
-    assert load_text("tenant_max_local_disk_size: 0\ndisk_compression: none\n").warnings == ()
-
-
 def test_admission_without_a_disk_or_gds_tier_gets_a_warning(load_text) -> None:
     (warning,) = load_text("weka_path: /w\ngds_buffer_size: 64\nflash_admission: second_touch\n").warnings
     assert warning == "accepted but not honoured: flash_admission (of tiers that are off or not configured)"
@@ -173,27 +148,20 @@ def test_memory_to_leave_free_lowers_the_arena_and_says_so(load_text) -> None:
     assert "max_local_cpu_size lowered from 1e+06" in config.warnings[0]
 
 
-def test_a_disk_without_a_size_is_off_and_says_so_once(load_text) -> None:
-    config = load_text("local_disk: /a")
-    assert config.disk_bytes == 0
-    assert config.warnings == ("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)",)
-
-
 def test_a_configuration_travels_to_another_process(load_text) -> None:
     config = load_text("chunk_size: 16\nlocal_disk: /a")
     copy = pickle.loads(pickle.dumps(config))
     assert (copy, copy.origins, hash(copy)) == (config, config.origins, hash(config))
 
 
-def test_built_directly_it_has_the_same_types() -> None:
-    config = Config(local_disk=["file:///a"], max_local_disk_size=1)  # type: ignore[arg-type]
-    assert (config.local_disk, config.max_local_disk_size, config.disk_bytes) == (("/a",), 1.0, 2**30)
-
-
 def test_every_variable_that_the_documents_name_may_be_in_the_engines_environment(tmp_path: Path) -> None:
     """What `serve-control` reads is no key, and no reason not to start."""
     repository = Path(__file__).parents[2]
-    pages = [repository / "README.md", *sorted((repository / "docs").rglob("*.md")), repository / "tiercache" / "cli.py"]
+    pages = [
+        repository / "README.md",
+        *sorted((repository / "docs").rglob("*.md")),
+        repository / "tiercache" / "cli.py",
+    ]
     pages += sorted((repository / "tiercache" / "control").glob("*.py"))
     named = {name for page in pages for name in re.findall(r"\b(?:TIERCACHE|LMCACHE)_[A-Z0-9_]+\b", page.read_text())}
     assert {"TIERCACHE_CONTROL_TOKEN", "TIERCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE"} <= named

@@ -202,14 +202,6 @@ def test_settings_named_by_the_scheme_are_about_the_tier_of_the_url(load_text) -
     assert only(config).options["tls_ca_file"] == "/etc/ca.pem"
 
 
-@pytest.mark.parametrize("empty", ["module_path", "class_name"])
-def test_half_of_a_third_partys_place_is_not_enough(load_text, empty: str) -> None:
-    own = {"module_path": "a.b", "class_name": "C", empty: ""}
-    lines = "".join(f"remote_storage_plugin.mine.{name}: '{value}'\n" for name, value in own.items())
-    with pytest.raises(ConfigError, match="module_path and class_name belong together"):
-        load_text(f"remote_storage_plugins: [mine]\n{lines}")
-
-
 def test_compression_of_a_remote_tier_that_is_not_there_gets_a_warning(load_text) -> None:
     """The URL is lent to `redis.a`, so there is no tier of the name `redis`."""
     text = "remote_url: redis://a\nremote_storage_plugins: [redis.a]\n"

@@ -14,7 +14,6 @@ from tiercache.testing import chunk
 from tiercache.tiers.remote.base import RemoteTier
 
 KEY, PADDED = chunk(1, 5000)
-PAYLOAD = PADDED[:5000]
 
 
 class Stepped(RemoteTier):

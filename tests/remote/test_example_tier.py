@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.tiers.test_disk import flip
 from tiercache import Config, Layout, TierCache
 from tiercache.core.header import HEADER_BYTES
 from tiercache.core.keys import ChunkKey
@@ -55,11 +56,7 @@ class TestAnotherFileSystem(TierContract):
         return make_remote(settings, module_path="beegfs_tier", class_name="make_tier")
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        with open(tier.path(key), "r+b") as file:  # type: ignore[attr-defined]
-            file.seek(HEADER_BYTES + 17)
-            (byte,) = file.read(1)
-            file.seek(HEADER_BYTES + 17)
-            file.write(bytes([byte ^ 1]))
+        flip(Path(tier.path(key)), HEADER_BYTES + 17)  # type: ignore[attr-defined]
         return True
 
 

@@ -90,32 +90,6 @@ def test_class_of_ones_own_wins_over_the_type_that_the_instance_is_named_for(typ
     assert isinstance(tier, ShelfTier) and tier.name == name
 
 
-async def test_first_of_several_that_has_a_chunk_serves_it() -> None:
-    async with TierCache.open(config_of(one="both", two="both"), LAYOUT) as cache:
-        (key,) = cache.keys(TOKENS)
-        await cache.put(key, PAYLOAD)
-        await cache.flush()
-    async with TierCache.open(config_of(two="both", one="both"), LAYOUT) as cache, cache.get(key) as lease:
-        assert lease is not None
-        assert [tier.name for tier in cache.tiers] == ["two", "one"]
-        assert cache.statistics().tiers["two"].reads == 1
-
-
-async def test_tenants_with_different_salts_share_nothing() -> None:
-    settings = config_of(one="both").remote_storage_plugin_settings
-    found = {}
-    for salt in ("a", "b"):
-        config = Config(
-            max_local_cpu_size=0.001, tenant_salt=salt, remote_storage_plugins=("one",),
-            remote_storage_plugin_settings=settings,
-        )  # fmt: skip
-        async with TierCache.open(config, LAYOUT) as cache:
-            found[salt] = (await cache.lookup(TOKENS)).chunks
-            await cache.store(TOKENS, [PAYLOAD])
-            await cache.flush()
-    assert found == {"a": 0, "b": 0} and len(SHELVES["one"]) == 2
-
-
 def test_entry_points_of_installed_packages_are_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "somebody-1.0.dist-info"
     info.mkdir()

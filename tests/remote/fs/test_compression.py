@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tests.compression.contract import CompressionContract
 from tests.remote.fs.test_fs import tier_on
+from tests.tiers.test_disk import flip
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.fs import FsTier
 
@@ -14,8 +15,4 @@ class TestFs(CompressionContract):
 
     async def damage(self, tier: Tier, key: bytes) -> None:
         assert isinstance(tier, FsTier)
-        with open(tier.path(key), "r+b") as file:
-            file.seek(4096 + 20_000)
-            byte = file.read(1)
-            file.seek(4096 + 20_000)
-            file.write(bytes([byte[0] ^ 1]))
+        flip(Path(tier.path(key)), 4096 + 20_000)

@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
-from tests.remote.fs.test_fs import FILE_BYTES, tier_on
+from tests.remote.fs.test_fs import FILE_BYTES, is_hit, tier_on
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.weka import physical_bytes
 from tiercache.errors import CacheClosed, TierUnavailable
-from tiercache.testing import chunk, page_aligned
+from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
@@ -60,14 +59,6 @@ async def is_written(tier: Tier, number: int) -> bool:
         return await tier.write(key, payload, CHUNK_BYTES)
     except (TierUnavailable, OSError):
         return False
-
-
-async def is_hit(tier: Tier, number: int) -> bool:
-    key, payload = chunk(number)
-    into = page_aligned(CHUNK_BYTES)
-    length = await tier.read(key, into)
-    assert length is None or np.array_equal(into, payload)
-    return length is not None
 
 
 def dead_descriptors() -> int:

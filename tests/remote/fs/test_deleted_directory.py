@@ -16,8 +16,9 @@ import pytest
 from tests.hf3fs_emulator import Hf3fsEmulator, install
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
-from tests.remote.fs.test_dead_mount import CAP_BYTES, is_hit, is_written
+from tests.remote.fs.test_dead_mount import CAP_BYTES, is_written
 from tests.remote.fs.test_dead_mount import opened as opened_on_files
+from tests.remote.fs.test_fs import is_hit
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.weka import physical_bytes
 from tiercache.errors import TierUnavailable
@@ -159,15 +160,3 @@ async def test_nothing_is_written_below_a_mount_that_is_away(mount: FragileMount
         written = [await is_written(tier, number) for number in range(10, 20)]
         assert sum(written) >= 9, "all but perhaps the first"
         assert await is_hit(tier, 19)
-
-
-@needs_fuse
-@pytest.mark.parametrize("kind", ["disk", "fs", "weka", "gds"])
-async def test_directory_is_made_anew_on_its_mount(mount: FragileMount, kind: str) -> None:
-    place = mount.path / "kv"
-    async with opened(kind, place) as tier:
-        assert await is_written(tier, 1)
-        await asyncio.to_thread(lose, place, "mv")
-        assert await is_written(tier, 2)
-        assert await is_hit(tier, 2)
-    assert list((mount.behind / "kv").glob("00/*"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -18,7 +17,8 @@ import pytest
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
 from tests.tiers.test_contract import LAYOUT, limits
-from tests.tiers.weka import physical_bytes
+from tests.tiers.test_disk import flip
+from tests.tiers.weka import physical_bytes, store
 from tiercache import Config, Layout, TierCache
 from tiercache.assembly import make_tiers
 from tiercache.core.header import file_bytes
@@ -27,7 +27,6 @@ from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files.access import Mount
-from tiercache.tiers.files.capacity import Capacity
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier, make_fs_tier
 
@@ -62,12 +61,6 @@ async def opened(*directories: Path, **options: Any) -> AsyncIterator[FsTier]:
         await tier.close()
 
 
-async def store(tier: FsTier, numbers: range) -> None:
-    for number in numbers:
-        key, payload = chunk(number)
-        assert await tier.write(key, payload, CHUNK_BYTES)
-
-
 def drop_cached(path: Path) -> None:
     """What the kernel has kept of a file: the next read asks the mount."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -75,7 +68,7 @@ def drop_cached(path: Path) -> None:
     os.close(descriptor)
 
 
-async def is_hit(tier: FsTier, number: int) -> bool:
+async def is_hit(tier: Tier, number: int) -> bool:
     key, payload = chunk(number)
     into = page_aligned(CHUNK_BYTES)
     length = await tier.read(key, into)
@@ -109,11 +102,7 @@ class TestFsTier(TierContract):
 
     async def damage(self, tier: Tier, key: bytes) -> bool:
         assert isinstance(tier, FsTier)
-        with open(tier.path(key), "r+b") as file:
-            file.seek(4096 + 17)
-            byte = file.read(1)
-            file.seek(4096 + 17)
-            file.write(bytes([byte[0] ^ 1]))
+        flip(Path(tier.path(key)), 4096 + 17)
         return True
 
 
@@ -202,14 +191,6 @@ async def test_a_directory_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path
     await tier.close()
 
 
-async def test_another_instance_sees_what_was_stored(tmp_path: Path) -> None:
-    async with opened(tmp_path) as one, opened(tmp_path) as other:
-        await store(one, range(1, 5))
-        await other.refreshed()
-        assert await other.probe([chunk(number)[0] for number in range(1, 6)]) == 4
-        assert await is_hit(other, 3)
-
-
 OTHER = """
 import asyncio, sys
 from pathlib import Path
@@ -251,37 +232,6 @@ async def test_two_processes_share_a_directory_and_its_cap(tmp_path: Path) -> No
         await process.wait()
 
 
-async def test_bookkeeping_that_is_deleted_while_it_begins_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remove, begun = Capacity.return_dead, False
-
-    def remove_what_is_gone(capacity: Capacity) -> int:
-        nonlocal begun
-        if not begun:
-            begun = True
-            shutil.rmtree(tmp_path / ".tiercache")
-        return remove(capacity)
-
-    monkeypatch.setattr(Capacity, "return_dead", remove_what_is_gone)
-    async with opened(tmp_path) as tier:
-        assert begun
-        await store(tier, range(1, 3))
-        assert [path.name for path in tmp_path.glob(".tiercache/*")]
-
-
-@needs_fuse
-async def test_a_mount_that_dies_is_unavailable_and_used_again_when_it_is_back(mount: FragileMount) -> None:
-    async with opened(mount.path) as tier:
-        await store(tier, range(1, 3))
-        await asyncio.to_thread(mount.die)
-        for operation in (lambda: is_hit(tier, 1), lambda: store(tier, range(9, 10))):
-            with pytest.raises(TierUnavailable, match=r"fs\.a: "):
-                await operation()
-        await asyncio.to_thread(mount.revive)
-        assert await is_hit(tier, 1)
-
-
 @needs_fuse
 async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: FragileMount) -> None:
     async with opened(mount.path, use_odirect=False) as writer:
@@ -314,28 +264,6 @@ async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(
         await tier.probe([chunk(1)[0]])
     mount.go_on()
     assert await in_the_end(lambda: is_hit(tier, 1))
-    await tier.close()
-
-
-@needs_fuse
-async def test_who_is_told_of_changes_hears_of_a_mount_that_comes_later(mount: FragileMount) -> None:
-    async with opened(mount.path) as tier:
-        await store(tier, range(1, 3))
-    mount.hang()
-    tier = tier_on(mount.path, timeout_s=1.0)
-    await tier.open()
-    changed, both = set[bytes](), asyncio.Event()
-
-    def on_change(key: bytes) -> None:
-        changed.add(key)
-        if len(changed) == 2:
-            both.set()
-
-    tier.tell(on_change)
-    mount.go_on()
-    await asyncio.wait_for(both.wait(), 20)
-    assert changed == {chunk(1)[0], chunk(2)[0]}
-    assert all(map(tier.contains, changed))
     await tier.close()
 
 

@@ -224,10 +224,6 @@ def test_a_wrong_url_is_a_configuration_error(url: str) -> None:
         make_tier(url)
 
 
-def test_the_url_may_name_the_device() -> None:
-    assert make_tier("infinistore://h:1/?device=mlx5_3")._device == "mlx5_3"
-
-
 @pytest.mark.needs("libibverbs1")
 @pytest.mark.parametrize(
     "method",

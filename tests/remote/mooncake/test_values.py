@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.remote.mooncake.conftest import make_tier
-from tests.servers.mooncake import Master, plain_client
+from tests.servers.mooncake import Master
 from tiercache.core.header import PACKED_BYTES, aligned
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
@@ -88,14 +88,6 @@ async def test_two_clients_share_their_chunks(tier: MooncakeTier, other: Mooncak
     assert await other.remove(KEY) is True
     assert await tier.read(KEY, page_aligned(LENGTH)) is None
     assert not tier.contains(KEY)
-
-
-async def test_existence_of_a_batch_goes_behind_gaps(tier: MooncakeTier, other: MooncakeTier) -> None:
-    chunks = [chunk(number, 5000) for number in range(1, 7)]
-    for key, payload in chunks[:2] + chunks[3:5]:
-        assert await tier.write(key, payload, 5000)
-    assert await other.probe([key for key, _ in chunks]) == 2
-    assert [other.contains(key) for key, _ in chunks] == [True, True, False, True, True, False]
 
 
 async def test_a_value_that_is_still_being_written_is_not_there(tier: MooncakeTier, client: Any) -> None:
@@ -176,12 +168,3 @@ async def test_a_chunk_of_another_layout_is_not_taken(tier: MooncakeTier, master
         await other.close()
     with pytest.raises(CorruptChunk, match="layout"):
         await tier.read(KEY, page_aligned(LENGTH))
-
-
-async def test_chunks_outlive_the_client_that_wrote_them(master: Master) -> None:
-    first = make_tier(master.url)
-    await first.open()
-    assert await first.write(KEY, PAYLOAD, LENGTH)
-    await first.close()
-    with plain_client(master) as client:
-        assert client.is_exist(NAME) == 1

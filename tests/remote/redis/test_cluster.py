@@ -28,23 +28,6 @@ async def tier(cluster: Cluster) -> AsyncIterator[RedisTier]:
         yield tier
 
 
-def slot(number: int) -> int:
-    return redis.crc.key_slot(value_name(chunk(number)[0]))
-
-
-async def test_each_node_is_asked_for_the_existence_of_its_own_names(tier: RedisTier, cluster: Cluster) -> None:
-    chunks = [chunk(number, 100) for number in range(1, 91)]
-    for key, payload in chunks[::3]:
-        await tier.write(key, payload, 100)
-    tier.known.clear()
-    before = asked(cluster)
-    await tier.probe([key for key, _ in chunks])
-    counts = [(calls - was, wrong - old) for (calls, wrong), (was, old) in zip(asked(cluster), before, strict=True)]
-    assert sum(calls for calls, _ in counts) == 90 and all(calls for calls, _ in counts)
-    assert not any(wrong for _, wrong in counts)
-    assert [tier.contains(key) for key, _ in chunks] == [number % 3 == 0 for number in range(90)]
-
-
 async def test_a_slot_that_has_moved_is_followed(tier: RedisTier, cluster: Cluster) -> None:
     key, payload = chunk(1, LENGTH)
     await tier.write(key, payload, LENGTH)
@@ -62,6 +45,10 @@ async def test_a_slot_that_has_moved_is_followed(tier: RedisTier, cluster: Clust
             assert client.dbsize() == 1
     finally:
         move_back(cluster, target, slot(1))
+
+
+def slot(number: int) -> int:
+    return redis.crc.key_slot(value_name(chunk(number)[0]))
 
 
 @pytest.mark.parametrize("moved", [0, 1])
@@ -142,16 +129,6 @@ async def test_mistaken_modes_are_said(cluster: Cluster, server: Server) -> None
     await tier.open()
     await asyncio.gather(*(tier.write(*chunk(number), 1000) for number in range(1, 9)))
     await tier.close()
-
-
-def asked(cluster: Cluster) -> list[tuple[int, int]]:
-    """How often each node was asked for a name's existence, and how often it was not the one to ask."""
-    found = []
-    for node in cluster.nodes:
-        with node.client() as client:
-            counts = client.info("commandstats").get("cmdstat_exists", {"calls": 0, "rejected_calls": 0})
-            found.append((counts["calls"], counts["rejected_calls"]))
-    return found
 
 
 def names(node: Server) -> int:

@@ -169,18 +169,6 @@ async def test_a_server_that_never_answers_costs_a_time_out_and_no_thread(silent
     await tier.close()
 
 
-async def test_closing_does_not_wait_for_a_server_that_hangs(silent: int) -> None:
-    tier = make_tier(f"redis://127.0.0.1:{silent}", timeout_s=60.0)
-    opening = asyncio.create_task(tier.open())
-    reading = asyncio.create_task(asyncio.sleep(0))
-    await reading
-    began = time.monotonic()
-    opening.cancel()
-    await asyncio.gather(opening, return_exceptions=True)
-    await tier.close()
-    assert time.monotonic() - began < 20.0
-
-
 @pytest.mark.parametrize("where", ["in an answer", "in the greeting"])
 async def test_closing_ends_what_waits_for_a_frozen_server(tmp_path: Path, where: str) -> None:
     """Its memory can be given back then."""
@@ -230,23 +218,6 @@ async def test_a_frozen_server_is_left_at_the_deadline_and_used_again(tmp_path: 
         server.thaw()
         await tier.close()
         server.kill()
-
-
-async def test_a_cancelled_read_ends_before_its_memory_is_given_up(server: Server) -> None:
-    tier = make_tier(f"redis://127.0.0.1:{server.port}")
-    await tier.open()
-    await tier.write(KEY, PAYLOAD, LENGTH)
-    for turns in range(1, 6):
-        into = page_aligned(LENGTH)
-        read = asyncio.create_task(tier.read(KEY, into))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        read.cancel()
-        await asyncio.gather(read, return_exceptions=True)
-        into[:] = 0
-        assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
-        assert not into.any()
-    await tier.close()
 
 
 async def opened(tier: RedisTier) -> str:

@@ -100,14 +100,6 @@ async def test_an_empty_value_is_a_miss_that_a_put_replaces(tier: RedisTier, ser
     assert await tier.read(key, into) == length
 
 
-async def test_a_long_value_of_another_type_is_no_chunk(tier: RedisTier, server: Server) -> None:
-    with server.client() as client:
-        client.rpush(NAME, "x")
-    with pytest.raises(NotOurs):
-        await tier.read(KEY, page_aligned(LONG))
-    assert await tier.read(chunk(2)[0], page_aligned(LONG)) is None, "the next request is answered"
-
-
 async def test_the_head_of_a_chunk_that_an_earlier_version_stored_in_segments_is_no_hit(
     tier: RedisTier, server: Server
 ) -> None:
@@ -120,9 +112,7 @@ async def test_the_head_of_a_chunk_that_an_earlier_version_stored_in_segments_is
         assert client.dbsize() == 0
 
 
-@pytest.mark.parametrize(
-    "value", [b"x", b"x" * 120, b"x" * 3_000_000, ["x"]], ids=lambda v: str(len(v))
-)
+@pytest.mark.parametrize("value", [b"x", b"x" * 120, b"x" * 3_000_000, ["x"]], ids=lambda v: str(len(v)))
 async def test_a_value_of_another_program_is_left_alone_by_reads_and_replaced_by_a_put(
     tier: RedisTier, server: Server, value: bytes | list[str]
 ) -> None:
@@ -186,30 +176,6 @@ async def test_readers_see_one_writer_or_nothing(server: Server) -> None:
         assert client.dbsize() == 0
 
 
-async def test_eviction_by_the_server_is_a_miss(server: Server) -> None:
-    tier = make_tier(f"redis://127.0.0.1:{server.port}")
-    await tier.open()
-    chunks = [chunk(number, 40_000) for number in range(1, 161)]
-    with server.client() as client:
-        client.config_set("maxmemory-policy", "allkeys-lru")
-        client.config_set("maxmemory", 5 << 20)
-        try:
-            for key, payload in chunks:
-                assert await tier.write(key, payload, 40_000)
-            into = page_aligned(40_000)
-            hits = 0
-            for key, payload in chunks:
-                if await tier.read(key, into) is not None:
-                    assert np.array_equal(into, payload)
-                    hits += 1
-            assert 0 < hits < len(chunks)
-            assert tier.statistics().corrupt == 0
-        finally:
-            client.config_set("maxmemory", 0)
-            client.config_set("maxmemory-policy", "noeviction")
-            await tier.close()
-
-
 async def test_a_server_that_is_full_and_evicts_nothing_is_a_full_tier(tier: RedisTier, server: Server) -> None:
     length = LENGTH
     there, new = chunk(1, length), chunk(2, length)
@@ -224,19 +190,6 @@ async def test_a_server_that_is_full_and_evicts_nothing_is_a_full_tier(tier: Red
             client.config_set("maxmemory", 0)
         assert not client.exists(value_name(new[0]))
     assert await tier.write(*new, length)
-
-
-async def test_existence_of_many_is_one_round_trip(tier: RedisTier, server: Server) -> None:
-    chunks = [chunk(number, 100) for number in range(1, 301)]
-    for key, payload in chunks[::2]:
-        await tier.write(key, payload, 100)
-    tier.known.clear()
-    with server.client() as client:
-        before = client.info("stats")["total_reads_processed"]
-        assert await tier.probe([key for key, _ in chunks]) == 1
-        # One more for the client that counts.
-        assert client.info("stats")["total_reads_processed"] - before <= 3
-    assert [tier.contains(key) for key, _ in chunks] == [True, False] * 150
 
 
 async def test_tiers_of_another_layout_do_not_read_each_others_chunks(tier: RedisTier, server: Server) -> None:

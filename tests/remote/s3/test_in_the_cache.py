@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
+from tests.remote.in_the_cache import chunks_come_back
 from tests.servers.s3 import BUCKET, KEY, SECRET, S3Server
-from tiercache import Config, Layout, TierCache
+from tiercache import Config
 
 
 def configured(path: Path, server: S3Server, **more: object) -> Config:
@@ -30,24 +30,9 @@ def configured(path: Path, server: S3Server, **more: object) -> Config:
     return Config.load(path / "lmcache.yaml", environ={})
 
 
-async def test_chunks_come_back_in_another_process_cache(
+async def test_chunks_come_back_in_another_cache(
     tmp_path: Path, s3_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layout = Layout("m", chunk_tokens=16, bytes_per_token=4096)
-    tokens = list(range(16 * 8))
-    payloads = [
-        np.random.default_rng(number).integers(0, 256, layout.chunk_bytes, dtype=np.uint8) for number in range(8)
-    ]
-    config = configured(tmp_path, s3_server)
-    async with TierCache.open(config, layout) as cache:
-        assert await cache.store(tokens, payloads) == 8
-        assert (await cache.flush()).complete
-        assert [tier.name for tier in cache.tiers] == ["s3"]
-        assert cache.tiers[0].statistics().writes == 8
-    async with TierCache.open(config, layout) as cache:
-        buffers = [np.zeros(layout.chunk_bytes, dtype=np.uint8) for _ in payloads]
-        assert await cache.load(tokens, buffers) == len(tokens)
-        for buffer, payload in zip(buffers, payloads, strict=True):
-            assert np.array_equal(buffer, payload)
-        assert cache.tiers[0].statistics().reads == 8
+    writer, _ = await chunks_come_back(configured(tmp_path, s3_server))
+    assert writer.name == "s3"
     assert SECRET not in caplog.text

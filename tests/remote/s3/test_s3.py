@@ -61,33 +61,11 @@ async def test_a_large_chunk_is_read_in_parts_and_a_tail_is_found_whole(make_tie
         assert np.array_equal(found, payload[:length])
 
 
-async def test_the_object_is_the_header_and_the_payload(make_tier: MakeTier) -> None:
-    async with opened(make_tier()) as tier:
-        key, payload = chunk(1, 5000)
-        await tier.write(key, payload, 5000)
-        value = await stored(tier, 1)
-        assert len(value) == PACKED_BYTES + 5000
-        assert value[PACKED_BYTES:] == payload[:5000].tobytes()
-        assert tier.path(key).split("/")[-3:] == [tier.fingerprint.hex(), key.hex()[:2], key.hex()]
-
-
 async def test_a_chunk_of_another_layout_is_not_found(make_tier: MakeTier) -> None:
     async with opened(make_tier()) as one, opened(make_tier(fingerprint=b"o" * 16)) as other:
         await one.write(*chunk(1), CHUNK_BYTES)
         assert await other.probe([chunk(1)[0]]) == 0
         assert await read(other, 1) is None
-
-
-async def test_two_writers_at_once_both_store(make_tier: MakeTier) -> None:
-    async with opened(make_tier()) as one, opened(make_tier()) as other:
-        for number in range(1, 9):
-            key, payload = chunk(number)
-            assert await asyncio.gather(
-                one.write(key, payload, CHUNK_BYTES), other.write(key, payload, CHUNK_BYTES)
-            ) == [True, True]
-        for number in range(1, 9):
-            found = await read(one, number)
-            assert found is not None and np.array_equal(found, chunk(number)[1])
 
 
 @pytest.mark.parametrize("kept", [0, 3, PACKED_BYTES, PACKED_BYTES + CHUNK_BYTES - 1])
@@ -138,14 +116,6 @@ async def test_an_object_longer_than_its_header_says_is_no_hit(make_tier: MakeTi
         await replace(tier, 1, await stored(tier, 1) + b"more")
         with pytest.raises(CorruptChunk, match="length: expected 65536 bytes, found 65540"):
             await read(tier, 1)
-
-
-async def test_many_keys_are_looked_up_at_once_also_behind_a_gap(make_tier: MakeTier) -> None:
-    async with opened(make_tier()) as tier, opened(make_tier()) as other:
-        numbers = [number for number in range(1, 101) if number != 50]
-        await asyncio.gather(*(tier.write(*chunk(number, 100), 100) for number in numbers))
-        assert await other.probe([chunk(number, 100)[0] for number in range(1, 121)]) == 49
-        assert other.contains(chunk(100, 100)[0]) and not other.contains(chunk(50, 100)[0])
 
 
 async def test_the_payloads_memory_is_free_when_a_write_has_returned(make_tier: MakeTier) -> None:

@@ -291,46 +291,6 @@ async def test_a_transfer_that_stalls_is_given_up() -> None:
             await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES))
 
 
-async def test_a_server_killed_in_the_midst_of_transfers_is_unavailable(tmp_path: Path, s3_server: S3Server) -> None:
-    """A server that breaks off all its connections, in front of the real one."""
-    writers: list[asyncio.StreamWriter] = []
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", s3_server.port)
-        writers.extend((writer, back))
-
-        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-            try:
-                while data := await source.read(65536):
-                    sink.write(data)
-                    await sink.drain()
-            finally:
-                sink.close()
-
-        await asyncio.gather(pump(reader, back), pump(there, writer))
-
-    length = 8 << 20
-    async with (
-        server(forward) as endpoint,
-        opened(endpoint, timeout_s=5.0, chunk_bytes=length, skip_signature=True, prefix=tmp_path.name) as tier,
-    ):
-        key, payload = chunk(1, length)
-        write = asyncio.create_task(tier.write(key, payload, length))
-        while len(writers) < 4:  # one pair for the first look, another for the put
-            await asyncio.sleep(0)
-        for _ in range(40):
-            await asyncio.sleep(0)
-        while not write.done():
-            for writer in writers:
-                writer.transport.abort()
-            await asyncio.sleep(0)
-        with pytest.raises(TierUnavailable):
-            await write
-        assert await tier.read(key, page_aligned(length)) is None, "nothing half-written is visible"
-        assert await tier.write(key, payload, length)
-        assert await tier.read(key, page_aligned(length)) == length
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

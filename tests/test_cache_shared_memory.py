@@ -1,9 +1,8 @@
 """A cache with a shared memory tier: engines of a host read the same chunks where they lie."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.test_cache import CHUNK_BYTES, is_whole, key, opened, payload
+from tests.tiers.others import Other, running
 from tiercache import ConfigError, TierCache
 from tiercache.tiers.shared_memory import SharedMemoryTier
 
-REPOSITORY = Path(__file__).parents[1]
 CAP_GB = 8 / 1024
 
 ENGINE = """
@@ -65,36 +64,14 @@ async def put(cache: TierCache, *numbers: int) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
-@asynccontextmanager
-async def engine(place: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ENGINE, str(place),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert await said_by(process) == "ready"
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def said_by(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    return (await process.stdout.readline()).decode().strip()
-
-
-async def ask(process: asyncio.subprocess.Process, command: str, first: int, end: int) -> str:
-    assert process.stdin is not None
-    process.stdin.write(f"{command} {first} {end}\n".encode())
-    return await said_by(process)
+def engine(place: Path) -> AbstractAsyncContextManager[Other]:
+    return running("-c", ENGINE, place)
 
 
 async def test_two_engines_share_hits_and_outlive_each_other(in_memory: Path) -> None:
     async with sharing(in_memory) as cache:
         async with engine(in_memory) as other:
-            assert await ask(other, "put", 1, 9) == "True"
+            assert await other.do("put", 1, 9) == "True"
             hit = await cache.lookup_keys([key(number) for number in range(1, 10)])
             assert (hit.chunks, hit.by_tier) == (8, {"cpu": 0, "shared_memory": 8})
             into = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(8)]
@@ -104,14 +81,13 @@ async def test_two_engines_share_hits_and_outlive_each_other(in_memory: Path) ->
                 assert all(np.array_equal(into[number - 1], payload(number)) for number in range(1, 9))
                 assert cache.cpu.pool.free == cache.cpu.pool.count, "nothing was copied into the hot cache"
             await put(cache, 21, 22)
-            assert await ask(other, "get", 21, 23) == "2 2"
-            other.kill()  # SIGKILL
-            await other.wait()
+            assert await other.do("get", 21, 23) == "2 2"
+            await other.kill()
         await put(cache, 23)
         assert await cache.get_into(keys, into) == 8
         async with engine(in_memory) as restarted:
-            assert await ask(restarted, "get", 1, 9) == "8 8"
-            assert await ask(restarted, "get", 21, 24) == "3 11"
+            assert await restarted.do("get", 1, 9) == "8 8"
+            assert await restarted.do("get", 21, 24) == "3 11"
 
 
 async def test_a_get_is_a_lease_on_the_shared_pages(in_memory: Path) -> None:
@@ -126,19 +102,6 @@ async def test_a_get_is_a_lease_on_the_shared_pages(in_memory: Path) -> None:
         assert addresses[0] == addresses[1]
         assert reader.cpu.pool.free == reader.cpu.pool.count
         assert reader.statistics().reader.hits == {"cpu": 0, "shared_memory": 2}
-        assert reader.statistics().tiers["shared_memory"].mapped_bytes == CHUNK_BYTES + 4096
-
-
-async def test_many_who_ask_at_once_share_one_mapping(in_memory: Path) -> None:
-    async with sharing(in_memory) as writer, sharing(in_memory) as reader:
-        await put(writer, 1)
-
-        async def look() -> int:
-            async with reader.get(key(1)) as lease:
-                assert lease is not None
-                return int(lease.view.ctypes.data)
-
-        assert len(set(await asyncio.gather(*(look() for _ in range(8))))) == 1
         assert reader.statistics().tiers["shared_memory"].mapped_bytes == CHUNK_BYTES + 4096
 
 
@@ -221,26 +184,6 @@ async def test_forgotten_while_it_is_being_mapped_it_does_not_arrive(in_memory: 
             assert cache.statistics().tiers["shared_memory"].mapped_bytes == 0
             await put(cache, 1)
             cache.clear_hot()
-
-
-async def test_a_damaged_chunk_is_a_miss_until_it_is_stored_again(in_memory: Path) -> None:
-    async with sharing(in_memory) as writer:
-        keys = await put(writer, 1, 2)
-        path = Path(tier_of(writer).path(key(2)))
-        raw = bytearray(path.read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-        into = [np.empty(CHUNK_BYTES, np.uint8) for _ in keys]
-        async with sharing(in_memory) as reader:
-            assert await reader.get_into(keys, into) == 1
-            assert reader.statistics().reader.corrupt == 1
-            writer.clear_hot()
-            async with asyncio.timeout(10.0):
-                while tier_of(writer).contains(key(2)):  # until the kernel has told it
-                    await asyncio.sleep(0)
-            await put(writer, 2)
-            assert await reader.get_into(keys, into) == 2
-            assert np.array_equal(into[1], payload(2))
 
 
 @pytest.mark.parametrize("local_cpu", [True, False])

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 
+from tests.tiers.others import Other, running
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierFull
@@ -18,8 +19,6 @@ from tiercache.memory.slots import READ, Lease
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @asynccontextmanager
@@ -66,42 +65,8 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-class Other:
-    """An instance in another process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def do(self, command: str, *numbers: int) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command} {' '.join(map(str, numbers))}\n".encode())
-        return await self.line()
-
-    async def line(self) -> str:
-        assert self.process.stdout is not None
-        return (await self.process.stdout.readline()).decode().strip()
-
-    async def kill(self) -> None:
-        """With SIGKILL."""
-        self.process.kill()
-        await self.process.wait()
-
-
-@asynccontextmanager
-async def other(directory: Path, cap_chunks: int = 64) -> AsyncIterator[Other]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.tiers.shared_memory", str(directory), str(cap_chunks)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=REPOSITORY,
-    )
-    instance = Other(process)
-    assert await instance.line() == "ready"
-    try:
-        yield instance
-    finally:
-        if process.returncode is None:
-            await instance.kill()
+def other(directory: Path, cap_chunks: int = 64) -> AbstractAsyncContextManager[Other]:
+    return running("-m", "tests.tiers.shared_memory", directory, cap_chunks)
 
 
 async def _serve(directory: Path, cap_chunks: int) -> None:

@@ -13,17 +13,6 @@ from tiercache.tiers.files.access import file_system_of
 from tiercache.tiers.files.format import reserve, spread
 
 
-def test_blocks_are_there_before_anything_is_written(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    try:
-        reserve(descriptor, 1 << 20)
-        status = os.fstat(descriptor)
-        assert status.st_size == 1 << 20
-        assert status.st_blocks * 512 >= 1 << 20
-    finally:
-        os.close(descriptor)
-
-
 def test_more_than_the_device_has_fails_at_once() -> None:
     descriptor = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE)
     try:
@@ -40,11 +29,6 @@ def test_file_without_the_call_is_left_as_it_is(tmp_path: Path) -> None:
         reserve(descriptor, 4096)
     finally:
         os.close(descriptor)
-
-
-def test_other_errors_are_errors() -> None:
-    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
-        reserve(-1, 4096)
 
 
 def test_directories_below_lie_apart_where_the_file_system_can_do_that(tmp_path: Path) -> None:

@@ -12,22 +12,19 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.servers.processes import stop_process
-from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, small_device
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.access import OWNER
 from tiercache.tiers.files.capacity import Capacity, CounterLost, counted_in
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.owners import Owner
-
-__all__ = ["small_device"]
 
 REPOSITORY = Path(__file__).parents[2]
 CAP = 1000
@@ -74,53 +71,6 @@ def idle(capacity: Capacity) -> None:
     """As after a second in which nothing was written, and another one."""
     capacity.catch_up()
     capacity.catch_up()
-
-
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    with opened(tmp_path) as capacity:
-        assert write(capacity, CAP - 1)
-        assert not write(capacity, 2)
-        assert capacity.used_bytes == counted_in(counter(tmp_path)) == CAP - 1
-        assert write(capacity, 1)
-
-
-def test_what_others_did_is_known_after_a_refresh_or_a_change(tmp_path: Path) -> None:
-    with opened(tmp_path) as one, opened(tmp_path) as other:
-        write(one, 600)
-        assert other.used_bytes == 0, "memory only"
-        assert not write(other, 500)
-        assert other.used_bytes == 600
-        delete(one, 500)
-        assert other.refresh()
-        assert other.used_bytes == 100
-
-
-def test_a_refresh_never_waits_for_the_lock(tmp_path: Path) -> None:
-    with opened(tmp_path) as one, opened(tmp_path) as other:
-        write(one, 10)
-        with one.locked():
-            assert other.refresh() is False
-        assert other.used_bytes == 0
-
-
-def test_bytes_are_reserved_in_steps_and_spent_alone(tmp_path: Path) -> None:
-    with opened(tmp_path, step=100) as capacity:
-        for spent in range(10, 101, 10):
-            assert write(capacity, 10)
-            assert capacity.used_bytes == spent
-            assert counted_in(counter(tmp_path)) == 100
-        delete(capacity, 30)
-        assert (capacity.used_bytes, counted_in(counter(tmp_path))) == (70, 100)
-        assert write(capacity, 30)
-        assert (capacity.used_bytes, counted_in(counter(tmp_path))) == (100, 100)
-
-
-def test_what_is_freed_beyond_a_step_is_everybodys_at_once(tmp_path: Path) -> None:
-    with opened(tmp_path, step=100) as capacity:
-        write(capacity, 800)
-        delete(capacity, 500)
-        assert capacity.used_bytes == 300
-        assert counted_in(counter(tmp_path)) == 350, "half a step is kept"
 
 
 def test_steps_shrink_with_the_room_so_that_the_last_bytes_can_be_used(tmp_path: Path) -> None:
@@ -186,14 +136,6 @@ def test_the_file_counts_what_is_used_and_what_is_reserved(step: int, changes: l
 # Recounts
 
 
-def test_a_recount_takes_off_what_is_not_there(tmp_path: Path) -> None:
-    with opened(tmp_path, step=50) as capacity:
-        write(capacity, 500)
-        mark = capacity.mark()
-        assert capacity.recount(mark, 300) == -200
-        assert capacity.used_bytes == 300
-
-
 def test_a_recount_counts_what_gets_its_name_meanwhile(tmp_path: Path) -> None:
     with opened(tmp_path) as capacity:
         write(capacity, 300)
@@ -239,28 +181,6 @@ def test_nothing_is_recounted_while_another_process_uses_or_deletes_bytes(tmp_pa
         idle(other)
         assert capacity.recount(capacity.mark(), 0) < 0
         assert capacity.used_bytes == 0
-
-
-def test_a_process_that_may_have_said_that_it_is_active_says_that_it_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A write that fails may have changed the lock file all the same."""
-    with opened(tmp_path) as one, opened(tmp_path) as other:
-        written = Owner.write
-
-        def fail(owner: Owner, *arguments: Any, **names: Any) -> None:
-            written(owner, *arguments, **names)
-            raise OSError(errno.EIO, "Input/output error")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Owner, "write", fail)
-            with pytest.raises(OSError, match="Input/output"):
-                other.reserve(10)
-        assert not one.mark().is_alone
-        assert other.is_behind
-        idle(other)
-        assert one.mark().is_alone
-        assert not other.is_behind
 
 
 def test_other_hosts_see_that_bytes_are_used_before_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,17 +286,6 @@ def test_a_directory_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
         assert capacity.recount(capacity.mark(), 200) == -100
 
 
-def test_a_closed_counter_holds_no_lock(tmp_path: Path) -> None:
-    with opened(tmp_path, step=100) as capacity:
-        write(capacity, 10)
-        capacity.close()
-        capacity.close()
-        with pytest.raises(OSError, match="closed"):
-            write(capacity, 1)
-    with counter(tmp_path).open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def test_closed_beside_a_write_that_is_under_way_it_ends_with_that(tmp_path: Path) -> None:
     with opened(tmp_path, step=100) as capacity:
         assert capacity.reserve(10)
@@ -423,21 +332,6 @@ def test_what_was_written_by_a_call_that_failed_is_not_given_back_twice(
             monkeypatch.undo()
             idle(capacity)
             assert capacity.used_bytes == counted_in(counter(tmp_path)) == 400
-
-
-def test_a_chunk_is_deleted_although_its_bytes_cannot_be_uncounted(tmp_path: Path) -> None:
-    files = ChunkFiles(tmp_path, 100 * FILE_BYTES, FINGERPRINT, direct=False, durable=False)
-    files.open()
-    key, payload = chunk(1)
-    occupied = files.write(key, payload, CHUNK_BYTES)
-    idle(files.capacity)
-    (lock,) = locks(tmp_path)
-    lock.unlink()
-    with pytest.raises(CounterLost):
-        files.delete_all([(key, occupied)])
-    assert files.delete(key, occupied)
-    assert not Path(files.path(key)).exists()
-    files.close()
 
 
 # Real processes

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.test_disk import flip
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
@@ -47,11 +48,7 @@ class TestDiskTier(TierContract):
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
         assert isinstance(tier, FileTier)
-        with open(tier.path(key), "r+b") as file:
-            file.seek(4096 + 17)
-            byte = file.read(1)
-            file.seek(4096 + 17)
-            file.write(bytes([byte[0] ^ 1]))
+        flip(Path(tier.path(key)), 4096 + 17)
         return True
 
 

@@ -11,7 +11,7 @@ from tests.tiers.test_disk import opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import format as chunk_format
-from tiercache.tiers.files.format import LARGE_BYTES, UNLIMITED, DeviceTurns
+from tiercache.tiers.files.format import LARGE_BYTES, DeviceTurns
 
 
 def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thread, threading.Event]:
@@ -28,20 +28,6 @@ def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thr
     return thread, began
 
 
-def test_turn_comes_when_another_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 60.0)
-    turns, end_first, end = DeviceTurns(1), threading.Event(), threading.Event()
-    first, first_began = in_thread(turns, end_first)
-    assert first_began.wait(10.0)
-    second, second_began = in_thread(turns, end)
-    assert not second_began.is_set()
-    end_first.set()
-    assert second_began.wait(10.0)
-    end.set()
-    for thread in (first, second):
-        thread.join(10.0)
-
-
 def test_write_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_format, "_PATIENCE_S", 0.001)
     turns, end = DeviceTurns(1), threading.Event()
@@ -52,35 +38,6 @@ def test_write_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     end.set()
     for thread in (hung, other):
         thread.join(10.0)
-
-
-def test_who_went_without_a_turn_gives_none_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 0.001)
-    turns = DeviceTurns(1)
-    with turns.taken(LARGE_BYTES):
-        with turns.taken(LARGE_BYTES):
-            pass
-        assert turns._places is not None and not turns._places.acquire(blocking=False)
-
-
-def test_turn_of_a_write_that_failed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 60.0)
-    turns = DeviceTurns(1)
-    for _ in range(2):
-        with pytest.raises(OSError, match="full"), turns.taken(LARGE_BYTES):
-            raise OSError("full")
-
-
-def test_without_places_nobody_waits() -> None:
-    with UNLIMITED.taken(LARGE_BYTES), UNLIMITED.taken(LARGE_BYTES):
-        pass
-
-
-def test_small_write_needs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 60.0)
-    turns = DeviceTurns(1)
-    with turns.taken(LARGE_BYTES), turns.taken(LARGE_BYTES - 1):
-        pass
 
 
 async def test_disk_writes_with_more_threads_than_hand_over_bytes_at_a_time(

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from tiercache.core.header import Header, file_bytes, payload_checksum
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files import directories
-from tiercache.tiers.files.access import Access
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.directory import Scanned
@@ -48,7 +46,7 @@ async def fill(tier: DiskTier, numbers: range) -> None:
         assert await tier.write(key, payload, CHUNK_BYTES)
 
 
-async def is_hit(tier: DiskTier, number: int) -> bool:
+async def is_hit(tier: Tier, number: int) -> bool:
     """Read a chunk; a hit must be right."""
     key, payload = chunk(number)
     into = page_aligned(CHUNK_BYTES)
@@ -61,27 +59,6 @@ async def is_hit(tier: DiskTier, number: int) -> bool:
     assert length == CHUNK_BYTES
     assert np.array_equal(into, payload), "wrong bytes were served as a hit"
     return True
-
-
-async def test_cancelled_opening_makes_no_directory_after_it_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_place, begun, go_on = directories.make_place, threading.Event(), threading.Event()
-
-    def slow(directory: Path, access: Access) -> Path:
-        begun.set()
-        assert go_on.wait(10)
-        return make_place(directory, access)
-
-    monkeypatch.setattr(directories, "make_place", slow)
-    directory = tmp_path / "gone" / "kv"
-    opening = asyncio.create_task(DiskTier(FileSettings((directory,), 64 << 20), FINGERPRINT).open())
-    await asyncio.to_thread(begun.wait)
-    opening.cancel()
-    asyncio.get_running_loop().call_later(0.05, go_on.set)
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    assert directory.exists(), "the thread that makes the directory goes on after the opening has ended"
 
 
 def allocated_bytes(directory: Path) -> int:
@@ -177,39 +154,6 @@ async def test_quarantine_takes_a_quarter_of_a_small_cap_at_most(tmp_path: Path)
         assert tier.statistics().evicted == 0
 
 
-async def test_what_could_not_be_removed_from_quarantine_goes_with_the_next_scan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*arguments: object, **named: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    async with opened(tmp_path) as tier:
-        await fill(tier, range(1, 13))
-        with monkeypatch.context() as device:
-            device.setattr(os, "unlink", fails)
-            for number in range(1, 13):
-                flip(Path(tier.path(chunk(number)[0])), 5000)
-                assert not await is_hit(tier, number)
-        assert len(list((tmp_path / "quarantine").iterdir())) == 12
-    async with opened(tmp_path) as tier:
-        await tier.scanned()
-        assert len(list((tmp_path / "quarantine").iterdir())) == 8
-        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
-
-
-async def test_restart_finds_everything_and_the_same_accounting(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        await fill(tier, range(1, 31))
-        before = tier.statistics()
-    async with opened(tmp_path) as tier:
-        await tier.scanned()
-        after = tier.statistics()
-        assert (after.resident, after.occupied_bytes) == (30, before.occupied_bytes)
-        assert after.occupied_bytes == allocated_bytes(tmp_path)
-        for number in range(1, 31):
-            assert await is_hit(tier, number)
-
-
 async def test_cap_is_physical_and_holds_while_everything_is_replaced(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=8) as tier:
         for number in range(1, 60):
@@ -249,35 +193,6 @@ async def test_concurrent_writers_keep_the_cap(tmp_path: Path) -> None:
             await asyncio.gather(*(write(number) for number in range(start, start + 8)))
             assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
             assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
-
-
-async def test_smaller_cap_after_a_restart_is_reached_by_evicting(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=20) as tier:
-        await fill(tier, range(1, 19))
-    async with opened(tmp_path, cap_chunks=5) as tier:
-        await tier.scanned()
-        await fill(tier, range(100, 101))
-        assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
-
-
-async def test_oldest_on_disk_goes_first_after_a_restart(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=10) as tier:
-        await fill(tier, range(1, 9))
-        for number in range(1, 9):
-            os.utime(tier.path(chunk(number)[0]), (1000 + number, 1000 + number))
-    async with opened(tmp_path, cap_chunks=10) as tier:
-        await tier.scanned()
-        await fill(tier, range(100, 105))
-        gone = [number for number in range(1, 9) if not tier.contains(chunk(number)[0])]
-        assert gone == list(range(1, len(gone) + 1))
-        assert gone
-
-
-async def test_reading_keeps_a_chunk_from_eviction(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=8) as tier:
-        for number in range(1, 40):
-            await fill(tier, range(number, number + 1))
-            assert await is_hit(tier, 1)
 
 
 async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
@@ -362,18 +277,6 @@ def tier_total(tier: DiskTier, *others: DiskTier) -> int:
     return tier.statistics().occupied_bytes - sum(each.counted_bytes - each.used_bytes for each in reserved)
 
 
-async def test_other_instance_finds_a_chunk_without_a_restart(tmp_path: Path) -> None:
-    async with opened(tmp_path) as one, opened(tmp_path) as other:
-        await one.scanned()
-        await other.scanned()
-        await fill(one, range(1, 5))
-        keys = [chunk(number)[0] for number in range(1, 7)]
-        assert other.prefix(keys) == 0
-        assert await other.probe(keys) == 4
-        assert other.prefix(keys) == 4
-        assert await is_hit(other, 3)
-
-
 async def test_chunk_evicted_by_another_instance_is_a_clean_miss(tmp_path: Path) -> None:
     async with opened(tmp_path) as one, opened(tmp_path) as other:
         await fill(one, range(1, 3))
@@ -393,34 +296,6 @@ async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_fu
         for number in range(100, 110):
             assert await other.write(*chunk(number), CHUNK_BYTES)
         assert allocated_bytes(tmp_path) <= other.settings.cap_bytes
-
-
-async def test_victims_that_others_deleted_are_no_attempts(tmp_path: Path) -> None:
-    """An instance that knows many chunks that are gone finds the one that is there, however late."""
-    async with opened(tmp_path, cap_chunks=30) as stale, opened(tmp_path, cap_chunks=30) as other:
-        await stale.scanned()
-        await fill(stale, range(1, 25))
-        await other.scanned()
-        assert await other.probe([chunk(number)[0] for number in range(1, 25)]) == 24
-        for number in range(1, 24):
-            assert await other.remove(chunk(number)[0])
-        full = stale.directories.all[0].files.capacity
-        full.refresh()
-        rest_bytes = full.cap_bytes - full.used_bytes
-        assert full.reserve(rest_bytes)  # another process's, of which nobody here knows
-        full.commit(rest_bytes)
-        full.settle(rest_bytes)
-        key, payload = chunk(100)
-        assert await stale.write(key, payload, CHUNK_BYTES)
-        assert await is_hit(stale, 100)
-        assert not await is_hit(stale, 24), "it made room"
-
-
-async def test_in_a_deleted_directory_nothing_is_left_to_remove(tmp_path: Path) -> None:
-    async with opened(tmp_path / "kv") as tier:
-        await fill(tier, range(1, 3))
-        shutil.rmtree(tmp_path / "kv")
-        assert not await tier.remove(chunk(1)[0])
 
 
 async def test_directory_that_vanishes_with_what_it_lay_in_costs_its_hits_and_comes_back(tmp_path: Path) -> None:
@@ -453,16 +328,6 @@ async def test_path_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path, wr
     with pytest.raises(ConfigError, match=f"local_disk: {directory}"):
         async with opened(directory):
             pass
-
-
-@pytest.fixture
-def small_device(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 4 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], check=True)
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
 
 
 @pytest.mark.needs("mount")
@@ -502,31 +367,6 @@ async def test_full_device_evicts_then_refuses_then_heals(small_device: Path) ->
         ballast.unlink()
         assert await tier.write(key, payload, CHUNK_BYTES), "the key that failed can be stored again"
         assert await is_hit(tier, 1)
-
-
-@pytest.mark.needs("mount")
-async def test_on_a_full_device_victims_that_others_deleted_do_not_use_up_the_attempts(small_device: Path) -> None:
-    async with opened(small_device, cap_chunks=1000) as tier:
-        await fill(tier, range(1, 41))
-        for number in range(1, 31):
-            Path(tier.path(chunk(number)[0])).unlink()
-        with pytest.raises(OSError, match="No space"), (small_device / "ballast").open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        await fill(tier, range(101, 104))
-        assert await is_hit(tier, 103)
-
-
-@pytest.mark.needs("mount")
-async def test_instance_that_knows_nothing_looks_around_when_others_have_filled_the_device(small_device: Path) -> None:
-    """The cap leaves room, so only the device says that there is none."""
-    async with opened(small_device, cap_chunks=1000) as late, opened(small_device, cap_chunks=1000) as other:
-        await late.scanned()
-        await other.scanned()
-        await fill(other, range(1, 200))
-        await fill(late, range(201, 220))
-        assert await is_hit(late, 201), "there is room for more than the last one"
-        assert await is_hit(late, 219)
 
 
 async def test_directory_that_cannot_be_written_still_gives_its_hits(tmp_path: Path) -> None:
@@ -600,19 +440,6 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
         occupied = files.write(key, payload, CHUNK_BYTES)
         assert files.delete(key, occupied)
         (tmp_path / key.hex()[:2]).rmdir()
-    files.close()
-
-
-def test_a_chunk_that_is_removed_after_others_deleted_its_file_is_kept_open_no_longer(tmp_path: Path) -> None:
-    files = ChunkFiles(tmp_path, 1 << 30, FINGERPRINT, direct=None, durable=False)
-    files.open()
-    closed: list[str] = []
-    files.on_delete = closed.append
-    key, payload = chunk(1)
-    files.write(key, payload, CHUNK_BYTES)
-    Path(files.path(key)).unlink()
-    assert not files.remove(key, None)
-    assert set(closed) == {files.path(key)}
     files.close()
 
 

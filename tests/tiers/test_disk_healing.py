@@ -11,18 +11,15 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import SERVER
 from tests.remote.fs.test_fs import opened as fs_opened
-from tests.remote.fs.test_fs import store as fs_store
 from tests.servers.processes import stop_process
 from tests.tiers.test_disk import (
     FILE_BYTES,
@@ -32,18 +29,14 @@ from tests.tiers.test_disk import (
     half_written,
     is_hit,
     opened,
-    small_device,
     tier_total,
 )
+from tests.tiers.weka import store
 from tiercache.errors import CacheClosed, ConfigError, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.capacity import Mark
-from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import FileSettings
-
-__all__ = ["small_device"]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -171,108 +164,6 @@ async def test_an_emptied_directory_is_filled_again_at_once(tmp_path: Path) -> N
         assert (tmp_path / "tiercache.json").exists()
 
 
-async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a scan could not tell apart from writes that ended meanwhile is not taken for right."""
-    recount = ChunkFiles.recount
-
-    def recount_after_many_writes(files: ChunkFiles, *rest: object) -> int:
-        for _ in range(12):
-            with files.capacity.deleting(FILE_BYTES) as freed:
-                freed(FILE_BYTES)
-            files.capacity.reserve(FILE_BYTES)
-            files.capacity.commit(FILE_BYTES)
-            files.capacity.settle(FILE_BYTES)
-        return recount(files, *rest)  # type: ignore[arg-type]
-
-    async with opened(tmp_path, cap_chunks=16) as tier:
-        await tier.scanned()
-        await fill(tier, range(1, 60))
-        full_bytes = chunk_bytes(tmp_path)
-        for path in list(tmp_path.glob("[0-9a-f][0-9a-f]/*"))[:8]:
-            path.unlink()
-        directory = tier.directories.all[0]
-        with monkeypatch.context() as writes:
-            writes.setattr(ChunkFiles, "recount", recount_after_many_writes)
-            tier.directories.begin_scan(directory, first=False)
-            await tier.scanned()
-        assert tier_total(tier) > allocated_bytes(tmp_path)
-        for number in range(101, 140):
-            directory.next_scan_s = 0.0
-            await fill(tier, range(number, number + 1))
-            await tier.scanned()
-        assert chunk_bytes(tmp_path) >= full_bytes - FILE_BYTES
-
-
-async def test_what_others_had_reserved_during_a_scan_hides_nothing_that_is_gone_later(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=128) as tier, contextlib.AsyncExitStack() as stack:
-        for number in range(1, 5):
-            other = await stack.enter_async_context(opened(tmp_path, cap_chunks=128))
-            await fill(other, range(number, number + 1))
-        await fill(tier, range(5, 110))
-        directory = tier.directories.all[0]
-        tier.directories.begin_scan(directory, first=False)
-        await tier.scanned()
-        for number in range(20, 26):
-            Path(tier.path(chunk(number)[0])).unlink()
-        await stack.aclose()
-        for number in range(201, 340):
-            directory.next_scan_s = 0.0
-            await fill(tier, range(number, number + 1))
-            await tier.scanned()
-        cap_bytes = tier.settings.cap_bytes
-        assert cap_bytes - allocated_bytes(tmp_path) < cap_bytes / 32 + FILE_BYTES
-
-
-async def test_a_write_waits_for_the_pause_between_scans_when_it_knows_no_victim(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=8) as tier, opened(tmp_path, cap_chunks=8) as other:
-        await fill(other, range(1, 9))
-        tier.directories.begin_scan(tier.directories.all[0], first=False)
-        await tier.scanned()
-        for number in range(1, 9):
-            await other.remove(chunk(number)[0])
-        await fill(other, range(11, 19))
-        directory = tier.directories.all[0]
-        for number in range(1, 9):
-            directory.removed(chunk(number)[0])
-        directory.next_scan_s = asyncio.get_running_loop().time() + 1.0
-        await fill(tier, range(21, 22))
-        assert await is_hit(tier, 21)
-
-
-async def test_a_device_that_hung_in_a_scan_is_scanned_again_soon_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = ChunkFiles.begin_scan
-
-    def begin_late(files: ChunkFiles) -> tuple[Mark, list[str]]:
-        time.sleep(0.5)
-        return begin(files)
-
-    async with opened(tmp_path) as tier:
-        await tier.scanned()
-        monkeypatch.setattr(ChunkFiles, "begin_scan", begin_late)
-        directory = tier.directories.all[0]
-        for _ in range(2):
-            tier.directories.begin_scan(directory, first=False)
-            await tier.scanned()
-        assert directory.next_scan_s - asyncio.get_running_loop().time() <= 1.0
-
-
-async def test_an_emptied_directory_of_an_fs_tier_is_filled_again(tmp_path: Path) -> None:
-    async with fs_opened(tmp_path, max_size=64 * FILE_BYTES / 2**30) as tier:
-        await fs_store(tier, range(1, 60))
-        for path in tmp_path.iterdir():
-            if path.name != ".tiercache":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        await tier.refreshed()
-        await fs_store(tier, range(101, 180))
-        await tier.refreshed()
-        assert len(list(tmp_path.glob("[0-9a-f][0-9a-f]/*"))) >= 48
-        assert chunk_bytes(tmp_path) <= 64 * FILE_BYTES
-
-
 async def test_the_cap_holds_when_the_ledger_is_deleted_while_two_instances_run(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=16) as one, opened(tmp_path, cap_chunks=16) as other:
         await asyncio.gather(one.scanned(), other.scanned())
@@ -324,58 +215,11 @@ async def test_a_file_time_in_the_future_does_not_raise_the_cap(tmp_path: Path) 
         assert chunk_bytes(tmp_path) <= tier.settings.cap_bytes
 
 
-def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither its removal nor a look whether it is there came through: it stays counted, and not for ever."""
-    files = ChunkFiles(tmp_path, 1 << 20, FINGERPRINT, direct=False, durable=False)
-    files.open()
-    try:
-        pending = files.begin_write(chunk(1, 5000)[0], 5000)
-        Path(pending.path).write_bytes(b"torn")
-
-        def fails(path: object, **rest: object) -> None:
-            raise OSError(errno.EIO, "Input/output error", path)
-
-        with monkeypatch.context() as device:
-            device.setattr(os, "unlink", fails)
-            device.setattr(os, "lstat", fails)
-            files.discard(pending)
-        assert Path(pending.path).exists() and files.capacity.in_flight_bytes == pending.reserved_bytes
-        following = files.begin_write(chunk(2, 5000)[0], 5000)
-        assert not Path(pending.path).exists()
-        files.discard(following)
-        assert files.capacity.in_flight_bytes == 0
-    finally:
-        files.close()
-
-
 async def caught_up(tier: DiskTier) -> None:
     (directory,) = tier.directories.all
     async with asyncio.timeout(20):
         while directory.files.is_behind:
             await asyncio.sleep(0.05)
-
-
-async def test_room_that_a_failed_write_made_is_everybodys_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the instance that made it has nothing to do from then on."""
-    async with opened(tmp_path, cap_chunks=16) as idle, opened(tmp_path, cap_chunks=16) as other:
-        await idle.scanned()
-        await other.scanned()
-        await fill(idle, range(1, 60))
-
-        def fails(*arguments: object) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
-        with monkeypatch.context() as device:
-            device.setattr(os, "pwritev", fails)
-            with pytest.raises(OSError, match="Input/output error"):
-                await idle.write(*chunk(60), CHUNK_BYTES)
-        assert tier_total(other) > allocated_bytes(tmp_path)
-        await caught_up(idle)
-        assert tier_total(other) == allocated_bytes(tmp_path)
 
 
 async def test_a_file_that_a_failed_write_could_not_remove_is_removed_soon(
@@ -471,14 +315,14 @@ asyncio.run(main())
 async def test_instances_killed_in_their_writes_cost_no_capacity_beside_a_living_one(tmp_path: Path) -> None:
     cap_gb = 64 * FILE_BYTES / 2**30
     async with fs_opened(tmp_path, max_size=cap_gb) as tier:
-        await fs_store(tier, range(1, 20))
+        await store(tier, range(1, 20))
         for number in range(6):
             child = run(KILLED_IN_A_WRITE, tmp_path, cap_gb, 10_000 + 100 * number)
             await asyncio.to_thread(child.communicate)
             assert child.returncode == -9
         most = 0
         for number in range(101, 400):
-            await fs_store(tier, range(number, number + 1))
+            await store(tier, range(number, number + 1))
             most = max(most, chunk_bytes(tmp_path))
         assert 55 * FILE_BYTES <= most <= 64 * FILE_BYTES, "of 64, less what is evicted ahead of need"
 
@@ -502,12 +346,12 @@ async def test_an_emptied_directory_is_filled_again_after_a_lowered_cap(tmp_path
 
 async def test_eviction_from_a_shared_directory_owes_nothing_once_it_is_done(tmp_path: Path) -> None:
     async with fs_opened(tmp_path, max_size=64 * FILE_BYTES / 2**30) as tier:
-        await fs_store(tier, range(1, 200))
+        await store(tier, range(1, 200))
         for path in tmp_path.iterdir():
             if path.name != ".tiercache":
                 shutil.rmtree(path, ignore_errors=True)
         await tier.refreshed()
-        await fs_store(tier, range(201, 280))
+        await store(tier, range(201, 280))
         await tier.refreshed()
         assert len(list(tmp_path.glob("[0-9a-f][0-9a-f]/*"))) >= 48
 
@@ -543,74 +387,6 @@ async def test_a_lowered_cap_is_kept_before_the_first_write_and_writes_go_on_mea
         await tier.scanned()
         assert [number for number in range(1001, 1009) if not await is_hit(tier, number)] == []
         assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
-
-
-async def test_a_rescan_keeps_the_order_of_use(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=16) as tier:
-        await fill(tier, range(1, 15))
-        await tier.scanned()
-        for number in (1, 2):  # the oldest files, used last
-            os.utime(tier.path(chunk(number)[0]), (1000, 1000))
-            assert await is_hit(tier, number)
-        directory = tier.directories.all[0]
-        directory.next_scan_s = 0.5
-        tier.directories.scan_soon(directory)
-        await tier.scanned()
-        await fill(tier, range(101, 112))
-        assert await is_hit(tier, 1) and await is_hit(tier, 2)
-
-
-async def test_chunks_that_are_read_while_the_first_scan_runs_are_known_after_it(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        await fill(tier, range(1, 15))
-    async with opened(tmp_path) as tier:
-        for number in range(1, 15):
-            assert await is_hit(tier, number)
-        await tier.scanned()
-        assert tier.statistics().resident == 14
-        assert all(tier.contains(chunk(number)[0]) for number in range(1, 15))
-
-
-async def test_a_chunk_that_is_stored_while_a_read_finds_nothing_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked, goes_on = threading.Event(), threading.Event()
-    read = ChunkFiles.read
-
-    def slow_read(self: ChunkFiles, key: bytes, into: np.ndarray) -> int | None:
-        found = read(self, key, into)
-        looked.set()
-        goes_on.wait(10.0)
-        return found
-
-    monkeypatch.setattr(ChunkFiles, "read", slow_read)
-    async with opened(tmp_path) as tier:
-        await tier.scanned()
-        reading = asyncio.create_task(is_hit(tier, 1))
-        await asyncio.to_thread(looked.wait, 10.0)
-        await fill(tier, range(1, 2))
-        goes_on.set()
-        assert not await reading
-        key, _ = chunk(1)
-        assert tier.contains(key)
-        Path(tier.path(key)).unlink()
-        assert not await is_hit(tier, 1)
-        assert not tier.contains(key)
-
-
-async def test_writes_that_find_the_directory_emptied_together_open_it_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = tmp_path / "disk"
-    async with opened(place) as tier:
-        await tier.scanned()
-        shutil.rmtree(place)
-        place.mkdir()
-        await asyncio.gather(*(tier.write(*chunk(number), CHUNK_BYTES) for number in range(1, 7)))
-        assert len(list((place / ".tiercache" / "tmp").glob("*.lock"))) == 1
-    assert caplog.text.count(f"{place} was emptied or replaced") == 1
-    held = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    assert [path for path in held if str(place) in str(path)] == []
 
 
 # Single files
@@ -763,37 +539,6 @@ async def test_a_device_that_reads_nothing_is_a_failure_of_the_tier(sick: tuple[
         assert sum([await is_hit(tier, number) for number in range(1, 12)]) >= 9, "and the chunks are still there"
 
 
-READ_AS_ANOTHER = """
-import asyncio, os, sys
-from pathlib import Path
-from tests.tiers.test_disk import fill, is_hit, opened
-from tiercache.testing import chunk, page_aligned
-
-chunk(1)  # everything is imported while that is allowed
-os.setgid(65534), os.setuid(65534)
-
-async def main():
-    async with opened(Path(sys.argv[1])) as tier:
-        await fill(tier, range(1, 6))
-        os.chmod(tier.path(chunk(1)[0]), 0)
-        print([await is_hit(tier, number) for number in (1, 1, 1, 2, 3, 4, 5)])
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.needs("root")
-def test_a_file_of_mode_0_costs_itself(tmp_path: Path) -> None:
-    place = Path("/dev/shm") / f"tiercache-test-{os.getpid()}"
-    place.mkdir()
-    os.chown(place, 65534, 65534)
-    try:
-        output, _ = run(READ_AS_ANOTHER, place).communicate()
-        assert output.splitlines() == ["[False, False, False, True, True, True, True]"]
-    finally:
-        shutil.rmtree(place)
-
-
 async def test_a_dangling_link_in_quarantine_stays_and_does_not_stop_its_trimming(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 21))
@@ -879,14 +624,6 @@ async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once
     assert not half_written(tmp_path)
 
 
-def open_files() -> list[Path]:
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.append(link.readlink())
-    return found
-
-
 @pytest.mark.needs("mount")
 async def test_a_device_without_a_free_byte_is_served_and_then_evicted(small_device: Path) -> None:
     async with opened(small_device, cap_chunks=1000) as tier:
@@ -899,6 +636,14 @@ async def test_a_device_without_a_free_byte_is_served_and_then_evicted(small_dev
         assert [number for number in range(1, 31) if not await is_hit(tier, number)] == []
         await fill(tier, range(101, 104))
         assert await is_hit(tier, 103)
+
+
+def open_files() -> list[Path]:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(link.readlink())
+    return found
 
 
 @pytest.mark.parametrize(("access", "file_mode", "directory_mode"), [("owner", 0o600, 0o700), ("group", 0o660, 0o2770)])

@@ -6,22 +6,20 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
 from tests.remote.fs.test_fs import tier_on
 from tests.tiers.test_contract import LAYOUT
-from tests.tiers.test_disk import FILE_BYTES, flip
+from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
 from tiercache.commands.stat import survey
 from tiercache.commands.verify import verify
-from tiercache.errors import ConfigError, CorruptChunk, TierCacheError
-from tiercache.testing import chunk, page_aligned
+from tiercache.errors import ConfigError, TierCacheError
+from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.directories import FileSettings
@@ -33,8 +31,6 @@ from tiercache.tiers.weka import WekaSettings, WekaTier
 
 KINDS = ["disk", "fs", "weka", "gds", "shared_memory", "hf3fs"]
 FEW_BYTES = 12 * (FILE_BYTES + 4096)
-
-install()
 
 
 def make(kind: str, place: Path, cap_bytes: int = FEW_BYTES, **settings: str) -> FileTier:
@@ -70,40 +66,6 @@ async def store(tier: FileTier, numbers: range) -> int:
         key, payload = chunk(number)
         stored += await tier.write(key, payload, CHUNK_BYTES)
     return stored
-
-
-async def is_hit(tier: FileTier, number: int) -> bool:
-    key, payload = chunk(number)
-    into = page_aligned(CHUNK_BYTES)
-    try:
-        if await tier.read(key, into) is None:
-            return False
-    except CorruptChunk:
-        return False
-    assert np.array_equal(into, payload), "wrong bytes were served as a hit"
-    return True
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory on what the `kind` needs: tmpfs, a 3FS mount, or any file system."""
-    kind = request.getfixturevalue("kind")
-    if kind == "hf3fs":
-        without_fuse = bool(why_no_fuse())
-        if without_fuse:
-            monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
-        with Hf3fsEmulator(fuse=not without_fuse) as emulator:
-            directory = emulator.mount / "kv"
-            directory.mkdir()
-            yield directory
-    elif kind == "shared_memory":
-        directory = request.getfixturevalue("in_memory") / "kv"
-        directory.mkdir()
-        yield directory
-    else:
-        directory = tmp_path / "kv"
-        directory.mkdir()
-        yield directory
 
 
 def put_foreign_files(place: Path, count: int = 60) -> None:
@@ -235,19 +197,6 @@ async def test_what_a_power_cut_left_of_a_chunk_is_removed(place: Path, kind: st
         assert await tier.remove(chunk(1)[0])
         assert await tier.remove(chunk(2)[0]), "the key in a damaged header is ours still"
     assert not blank.exists() and not damaged.exists()
-
-
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_a_file_of_another_size_that_came_later_stays(place: Path, kind: str) -> None:
-    """In a directory that is ours a name and a size that fits are believed; what cannot be a chunk is looked into."""
-    async with opened(kind, place) as tier:
-        await store(tier, range(1, 3))
-    name = "00" + "5" * 62
-    (place / "00" / name).write_bytes(b"theirs" * 50)
-    async with opened(kind, place) as tier:
-        await tier.scanned()
-        assert tier.statistics().resident == 2
-    assert (place / "00" / name).read_bytes() == b"theirs" * 50
 
 
 @pytest.mark.parametrize("kind", ["disk"])
@@ -440,16 +389,6 @@ async def test_only_headers_that_verify_make_a_directory_ours(
     assert any("holds files of others" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_empty_directories_of_others_keep_their_mode(place: Path, kind: str) -> None:
-    for number in range(256):
-        (place / f"{number:02x}").mkdir(mode=0o755)
-    before = seen(place)
-    async with opened(kind, place) as tier:
-        await store(tier, range(1, 4))
-    assert seen(place) == before
-
-
 BLANK = (b"", bytes(FILE_BYTES), bytes(10_000))
 
 
@@ -502,22 +441,6 @@ async def test_blank_files_that_came_later_stay(place: Path, kind: str, content:
     after = seen(place)
     names = [*theirs, place / "ab", place / "cd", place / "quarantine"]
     assert {path: after.get(str(path)) for path in names} == {path: before[str(path)] for path in names}
-
-
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_private_files_that_came_later_are_not_counted(place: Path, kind: str) -> None:
-    async with opened(kind, place) as tier:
-        await store(tier, range(1, 4))
-        counted_bytes = tier.statistics().occupied_bytes
-    (place / "cd").mkdir(mode=0o700)
-    for number in range(20):
-        path = place / "cd" / f"cd{number:062x}"
-        path.write_bytes(os.urandom(FILE_BYTES))
-        path.chmod(0o600)
-    async with opened(kind, place) as tier:
-        await tier.scanned()
-        assert tier.statistics().resident == 3
-        assert tier.statistics().occupied_bytes <= counted_bytes + 4096
 
 
 @pytest.mark.parametrize("content", [b"theirs", b"theirs!!" * (FILE_BYTES // 8)], ids=len)

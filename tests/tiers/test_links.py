@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.test_disk import FILE_BYTES, flip
-from tests.tiers.test_foreign_files import is_hit, opened, place, seen, store
+from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
+from tests.tiers.test_foreign_files import opened, seen, store
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-
-__all__ = ["place"]
 
 KINDS = ["disk", "fs", "weka", "shared_memory", "hf3fs"]
 
@@ -199,7 +197,9 @@ async def test_the_configured_directory_may_be_a_link(
 async def test_the_error_for_a_dangling_link_names_its_target(place: Path, kind: str) -> None:
     link = place.parent / "link"
     link.symlink_to(place.parent / "gone")
-    with pytest.raises(ConfigError, match=f"{link} cannot be used: .*it is a link to {place.parent}/gone, which is missing"):
+    with pytest.raises(
+        ConfigError, match=f"{link} cannot be used: .*it is a link to {place.parent}/gone, which is missing"
+    ):
         async with opened(kind, link):
             pass
     assert not (place.parent / "gone").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.remote.fs.test_fs import tier_on
-from tests.tiers.test_disk import fill, is_hit, opened, small_device
+from tests.tiers.test_disk import fill, opened
 from tiercache.errors import ConfigError
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
@@ -18,8 +18,6 @@ from tiercache.tiers.files import access
 from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
-
-__all__ = ["small_device"]
 
 FINGERPRINT = b"p" * 16
 CAP_BYTES = 1 << 24
@@ -53,31 +51,6 @@ async def test_one_directory_by_two_names_is_an_error_that_names_both(
     with pytest.raises(ConfigError, match=rf"{option}: {real} and {other} are one directory"):
         await tier.open()
     await tier.close()
-
-
-async def test_links_to_different_directories_are_none(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / f"to-{name}").symlink_to(tmp_path / name)
-    tier = disk(tmp_path / "to-a", tmp_path / "to-b")
-    await tier.open()
-    await tier.close()
-
-
-async def test_directory_with_files_of_others_is_taken_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "lost+found").mkdir()
-    (tmp_path / "passwd").write_text("root")
-    with caplog.at_level(logging.WARNING):
-        async with opened(tmp_path) as tier:
-            await fill(tier, range(1, 3))
-        (said,) = caplog.messages
-        assert said.startswith(f"{tmp_path} holds files of others, such as passwd; chunks are stored in {tmp_path}/")
-        async with opened(tmp_path) as tier:
-            assert await is_hit(tier, 2)
-    assert len(caplog.messages) == 1
-    assert (tmp_path / "passwd").read_text() == "root"
 
 
 @pytest.mark.parametrize("ours", [[], ["lost+found"], [".tiercache"]], ids=["empty", "disk", "torn"])
@@ -136,13 +109,3 @@ async def test_empty_directory_where_mount_points_are_is_used_with_a_warning(
     assert said.startswith(
         f"{point} is empty and lies on the root file system: if it belongs on a mount, that is missing"
     )
-
-
-async def test_directory_that_is_made_beside_others_is_made_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "data").mkdir()
-    with caplog.at_level(logging.WARNING):
-        async with opened(tmp_path / "kv"):
-            pass
-    assert caplog.messages == []

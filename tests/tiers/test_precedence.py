@@ -20,7 +20,7 @@ from tiercache.tiers.files import io_posix
 from tiercache.tiers.files.format import read_chunk_file, write_chunk_file
 from tiercache.tiers.files.io_posix import Precedence
 
-A, B = b"a" * 24, b"b" * 24
+A = b"a" * 24
 
 
 class Line:
@@ -34,15 +34,13 @@ class Line:
     def read(self) -> asyncio.Future[int | None]:
         return self.precedence.read(asyncio.get_running_loop().create_future())
 
-    async def prefetch(self, key: bytes, until: threading.Event | None = None) -> asyncio.Future[int | None]:
+    async def prefetch(self, key: bytes) -> asyncio.Future[int | None]:
         """One whose first part has been read."""
         begun = threading.Event()
 
         def parts(pause: Callable[[], None]) -> int:
             begun.set()
             pause()
-            if until is not None:
-                assert until.wait(5.0)
             self.order.append(key[:1].decode())
             return 1
 
@@ -74,34 +72,12 @@ async def test_prefetch_stands_still_until_the_last_read_has_ended(monkeypatch: 
         assert those.order == ["read", "read", "a"]
 
 
-async def test_prefetch_that_reads_do_not_meet_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with line(monkeypatch) as those:
-        those.end(those.read())
-        await asyncio.sleep(0)
-        await (await those.prefetch(A))
-        assert those.order == ["read", "a"]
-
-
 async def test_prefetch_does_not_wait_for_ever_for_a_read_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     async with line(monkeypatch, patience_s=0.01) as those:
         read = those.read()
         await (await those.prefetch(A))
         those.end(read)
         assert those.order == ["a", "read"]
-
-
-async def test_prefetch_that_somebody_came_for_goes_first_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on = threading.Event()
-    async with line(monkeypatch) as those:
-        read = those.read()
-        hurried, other = await those.prefetch(A, goes_on), await those.prefetch(B)
-        those.precedence.hurry(A)
-        those.precedence.hurry(b"of nobody")
-        those.end(read)
-        await asyncio.sleep(0)
-        goes_on.set()
-        await asyncio.gather(hurried, other)
-        assert those.order == ["read", "a", "b"]
 
 
 def written(path: Path, key: bytes, payload: np.ndarray) -> None:

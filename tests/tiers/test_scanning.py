@@ -45,20 +45,6 @@ async def test_all_are_in_the_order_of_their_times_after_a_restart(tmp_path: Pat
         assert victims(tier) == chunks
 
 
-async def test_later_scan_learns_of_all_that_came_and_went(tmp_path: Path) -> None:
-    gone, stayed, came = keys(range(FEW)), keys(range(FEW, FEW + 5)), keys(range(2 * FEW, 3 * FEW))
-    async with opened(tmp_path, cap_chunks=3 * FEW) as tier:
-        make_files(tier, gone + stayed)
-    async with opened(tmp_path, cap_chunks=3 * FEW) as tier:
-        await tier.scanned()
-        for key in gone:
-            os.unlink(tier.path(key))
-        make_files(tier, came)
-        tier.directories.begin_scan(tier.directories.all[0], first=False)
-        await tier.scanned()
-        assert victims(tier) == came + stayed, "what is new goes first, the oldest before all"
-
-
 async def test_loop_is_idle_between_steps(tmp_path: Path) -> None:
     """Threads get Python's lock then. A loop that only lets others have their turn keeps it from them."""
     loop = asyncio.get_running_loop()

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.shared_memory import Other, deleted_maps, is_right, key_of, mapped, opened, other, store, until
-from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
+from tests.tiers.others import Other
+from tests.tiers.shared_memory import deleted_maps, is_right, key_of, mapped, opened, other, store, until
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, flip
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk
-from tiercache.memory.slots import PREFETCH, READ
+from tiercache.memory.slots import READ
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.index import ProbingLookup
@@ -38,17 +39,6 @@ async def test_a_chunk_is_mapped_once_and_leased_where_it_lies(in_memory: Path) 
         assert tier.statistics().reads == 3
 
 
-async def test_a_shorter_payload_is_shown_without_its_padding(in_memory: Path) -> None:
-    async with opened(in_memory) as tier:
-        key, payload = chunk(1, 5000)
-        assert await tier.write(key, payload, 5000)
-        lease = await tier.map(key, READ)
-        assert lease is not None
-        with lease:
-            assert np.array_equal(lease.view, payload[:5000])
-            assert lease.padded.nbytes == 8192 and not lease.padded[5000:].any()
-
-
 @pytest.mark.parametrize("damage", ["a bit", "the key", "shorter", "empty"])
 async def test_what_was_damaged_before_it_is_mapped_is_a_miss_and_put_aside(in_memory: Path, damage: str) -> None:
     async with opened(in_memory) as tier:
@@ -57,11 +47,7 @@ async def test_what_was_damaged_before_it_is_mapped_is_a_miss_and_put_aside(in_m
         if damage == "the key":
             path.write_bytes(Path(tier.path(key_of(2))).read_bytes())
         elif damage == "a bit":
-            with path.open("r+b") as file:
-                file.seek(4096 + 17)
-                byte = file.read(1)
-                file.seek(4096 + 17)
-                file.write(bytes([byte[0] ^ 1]))
+            flip(path, 4096 + 17)
         else:
             os.truncate(path, {"shorter": FILE_BYTES - 4096, "empty": 0}[damage])
         with pytest.raises(CorruptChunk):
@@ -70,12 +56,6 @@ async def test_what_was_damaged_before_it_is_mapped_is_a_miss_and_put_aside(in_m
         assert len(list((in_memory / "quarantine").iterdir())) == 1
         await store(tier, 1)
         (await mapped(tier, 1)).release()
-
-
-async def test_a_miss_maps_nothing(in_memory: Path) -> None:
-    async with opened(in_memory) as tier:
-        assert await tier.map(key_of(1), READ) is None
-        assert tier.statistics().mapped_bytes == 0
 
 
 async def test_another_process_evicts_a_chunk_that_is_read_here(in_memory: Path) -> None:
@@ -94,25 +74,6 @@ async def test_another_process_evicts_a_chunk_that_is_read_here(in_memory: Path)
         await until(lambda: deleted_maps(in_memory) == 0)
         assert tier.statistics().unlinked_bytes == tier.statistics().mapped_bytes == 0
         assert not tier.contains(key_of(1))
-
-
-async def test_what_is_held_is_found_here_though_it_was_evicted_elsewhere(in_memory: Path) -> None:
-    """It takes its memory so long in any case. Not so what was forgotten here."""
-    async with opened(in_memory) as tier:
-        await store(tier, 1)
-        (await mapped(tier, 1)).release()
-        pin = tier.pin(key_of(1))
-        assert pin is not None
-        os.unlink(tier.path(key_of(1)))
-        await until(lambda: tier.statistics().unlinked_bytes > 0)
-        lease = tier.lease(key_of(1))
-        assert lease is not None and lease.findable and tier.contains(key_of(1))
-        tier.mappings.forget(key_of(1))
-        assert tier.lease(key_of(1)) is None and not lease.findable and not tier.contains(key_of(1))
-        assert is_right(lease, 1)
-        lease.release()
-        pin.release()
-        assert tier.statistics().mapped_bytes == 0
 
 
 async def test_another_process_forgets_and_stores_other_bytes(in_memory: Path) -> None:
@@ -143,23 +104,6 @@ async def test_what_is_deleted_while_it_is_being_mapped_is_not_kept(in_memory: P
             assert tier.statistics().mapped_bytes == tier.statistics().unlinked_bytes == 0
 
 
-async def test_news_of_an_earlier_file_take_nothing_away(in_memory: Path) -> None:
-    """The loop learns that the file was deleted when the chunk has been stored and mapped again."""
-    async with opened(in_memory) as tier:
-        await store(tier, 1)
-        (await mapped(tier, 1)).release()
-        os.unlink(tier.path(key_of(1)))
-        await tier.remove(key_of(1))
-        await store(tier, 1)
-        with await mapped(tier, 1):
-            pass
-        tier.directories.io.listed([], [key_of(1)])
-        assert await tier.directories.io.close_deleted() == 0  # behind it
-        lease = tier.lease(key_of(1))
-        assert lease is not None, "it is mapped"
-        lease.release()
-
-
 async def test_what_another_process_replaced_is_not_found_though_it_is_held(in_memory: Path) -> None:
     async with opened(in_memory) as tier, other(in_memory) as writer:
         await store(tier, 1)
@@ -186,15 +130,6 @@ async def test_what_is_stored_again_here_is_not_shadowed_by_what_is_held(in_memo
         held.release()
 
 
-async def test_what_was_evicted_here_is_unmapped(in_memory: Path) -> None:
-    async with opened(in_memory, cap_chunks=4) as tier:
-        await store(tier, 1)
-        (await mapped(tier, 1)).release()
-        await store(tier, *range(2, 8))
-        assert key_of(1) not in tier.mappings
-        await until(lambda: deleted_maps(in_memory) == 0)
-
-
 async def test_mappings_that_nobody_holds_are_bounded_by_use(in_memory: Path) -> None:
     async with opened(in_memory) as tier:
         tier.mappings.most_chunks = 3
@@ -214,20 +149,6 @@ async def test_mappings_that_nobody_holds_are_bounded_by_use(in_memory: Path) ->
         assert len(tier.mappings) == 1 and tier.statistics().mapped_bytes == FILE_BYTES
 
 
-async def test_a_hold_ends_when_somebody_comes(in_memory: Path) -> None:
-    async with opened(in_memory) as tier:
-        came: list[bytes] = []
-        tier.mappings.on_pinned_access = came.append
-        await store(tier, 1)
-        hold = await tier.map(key_of(1), PREFETCH)
-        assert hold is not None and not came
-        with hold:
-            lease = tier.lease(key_of(1))
-            assert lease is not None
-            lease.release()
-        assert came == [key_of(1)]
-
-
 async def test_a_sweep_finds_what_others_deleted(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProbingLookup, "follow", lambda *_: None)
     async with opened(in_memory) as tier:
@@ -241,15 +162,6 @@ async def test_a_sweep_finds_what_others_deleted(in_memory: Path, monkeypatch: p
         assert key_of(1) not in tier.mappings and key_of(2) in tier.mappings
         assert deleted_maps(in_memory) == 1 and is_right(held, 3)
         held.release()
-
-
-async def test_all_pages_of_a_chunk_are_present_once_it_is_mapped(in_memory: Path) -> None:
-    async with opened(in_memory) as tier:
-        await store(tier, 1)
-        with await mapped(tier, 1):
-            smaps = Path("/proc/self/smaps").read_text()
-            of_file = smaps[smaps.index(tier.path(key_of(1))) :]
-            assert of_file.split("Rss:")[1].split()[:2] == [str(FILE_BYTES >> 10), "kB"]
 
 
 async def test_what_another_process_stores_is_mapped_before_anybody_asks(in_memory: Path) -> None:
@@ -267,27 +179,6 @@ async def test_what_another_process_stores_is_mapped_before_anybody_asks(in_memo
         assert key_of(1) not in tier.mappings, "it has that in its own hot cache"
         os.unlink(tier.path(key_of(2)))
         await until(lambda: not tier.contains(key_of(2)) and deleted_maps(in_memory) == 0)
-
-
-async def test_the_first_chunk_of_a_new_subdirectory_is_mapped_ahead(in_memory: Path) -> None:
-    numbers = [first << 184 for first in range(1, 9)]
-    async with opened(in_memory) as tier, other(in_memory) as writer:
-        await ready_for_news(tier, writer)
-        assert await writer.do("store", *numbers) == "done"
-        await until(lambda: all(key_of(number) in tier.mappings for number in numbers))
-
-
-async def test_who_only_reads_hears_of_what_others_do_in_a_directory_that_was_made_anew(in_memory: Path) -> None:
-    place = in_memory / "kv"
-    async with opened(place) as tier, other(place) as writer:
-        await ready_for_news(tier, writer)
-        place.rename(in_memory / "away")
-        async with asyncio.timeout(30):
-            await ready_for_news(tier, writer)
-        assert await writer.do("store", 2) == "done"
-        await until(lambda: key_of(2) in tier.mappings)
-        os.unlink(tier.path(key_of(2)))
-        await until(lambda: not tier.contains(key_of(2)))
 
 
 async def test_what_is_being_removed_is_not_mapped_ahead(in_memory: Path) -> None:

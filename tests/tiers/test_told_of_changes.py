@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.test_disk import fill, is_hit, opened
-from tiercache.core.index import CappedIndex
+from tests.tiers.test_disk import fill, opened
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import WRITE, SlotPool
@@ -47,22 +46,6 @@ class Followed:
 
 def keys(*numbers: int) -> set[ChunkKey]:
     return {chunk(number)[0] for number in numbers}
-
-
-def test_index_tells_of_what_comes_goes_and_is_evicted() -> None:
-    told: list[ChunkKey] = []
-    index = CappedIndex()
-    index.on_change = told.append
-    one, other = (chunk(number)[0] for number in (1, 2))
-    index.add(one, 10)
-    index.add(other, 10)
-    index.add(one, 12)
-    index.touch(one)
-    index.age([one])
-    assert told == [one, other]
-    assert index.evict(1)[0][0] == one
-    assert index.remove(other) and index.remove(other) is None
-    assert told == [one, other, one, other]
 
 
 async def test_hot_cache_tells_of_what_comes_is_evicted_and_removed() -> None:
@@ -109,29 +92,6 @@ async def test_disk_tells_of_what_another_instance_removes(tmp_path: Path) -> No
         for number in (1, 3, 7):
             assert await other.remove(chunk(number)[0])
         await followed.comes_to({0, 2, 4, 5, 6})
-
-
-async def test_without_somebody_who_listens_others_removals_are_seen_when_they_are_asked_for(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier, opened(tmp_path) as other:
-        await fill(tier, range(1))
-        assert await other.probe([chunk(0)[0]]) == 1
-        assert await other.remove(chunk(0)[0])
-        assert tier.contains(chunk(0)[0])
-        assert not await is_hit(tier, 0)
-        assert not tier.contains(chunk(0)[0])
-
-
-async def test_a_chunk_that_was_deleted_and_stored_again_stays(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier, opened(tmp_path) as other:
-        followed = Followed(tier)
-        for _ in range(20):
-            await fill(tier, range(3))
-            await other.remove(chunk(1)[0])
-            tier.directories.all[0].index.remove(chunk(1)[0])
-        await fill(tier, range(3))
-        Path(tier.path(chunk(2)[0])).unlink()
-        await followed.comes_to({0, 1})
-        assert await is_hit(tier, 1)
 
 
 async def test_disk_tells_that_its_directory_was_emptied_and_goes_on_in_the_new_one(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tiers import test_contract
-from tests.tiers.test_disk import FILE_BYTES, is_hit, small_device
+from tests.tiers.test_disk import FILE_BYTES, is_hit
 from tests.tiers.weka import JumpingPolicy, key_of, opened, physical_bytes, refresher_of, store, until
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.testing import chunk
@@ -18,8 +18,6 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.files import capacity, index
 from tiercache.tiers.files.index import Refresher, pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
-
-__all__ = ["small_device"]
 
 
 @pytest.fixture
@@ -42,25 +40,6 @@ class TestWekaTier(test_contract.TestDiskTier):
         return WekaTier(settings, test_contract.LAYOUT.fingerprint)
 
 
-async def test_chunk_of_another_instance_is_known_after_a_refresh(tmp_path: Path) -> None:
-    async with opened(tmp_path) as one, opened(tmp_path) as other:
-        await store(one, range(1, 6))
-        await other.refreshed()
-        keys = [key_of(number) for number in range(1, 8)]
-        assert other.prefix(keys) == await other.probe(keys) == 5
-        assert await is_hit(other, 5)
-        assert other.statistics().occupied_bytes >= 5 * FILE_BYTES
-
-
-async def test_chunk_that_another_instance_removed_is_not_claimed_after_a_refresh(tmp_path: Path) -> None:
-    async with opened(tmp_path) as one, opened(tmp_path) as other:
-        await store(one, range(1, 4))
-        await other.refreshed()
-        await one.remove(key_of(2))
-        await other.refreshed()
-        assert [other.contains(key_of(number)) for number in range(1, 4)] == [True, False, True]
-
-
 async def test_chunk_removed_and_stored_again_elsewhere_is_known_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as one, opened(tmp_path) as other:
         await store(one, range(1, 2))
@@ -79,18 +58,6 @@ async def test_lookup_asks_memory_and_a_read_asks_the_mount(tmp_path: Path) -> N
         await store(one, range(1, 2))
         assert await other.probe([key_of(1)]) == 0
         assert await is_hit(other, 1)
-
-
-async def test_a_miss_brings_the_next_refresh_nearer(tmp_path: Path) -> None:
-    loop = asyncio.get_running_loop()
-    async with opened(tmp_path, refresh_s=1000.0) as tier:
-        for miss in (lambda: tier.probe([key_of(1)]), lambda: is_hit(tier, 1)):
-            refresher = refresher_of(tier)
-            began, began_s = refresher._begun, loop.time()
-            assert not await miss()
-            while refresher._begun == began:
-                await refresher._end.wait()
-            assert loop.time() - began_s < 500
 
 
 @pytest.mark.parametrize(
@@ -129,42 +96,6 @@ async def test_a_mount_that_hung_twice_is_refreshed_soon_after(tmp_path: Path, m
         assert loop.time() - began_s < 10.0
 
 
-async def test_only_directories_that_changed_are_listed(tmp_path: Path) -> None:
-    async with opened(tmp_path) as one, opened(tmp_path) as other:
-        await store(one, range(1, 2))
-        refresher = refresher_of(other)
-        await _quiet(other)
-        before = refresher.listings
-        await other.refreshed()
-        assert refresher.listings == before
-        await store(one, range(2, 3))
-        await other.refreshed()
-        assert refresher.listings == before + 1
-        assert other.contains(key_of(2))
-
-
-async def _quiet(tier: WekaTier) -> None:
-    """Refresh until nothing is left to list."""
-    listings = -1
-    while listings != refresher_of(tier).listings:
-        listings = refresher_of(tier).listings
-        for _ in range(3):
-            await asyncio.get_running_loop().create_task(tier.refreshed())
-
-
-async def test_a_chunk_leaves_nothing_but_its_file(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        await store(tier, range(1, 11))
-        changed = [Path(tier.path(key_of(number))).stat().st_ctime_ns for number in range(1, 11)]
-        for number in range(1, 11):
-            assert await is_hit(tier, number)
-        assert [Path(tier.path(key_of(number))).stat().st_ctime_ns for number in range(1, 11)] == changed
-        names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-        rest = {name for name in names if not name.startswith("00/") and not name.endswith(".lock")}
-        assert rest == {"tiercache.json", ".tiercache/ledger"}
-        assert len(names) - len(rest) == 10 + 1
-
-
 async def test_a_count_that_cannot_be_had_for_a_while_does_not_end_the_refresh(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None
 ) -> None:
@@ -177,25 +108,6 @@ async def test_a_count_that_cannot_be_had_for_a_while_does_not_end_the_refresh(
         assert tier.contains(key_of(6))
 
 
-async def test_eviction_deletes_what_was_used_least_and_no_more_than_is_needed(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=100) as tier:
-        await store(tier, range(1, 101))
-        assert tier.statistics().evicted == 0
-        assert await is_hit(tier, 1)
-        await store(tier, range(101, 111))
-        assert tier.statistics().evicted == 10
-        assert tier.contains(key_of(1)) and not tier.contains(key_of(11)) and tier.contains(key_of(12))
-        assert tier.statistics().occupied_bytes == physical_bytes(tmp_path) + 4096
-
-
-async def test_a_full_directory_takes_new_chunks(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=20) as tier:
-        for number in range(1, 120):
-            await store(tier, range(number, number + 1))
-            assert physical_bytes(tmp_path) <= tier.settings.cap_bytes
-        assert await is_hit(tier, 119)
-
-
 async def test_two_instances_evict_from_one_directory_and_keep_its_cap(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=40) as one, opened(tmp_path, cap_chunks=40) as other:
         for start in range(1, 161, 8):
@@ -206,14 +118,6 @@ async def test_two_instances_evict_from_one_directory_and_keep_its_cap(tmp_path:
         assert len(there) >= 36
         for tier in (one, other):
             assert {key.hex() for key in tier.directories.all[0].index.keys} == there
-
-
-@pytest.mark.needs("mount")
-async def test_a_device_fuller_than_the_cap_is_a_reason_to_evict(small_device: Path) -> None:
-    async with opened(small_device, cap_chunks=1000) as tier:
-        await store(tier, range(1, 150))
-        assert tier.statistics().evicted > 50
-        assert await is_hit(tier, 149)
 
 
 async def test_a_chunk_that_cannot_be_deleted_stays_known_and_others_go(tmp_path: Path) -> None:
@@ -251,20 +155,6 @@ async def test_close_does_not_wait_for_a_lock_that_somebody_holds(tmp_path: Path
             await tier.close()
 
 
-async def test_lookup_before_the_first_scan_has_ended_asks_the_mount(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        await store(tier, range(1, 3))
-    tier = WekaTier(WekaSettings((tmp_path,), cap_bytes=64 << 20), tier.directories.fingerprint)
-    await tier.open()
-    assert await tier.probe([key_of(1), key_of(2), key_of(3)]) == 2
-    await tier.close()
-
-
-async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=0) as tier:
-        assert await tier.write(*chunk(1), CHUNK_BYTES) is False
-
-
 def tenants_chunk(number: int, salt: str) -> ChunkKey:
     return key_of(number) + tenant_tag(salt)
 
@@ -276,14 +166,6 @@ async def store_for(tier: WekaTier, salt: str, numbers: range) -> None:
 
 def of_tenant(directory: Path, salt: str) -> int:
     return sum(path.name.endswith(tenant_tag(salt).hex()) for path in directory.glob("00/*"))
-
-
-async def test_a_tenant_at_its_quota_makes_room_for_itself(tmp_path: Path) -> None:
-    async with opened(tmp_path, 64, tenant_bytes=8 * FILE_BYTES) as tier:
-        await store_for(tier, "quiet", range(8))
-        await store_for(tier, "noisy", range(100, 140))
-        assert of_tenant(tmp_path, "noisy") == 8 == of_tenant(tmp_path, "quiet")
-        assert tier.statistics().evicted == 32 == tier.statistics().tenants[tenant_tag("noisy").hex()].evicted
 
 
 async def test_what_several_instances_wrote_above_a_quota_is_deleted_once_it_is_known(tmp_path: Path) -> None:

@@ -1,20 +1,16 @@
 """The Weka tier beside other processes, which are killed with SIGKILL."""
 
-import asyncio
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.servers.processes import stop_process
+from tests.tiers.others import Other, running
 from tests.tiers.test_disk import is_hit
 from tests.tiers.weka import key_of, opened, physical_bytes, store, until
 from tiercache.tiers.weka import WekaTier
-
-REPOSITORY = Path(__file__).parents[2]
 
 OTHER = """
 import asyncio, sys
@@ -46,45 +42,8 @@ asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
 """
 
 
-class Other:
-    """An instance in another process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def say(self, command: str, numbers: range = range(0)) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command} {numbers.start} {numbers.stop}\n".encode())
-        await self.process.stdin.drain()
-
-    async def line(self) -> str:
-        assert self.process.stdout is not None
-        return (await self.process.stdout.readline()).decode().strip()
-
-    async def do(self, command: str, numbers: range = range(0)) -> None:
-        await self.say(command, numbers)
-        assert await self.line() == "done"
-
-    async def kill(self) -> None:
-        self.process.kill()
-        await self.process.wait()
-
-
-@asynccontextmanager
-async def other(place: Path, cap_chunks: int = 64) -> AsyncIterator[Other]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", OTHER, str(place), str(cap_chunks)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=REPOSITORY,
-    )
-    instance = Other(process)
-    assert await instance.line() == "ready"
-    try:
-        yield instance
-    finally:
-        if process.returncode is None:
-            await instance.kill()
+def other(place: Path, cap_chunks: int = 64) -> AbstractAsyncContextManager[Other]:
+    return running("-c", OTHER, place, cap_chunks)
 
 
 def claimed(tier: WekaTier) -> set[str]:
@@ -93,11 +52,11 @@ def claimed(tier: WekaTier) -> set[str]:
 
 async def test_chunks_come_and_go_with_what_the_other_process_does(tmp_path: Path) -> None:
     async with opened(tmp_path, refresh_s=0.02) as tier, other(tmp_path) as process:
-        await process.do("store", range(1, 6))
+        assert await process.do("store", 1, 6) == "done"
         await tier.refreshed()
         assert tier.prefix([key_of(number) for number in range(1, 7)]) == 5
         assert await is_hit(tier, 5)
-        await process.do("remove", range(2, 4))
+        assert await process.do("remove", 2, 4) == "done"
         await tier.refreshed()
         assert [tier.contains(key_of(number)) for number in range(1, 6)] == [True, False, False, True, True]
         assert not await is_hit(tier, 2)
@@ -111,7 +70,7 @@ async def test_cap_holds_while_processes_write_evict_and_are_killed(tmp_path: Pa
         number = 1
         for round_number in range(4):
             async with other(tmp_path, 40) as process:
-                await process.say("write", range(10_000 * (round_number + 1), 10_000 * (round_number + 2)))
+                process.say("write", 10_000 * (round_number + 1), 10_000 * (round_number + 2))
                 for _ in range(int(random.integers(20, 60))):
                     await process.line()
                     await store(tier, range(number, number + 1))

@@ -12,6 +12,7 @@ from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import JumpingClockLoop, chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Tier
 from tiercache.tiers.files.index import Refresher, RelistingLookup
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -39,7 +40,7 @@ def key_of(number: int) -> ChunkKey:
     return chunk(number)[0]
 
 
-async def store(tier: WekaTier, numbers: range) -> None:
+async def store(tier: Tier, numbers: range) -> None:
     for number in numbers:
         key, payload = chunk(number)
         assert await tier.write(key, payload, CHUNK_BYTES)

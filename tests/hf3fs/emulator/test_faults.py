@@ -35,9 +35,3 @@ def test_calls_on_the_mount_fail(client: Client, emulator: Hf3fsEmulator) -> Non
         with fails(errno.ENOSPC):
             call() if name != "rename" else os.rename(path, f"{path}2")
         call()
-
-
-@pytest.mark.parametrize("kind", ["directory"], indirect=True)
-def test_calls_on_a_plain_directory_cannot_fail(client: Client, emulator: Hf3fsEmulator) -> None:
-    with fails(errno.ENOTSUP):
-        emulator.control.fail_call("open", errno.EIO)

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hf3fs_fuse.io import extract_mount_point
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client
-from tests.hf3fs_emulator import SITE, Hf3fsEmulator, install
+from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.servers.processes import stop_process
 
 CLIENT = """
@@ -71,35 +70,6 @@ def test_rule_9_waiting_without_a_timeout_is_for_ever_when_the_daemon_dies(morta
     Path("/dev/shm", CLIENT_MEMORY).unlink()
 
 
-@pytest.mark.parametrize("kind", ["directory"], indirect=True)
-def test_daemon_by_hand(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.hf3fs_emulator", "--mount", str(tmp_path / "mount")]
-    with subprocess.Popen([*command, "--no-fuse"], stdout=subprocess.PIPE, text=True) as daemon:
-        assert daemon.stdout is not None
-        assert daemon.stdout.readline() == f"serving {tmp_path}/mount\n"
-        assert extract_mount_point(str(tmp_path / "mount")) == str(tmp_path / "mount")
-        daemon.send_signal(signal.SIGINT)
-    assert daemon.returncode == 0
-    refused = subprocess.run([*command, "--no-fuse", "--backing", str(tmp_path)], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "--no-fuse" in refused.stderr
-
-
-def test_given_directory_keeps_its_files(kind: str, tmp_path: Path) -> None:
-    for _ in range(2):
-        with Hf3fsEmulator(tmp_path, fuse=kind == "fuse") as emulator:
-            (emulator.mount / "file").touch()
-    assert (emulator.backing / "file").exists()
-
-
-def test_daemon_that_cannot_start_says_why(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "mount").mkdir()
-    (tmp_path / "mount" / "3fs-virt").touch()
-    (tmp_path / "files").touch()
-    with pytest.raises(RuntimeError, match="Error"):
-        Hf3fsEmulator(tmp_path, fuse=kind == "fuse").start()
-
-
 def test_what_a_client_registered_goes_with_it(client: Client, emulator: Hf3fsEmulator) -> None:
     client.file("file", b"x")
     with start(CLIENT, str(emulator.mount), emulator) as process:
@@ -109,14 +79,6 @@ def test_what_a_client_registered_goes_with_it(client: Client, emulator: Hf3fsEm
     Path("/dev/shm", CLIENT_MEMORY).unlink()
     emulator.control.until_registered(buffers=1, rings=0)
     emulator.control.until_open_files(0)
-
-
-def test_other_modules_of_these_names_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    install()
-    assert sys.path.count(str(SITE)) == 1
-    monkeypatch.setitem(sys.modules, "hf3fs_py_usrbio", pytest)
-    with pytest.raises(RuntimeError, match="hf3fs_py_usrbio is imported already"):
-        install()
 
 
 @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "running"])
@@ -139,21 +101,3 @@ def test_daemon_goes_with_its_owner(kind: str, emulator: Hf3fsEmulator, stopped:
         subprocess.run(["fusermount3", "-u", "-z", f"{directory}/mount"], check=False, capture_output=True)
     assert directory not in Path("/proc/self/mountinfo").read_text()
     shutil.rmtree(directory)
-
-
-@pytest.mark.parametrize("how", ["killed", "paused", "with a file open", "by an exception"])
-def test_stopping_leaves_nothing_and_waits_for_nothing(kind: str, how: str) -> None:
-    emulator, descriptor = Hf3fsEmulator(fuse=kind == "fuse"), -1
-    with contextlib.suppress(ZeroDivisionError), emulator:
-        if how == "killed":
-            emulator.kill()
-        elif how == "paused":
-            emulator.pause()
-        elif how == "with a file open":
-            (emulator.mount / "file").touch()
-            descriptor = os.open(emulator.mount / "file", os.O_RDONLY)
-        else:
-            raise ZeroDivisionError
-    assert not emulator.directory.exists()
-    if descriptor >= 0:
-        os.close(descriptor)

@@ -2,49 +2,17 @@
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from hf3fs_fuse.io import force_fsync
 
-from tests.hf3fs.emulator.client import PATIENCE_S, Client, run
+from tests.hf3fs.emulator.client import Client, run
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.hf3fs_emulator.client.mounts import add_link, remove_link
 from tests.needs import needs_fuse
 
 BLOCK = 4096
-
-
-def test_rule_9_arguments_of_wait(client: Client) -> None:
-    ring = client.ring()
-    assert ring.wait(min_results=1, timeout=0.0) == []
-    assert ring.wait(min_results=1, timeout=timedelta(milliseconds=1)) == []
-    assert ring.wait() == ring.wait(max_results=4) == [], "without a minimum it polls"
-    for arguments in ((1,), ()):
-        with pytest.raises(TypeError):
-            ring.wait(*arguments, min_results=1, timeout=1)
-
-
-def test_rule_9_no_more_than_the_maximum(client: Client) -> None:
-    descriptor, ring = client.open("file", os.O_RDONLY, bytes(8)), client.ring()
-    for number in range(5):
-        ring.prepare(client.iov[number : number + 1], True, descriptor, number)
-    assert len(ring.submit().wait(min_results=2, timeout=PATIENCE_S)) == 2
-    assert len(ring.wait()) == 1, "without any count it takes one"
-    assert len(ring.wait(max_results=8, min_results=2, timeout=PATIENCE_S)) == 2
-
-
-def test_rule_9_waiting_lets_other_threads_run(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor, ring = client.open("file", os.O_RDONLY, b"1"), client.ring()
-    emulator.control.hang()
-    ring.prepare(client.iov[:1], True, descriptor, 0).submit()
-    with ThreadPoolExecutor(1) as waiter:
-        waiting = waiter.submit(ring.wait, min_results=1)
-        emulator.control.until_hanging(1)
-        emulator.control.resume()
-        assert len(waiting.result(PATIENCE_S)) == 1
 
 
 def test_rule_10_short_at_the_end_and_nothing_beyond(client: Client) -> None:
@@ -114,25 +82,3 @@ def test_rule_12_size_lags_until_it_is_forced(client: Client) -> None:
     assert run(client.ring(), client.iov[:200], True, descriptor) == 100, "rings do not ask for the size"
     assert force_fsync(descriptor) == -1
     assert os.stat(client.mount / "file").st_size == 100
-
-
-@needs_fuse
-@pytest.mark.parametrize("kind", ["fuse"], indirect=True)
-def test_rule_12_fsync_and_closing_tell_the_size_too(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor, reader = client.open("file", os.O_RDWR, b""), client.open("file", os.O_RDONLY)
-    ring, size = client.ring(False), lambda: os.stat(client.mount / "file").st_size
-    assert run(ring, client.iov[:100], False, descriptor) == 100
-    os.fsync(descriptor)
-    assert size() == 100
-    assert run(ring, client.iov[:50], False, descriptor, 100) == 50
-    client.close_descriptor(reader)
-    assert size() == 100
-    client.close_descriptor(descriptor)
-    emulator.control.until_open_files(0)  # the kernel reports it after close() has returned
-    assert size() == 150
-
-
-def test_rule_12_force_fsync_elsewhere_does_nothing(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    assert force_fsync(descriptor) == -1
-    os.close(descriptor)

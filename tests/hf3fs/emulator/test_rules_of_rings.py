@@ -1,15 +1,12 @@
 """Rules 6 to 8, 13 and 14: making a ring, filling it, batches, threads, its end."""
 
-import errno
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hf3fs_fuse.io import make_ioring
 
-from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
+from tests.hf3fs.emulator.client import PATIENCE_S, Client, run
 from tests.hf3fs_emulator import Hf3fsEmulator
 
 
@@ -23,24 +20,6 @@ def prepare(client: Client, ring: Any, descriptor: int, operations: int) -> list
 def let_the_daemon_look(client: Client, descriptor: int) -> None:
     """When this returns, it has looked at what all rings had at the call: an operation of a younger ring has ended."""
     assert run(client.ring(), client.iov[-1:], True, descriptor) == 1
-
-
-def test_rule_6_impossible_rings_are_refused(client: Client) -> None:
-    for settings in ({"timeout": -1}, {"entries": 4, "io_depth": 5}, {"entries": 0}, {"entries": -1}):
-        with fails(errno.EINVAL):
-            client.ring(**settings)
-    client.mount = client.mount.parent
-    with fails(errno.ENOENT):
-        client.ring()
-
-
-def test_rule_6_one_direction_each_and_no_empty_slice(client: Client) -> None:
-    descriptor = client.open("file", os.O_RDWR, b"x")
-    for for_read in (True, False):
-        with fails(errno.EINVAL):
-            client.ring(for_read).prepare(client.iov[:1], not for_read, descriptor, 0)
-    with fails(errno.EINVAL):
-        client.ring().prepare(client.iov[5:5], True, descriptor, 0)
 
 
 def test_rule_7_slot_frees_when_its_completion_was_waited_for(client: Client) -> None:
@@ -91,23 +70,6 @@ def test_rule_8_negative_depth_issues_up_to_so_many(client: Client, emulator: Hf
     assert len(ring.wait(min_results=5, timeout=PATIENCE_S)) == 5
 
 
-def test_rule_8_negative_depth_with_a_timeout_never_issues_a_partial_batch(client: Client) -> None:
-    descriptor, ring = client.open("file", os.O_RDONLY, bytes(8)), client.ring(io_depth=-3, timeout=60_000)
-    prepare(client, ring, descriptor, 2)
-    ring.submit()
-    let_the_daemon_look(client, descriptor)
-    assert ring.wait(max_results=2) == []
-    ring.prepare(client.iov[2:3], True, descriptor, 0).submit()
-    assert len(ring.wait(min_results=3, timeout=PATIENCE_S)) == 3
-
-
-def test_rule_8_newer_daemons_refuse_a_negative_depth(kind: str) -> None:
-    with Hf3fsEmulator(fuse=kind == "fuse", negative_io_depth=False) as emulator:
-        with fails(errno.EINVAL):
-            make_ioring(str(emulator.mount), 4, io_depth=-1)
-        make_ioring(str(emulator.mount), 4, io_depth=0)
-
-
 def test_rule_13_a_second_submitter_and_a_second_waiter_are_refused(client: Client) -> None:
     descriptor, ring = client.open("file", os.O_RDONLY, bytes(8)), client.ring()
     prepare(client, ring, descriptor, 1)
@@ -119,14 +81,6 @@ def test_rule_13_a_second_submitter_and_a_second_waiter_are_refused(client: Clie
         ring.wait()
         with pytest.raises(RuntimeError, match="only one thread may wait"):
             other.submit(ring.wait).result()
-
-
-def test_rule_13_thread_that_ended_passes_the_ring_on(client: Client) -> None:
-    ring = client.ring()
-    earlier = threading.Thread(target=ring.wait)
-    earlier.start()
-    earlier.join()
-    assert ring.wait() == []
 
 
 def test_rule_14_ring_that_goes_takes_its_registration_along(client: Client, emulator: Hf3fsEmulator) -> None:

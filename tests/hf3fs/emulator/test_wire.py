@@ -1,14 +1,12 @@
 """The wire ABI: sizes, places and names that a client built against the real library relies on."""
 
-import errno
-import fcntl
 import os
 import struct
 import uuid
 
 import pytest
 
-from tests.hf3fs.emulator.client import Client, fails
+from tests.hf3fs.emulator.client import Client
 from tests.hf3fs_emulator.wire import (
     ARGUMENTS,
     COMPLETION,
@@ -19,7 +17,6 @@ from tests.hf3fs_emulator.wire import (
     parse_registration,
     ring_bytes,
 )
-from tests.needs import needs_fuse
 
 ID = uuid.UUID("01234567-89ab-cdef-0123-456789abcdef")
 
@@ -62,44 +59,3 @@ def test_what_a_submission_looks_like_in_memory(client: Client) -> None:
 def test_names_of_registrations(registration: Registration, name: str) -> None:
     assert registration.name() == name
     assert parse_registration(name) == registration
-
-
-@pytest.mark.parametrize(
-    "rest", [".b0", ".b", ".bx", ".t5", ".f10", ".ph", ".r", ".r0.f2", ".r0.px", ".x", ".", ".r0.t-1"]
-)
-def test_names_that_are_refused(rest: str) -> None:
-    with pytest.raises(ValueError, match="attribute"):
-        parse_registration(f"{ID}{rest}")
-
-
-@needs_fuse
-@pytest.mark.parametrize("kind", ["fuse"], indirect=True)
-def test_registering_is_a_symlink(client: Client) -> None:
-    iovs = client.mount / "3fs-virt/iovs"
-    with fails(errno.EINVAL):
-        os.symlink(f"/dev/shm/{client.shm.name}", iovs / "not-a-uuid")
-    name = str(uuid.uuid4())
-    os.symlink(f"/dev/shm/{client.shm.name}", iovs / name)
-    assert os.readlink(iovs / name) == f"/dev/shm/{client.shm.name}"
-    with pytest.raises(FileExistsError):
-        os.symlink(f"/dev/shm/{client.shm.name}", iovs / f"{name}.b4096")
-    os.unlink(iovs / name)
-    assert not os.path.lexists(iovs / name)
-
-
-def test_submit_semaphores_are_links_to_shared_memory(client: Client) -> None:
-    for name in ("submit-ios", "submit-ios.ph", "submit-ios.pl"):
-        target = os.readlink(client.mount / "3fs-virt/iovs" / name)
-        assert target.startswith("/dev/shm/sem.hf3fs-submit-ios.")
-        assert os.path.getsize(target) == 32
-
-
-@needs_fuse
-@pytest.mark.parametrize("kind", ["fuse"], indirect=True)
-def test_ioctls(client: Client) -> None:
-    descriptor = os.open(client.file("file"), os.O_RDONLY)
-    assert struct.unpack("<I", fcntl.ioctl(descriptor, 0x80046802, bytes(4))) == (0x8F3F5FFF,)
-    assert fcntl.ioctl(descriptor, 0x8004680B, bytes(4)) == bytes(4)
-    with fails(errno.EINVAL):
-        fcntl.ioctl(descriptor, 0x80046809, bytes(4))
-    os.close(descriptor)

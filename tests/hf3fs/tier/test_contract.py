@@ -8,6 +8,7 @@ from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
 from tests.tiers.test_contract import limits
+from tests.tiers.test_disk import flip
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.testing.contract import CHUNK_BYTES
@@ -40,11 +41,7 @@ class TestHf3fsTier(TierContract):
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
         assert isinstance(tier, Hf3fsTier)
-        with open(tier.path(key), "r+b") as file:
-            file.seek(4096 + 17)
-            byte = file.read(1)
-            file.seek(4096 + 17)
-            file.write(bytes([byte[0] ^ 1]))
+        flip(Path(tier.path(key)), 4096 + 17)
         return True
 
 

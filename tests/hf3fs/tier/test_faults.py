@@ -7,7 +7,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.hf3fs.tier.conftest import (
@@ -273,31 +272,6 @@ async def test_stale_descriptor_is_no_fault_of_the_file(opened: Opened, place: P
             old.write(b"damage")
         await get(tier, memory, 1)
         assert tier.statistics().corrupt == 0 and not quarantined(tier)
-
-
-@needs_fuse
-@pytest.mark.parametrize("emulator", ["fuse"], indirect=True)
-async def test_length_that_lags_is_no_fault_of_the_file(opened: Opened, place: Path, memory: Memory) -> None:
-    """`stat` does not see what rings wrote before somebody asks 3FS to look: here, of a file that stays open."""
-    async with opened(place) as tier:
-        await put(tier, memory, 1)
-        await tier.scanned()  # it takes a file of no bytes for one that a dead writer left
-        path = tier.path(chunk(1)[0])
-        whole = Path(path).read_bytes()
-        os.unlink(path)
-        file = tier.io.files.create(path)
-        buffers = tier.io.engine.buffers
-        buffers.view(0)[: len(whole)] = np.frombuffer(whole, dtype=np.uint8)[: buffers.place_bytes]
-        parts = range(0, len(whole), buffers.place_bytes)
-        for start in parts:
-            length = min(buffers.place_bytes, len(whole) - start)
-            buffers.view(0)[:length] = np.frombuffer(whole, dtype=np.uint8)[start : start + length]
-            moved = tier.io.engine.transfer(file.descriptor, [(buffers.piece(0, 0, length), start)], read=False)
-            assert await moved.ended == length
-        assert os.stat(path).st_size == 0
-        await get(tier, memory, 1)
-        assert tier.statistics().corrupt == 0 and not quarantined(tier)
-        await asyncio.to_thread(tier.io.files.release, file)
 
 
 async def test_really_bad_file_is_quarantined_once(opened: Opened, place: Path, memory: Memory) -> None:

@@ -1,7 +1,6 @@
 """Rings and the engine over them: kept full, exact about what each transfer did, and clean when it ends."""
 
 import asyncio
-import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -113,45 +112,6 @@ async def test_slow_operation_holds_back_room_and_loses_nothing(bench: OpenBench
         opened.files.release(file)
 
 
-async def test_each_direction_has_depth_of_its_own(bench: OpenBench, emulator: Hf3fsEmulator) -> None:
-    async with bench(rings=2, entries=4) as opened:
-        file, target = opened.file("file", pages(20)), opened.create("target")
-        emulator.control.hang()
-        reads = [opened.begin(file, number) for number in range(20)]
-        writes = [opened.begin(target, number, read=False, place=20 + number) for number in range(20)]
-        await asyncio.to_thread(emulator.control.until_hanging, 16)
-        emulator.control.resume()
-        assert await moved(reads + writes) == [PAGE] * 40
-        opened.files.release(file)
-        opened.files.release(target)
-
-
-@pytest.mark.parametrize("read", [True, False])
-async def test_short_transfer_is_told(bench: OpenBench, emulator: Hf3fsEmulator, read: bool) -> None:
-    async with bench() as opened:
-        file = opened.file("file", pages(1)) if read else opened.create("target")
-        emulator.control.shorten(1000)
-        assert await moved([opened.begin(file, 0, read=read), opened.begin(file, 1, read=read)]) == [
-            1000,
-            0 if read else PAGE,
-        ]
-        opened.files.release(file)
-
-
-@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOSPC, errno.EREMOTEIO])
-async def test_error_of_one_transfer_is_nobody_elses(bench: OpenBench, emulator: Hf3fsEmulator, number: int) -> None:
-    async with bench() as opened:
-        file = opened.file("file", pages(9))
-        emulator.control.fail(number)
-        transfers = [opened.begin(file, page) for page in range(9)]
-        outcomes = await asyncio.gather(*(each.ended for each in transfers), return_exceptions=True)
-        (failed,) = [outcome for outcome in outcomes if outcome != PAGE]
-        assert isinstance(failed, OSError) and failed.errno == number
-        assert all(each.over.done() for each in transfers)
-        assert opened.engine.in_flight == 0
-        opened.files.release(file)
-
-
 @pytest.mark.parametrize("memory", ["buffers", "arena"])
 async def test_large_transfer_goes_in_parts_at_once(
     emulator: Hf3fsEmulator, place: Path, memory: str, request: pytest.FixtureRequest
@@ -200,19 +160,6 @@ async def test_lost_operation_takes_an_entry_and_the_others_go_on(bench: OpenBen
         assert opened.engine.in_flight == 2
     assert all(isinstance(each.ended.exception(), TierUnavailable) and each.over.done() for each in lost)
     opened.files.release(file)
-
-
-async def test_close_in_the_middle_fails_what_is_in_flight(bench: OpenBench, emulator: Hf3fsEmulator) -> None:
-    async with bench(entries=4) as opened:
-        file = opened.file("file", pages(20))
-        emulator.control.hang()
-        transfers = [opened.begin(file, number) for number in range(20)]
-        await asyncio.to_thread(emulator.control.until_hanging, 4)
-    assert all(isinstance(each.ended.exception(), TierUnavailable) for each in transfers)
-    with pytest.raises(TierUnavailable):
-        opened.begin(file, 0)
-    opened.files.release(file)
-    emulator.control.resume()
 
 
 async def test_an_unexpected_exception_of_the_library_makes_new_rings(

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -11,13 +10,10 @@ import pytest
 
 from tests.hf3fs.tier.conftest import Memory, Opened, until
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.hf3fs_emulator.client.descriptors import registered
 from tests.needs import needs_fuse
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import PendingFile
 from tiercache.tiers.hf3fs import Hf3fsTier
 
 CHUNKS = 99
@@ -51,32 +47,6 @@ async def test_base_paths_share_evenly_and_find_all_after_one_is_added(
             assert (into[:100] == number % 251).all()
         more = await write_small(tier, memory, range(CHUNKS, 2 * CHUNKS))
         assert 5 < sum(Path(tier.path(key)).parents[1].name == "d" for key in more) < 47
-
-
-async def test_chunk_has_its_name_only_when_nobody_can_write_to_it(
-    opened: Opened, place: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fsync, deregister, close, rename, in this order."""
-    seen = []
-    fsync, finish_write = os.fsync, ChunkFiles.finish_write
-
-    def watched_fsync(descriptor: int) -> None:
-        seen.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), registered(descriptor) is not None))
-        fsync(descriptor)
-
-    def watched_finish(files: ChunkFiles, pending: PendingFile, occupied_bytes: int) -> int:
-        open_files = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
-        seen.append(("named", pending.path, pending.path in open_files))
-        assert os.stat(pending.path).st_size == 4096 + CHUNK_BYTES
-        return finish_write(files, pending, occupied_bytes)
-
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(ChunkFiles, "finish_write", watched_finish)
-    async with opened(place) as tier:
-        key, payload = chunk(1)
-        await tier.write(key, memory.make(payload), CHUNK_BYTES)
-        path = seen[0][1]
-        assert seen == [("fsync", path, True), ("named", path, False)]
 
 
 async def test_writing_chunk_is_seen_by_nobody(

@@ -3,28 +3,23 @@
 import asyncio
 import contextlib
 import os
-import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import FINGERPRINT, PATIENCE_S, RINGS, Memory, Opened, all_places_are_free, get, put
+from tests.hf3fs.tier.conftest import PATIENCE_S, RINGS, Memory, Opened, all_places_are_free, get, put
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.needs import needs_fuse
 from tiercache import Config, Layout
 from tiercache.assembly import make_tiers
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, file_bytes
-from tiercache.core.keys import ChunkKey
-from tiercache.errors import ConfigError
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files import directories
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.engine import load_library
 
 LAYOUT = Layout("model", chunk_tokens=256, bytes_per_token=256)
@@ -78,14 +73,6 @@ async def test_other_file_tiers_do_alike(kind: str, tmp_path: Path, monkeypatch:
         await stores_within_nine_tenths(tier, tmp_path)
 
 
-async def test_path_whose_space_cannot_be_asked_is_one_sentence(emulator: Hf3fsEmulator, place: Path) -> None:
-    place.mkdir()
-    (place / "file").touch()
-    settings = Hf3fsSettings((place / "file" / "a",), 0, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS)
-    with pytest.raises(ConfigError, match="cannot be used"):
-        await Hf3fsTier(settings, FINGERPRINT).open()
-
-
 def deleted_bytes(emulator: Hf3fsEmulator) -> int:
     """Of files without a name that this process or the daemon holds open."""
     found = {}
@@ -124,61 +111,6 @@ async def test_chunks_that_another_instance_deletes_do_not_stay_allocated(
         await put(busy, memory, *range(100, 160))
         assert busy.statistics().evicted >= 38
         await until_none_is_open(mortal)
-
-
-async def test_victims_are_closed_whichever_way_the_chunk_goes(
-    opened: Opened, mortal: Hf3fsEmulator, memory: Memory
-) -> None:
-    async with opened(mortal.mount / "chunks", cap_bytes=4 << 20) as tier3:
-        await tier3.scanned()
-        await put(tier3, memory, *range(1, 41))
-        for number in range(1, 41):
-            await get(tier3, memory, number)
-        for number in range(100, 150):
-            key, payload = chunk(number)
-            elsewhere = page_aligned(CHUNK_BYTES)
-            elsewhere[:] = payload
-            assert await tier3.write(key, elsewhere, CHUNK_BYTES)
-        await until_none_is_open(mortal)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Hf3fsEmulator]:
-    """Its files lie on a device of 4 MiB."""
-    files = tmp_path / "files"
-    files.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", files], check=True)
-    try:
-        with Hf3fsEmulator(tmp_path) as emulator:
-            yield emulator
-    finally:
-        subprocess.run(["umount", "-l", files], check=True)
-
-
-@needs_fuse
-@pytest.mark.needs("mount")
-async def test_many_writes_on_a_full_device_make_room_and_use_it(
-    opened: Opened, small: Hf3fsEmulator, memory: Memory
-) -> None:
-    async with opened(small.mount / "chunks") as tier3:
-        await tier3.scanned()
-        for number in range(1, 80):
-            await put(tier3, memory, number)
-            await get(tier3, memory, number)
-        resident = tier3.statistics().resident
-
-        async def store(number: int) -> ChunkKey:
-            key, payload = chunk(number)
-            elsewhere = page_aligned(CHUNK_BYTES)
-            elsewhere[:] = payload
-            await tier3.write(key, elsewhere, CHUNK_BYTES)
-            return key
-
-        outcomes = await asyncio.gather(*(store(number) for number in range(300, 330)), return_exceptions=True)
-        stored = [outcome for outcome in outcomes if isinstance(outcome, bytes)]
-        assert len(stored) >= 15, outcomes
-        assert tier3.statistics().resident >= resident // 2
-        assert await tier3.probe([stored[-1]]) == 1
 
 
 async def test_file_has_nothing_of_what_lay_in_the_memory_before(opened: Opened, place: Path, memory: Memory) -> None:

@@ -47,19 +47,6 @@ async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> No
     assert bench.is_whole()
 
 
-async def test_the_deadline_is_of_the_whole_put(bench: Bench) -> None:
-    path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    assert await path.put(items(range(20)), 3.0) == 0
-    assert loop.time() - began_s < 4.0
-    assert path.skipped == 20
-    for lease in leases:
-        lease.release()
-    assert bench.is_whole()
-
-
 @pytest.mark.parametrize("ends", ["fails", "is cancelled"])
 async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench, ends: str) -> None:
     copying, go_on = threading.Event(), threading.Event()

@@ -12,7 +12,6 @@ import pytest
 from tests.scheduler.conftest import SLOTS, Bench
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prefetch import PrefetchPlan
-from tiercache.memory.slots import Purpose
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
@@ -75,14 +74,6 @@ async def test_awaiting_a_prefetch_gives_what_became_of_it(work: Prefetching) ->
     assert work.bench.memory.counters.reads == 5, "all hot"
     assert work.account() == {"promoted": 5, "used": 5}
     assert work.prefetcher.held == 0, "kept no longer than until it was used"
-
-
-async def test_what_is_hot_already_is_kept_and_not_read(work: Prefetching) -> None:
-    keys = work.bench.keep_on_tier(range(1, 4))
-    work.bench.make_hot(2).release()
-    assert (await work.hint(keys)).promoted == 3
-    assert work.bench.memory.counters.reads == 2
-    assert work.bench.cpu.budget.held[Purpose.PREFETCH] == 3
 
 
 async def test_cancelled_prefetch_begins_nothing_more(work: Prefetching) -> None:

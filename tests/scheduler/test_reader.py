@@ -114,12 +114,6 @@ async def test_batch_delivers_hot_and_cold_in_place(bench: Bench) -> None:
     assert bench.is_whole()
 
 
-async def test_batch_larger_than_the_arena_streams_through_it(bench: Bench) -> None:
-    keys = bench.keep_on_tier(range(1, 101))
-    assert await reader_of(bench).deliver(keys, [expect(number) for number in range(1, 101)], soon(60.0)) == 100
-    assert bench.is_whole()
-
-
 async def test_batch_ends_at_the_first_gap_and_reads_little_beyond(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 31))
     del bench.memory.chunks[keys[4]]
@@ -170,14 +164,6 @@ async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench) -> None:
             await asyncio.sleep(0)
         assert late == 0
         assert bench.is_whole()
-
-
-async def test_lookup_counts_each_chunk_where_it_is_found_first(bench: Bench) -> None:
-    keys = bench.keep_on_tier(range(1, 9))
-    for number in (1, 2, 5):
-        bench.make_hot(number).release()
-    chunks, by_tier = await reader_of(bench).lookup([*keys, chunk(99)[0]])
-    assert (chunks, by_tier) == (8, {"cpu": 3, "disk": 5})
 
 
 async def test_closing_answers_whoever_waits(bench: Bench) -> None:

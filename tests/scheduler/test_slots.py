@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-import pytest
-
 from tests.scheduler.conftest import SLOTS, Bench
 from tests.scheduler.test_ingest import items
-from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Purpose, Slot
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut
@@ -79,17 +76,6 @@ async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Benc
     assert stored == [1]
     assert loop.time() - began_s < 5.0
     assert bench.is_whole()
-
-
-async def test_closing_tells_whoever_waits(bench: Bench) -> None:
-    slots = take_all(bench)
-    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 100.0))
-    await settle()
-    await bench.cpu.close()
-    with pytest.raises(CacheClosed):
-        await waiting
-    for slot in slots:
-        bench.cpu.abandon(slot, Purpose.WRITE)
 
 
 async def test_chunk_that_is_read_is_not_evicted_for_a_waiter(bench: Bench) -> None:

@@ -37,16 +37,6 @@ async def occupy(bench: Bench, writer: TierWriter) -> None:
         assert writer.enqueue_nowait(bench.make_hot(number))
 
 
-async def test_everything_queued_is_written_and_let_go(bench: Bench) -> None:
-    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
-    for number in range(1, 21):
-        assert writer.enqueue_nowait(bench.make_hot(number))
-    assert await flushed(writer, 5.0)
-    assert set(bench.memory.chunks) == {chunk(number)[0] for number in range(1, 21)}
-    assert writer.statistics().written == 20
-    assert bench.is_whole()
-
-
 async def test_dirty_chunk_is_never_evicted(bench: Bench) -> None:
     writer = writer_of(bench)
     await occupy(bench, writer)

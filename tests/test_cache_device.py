@@ -12,7 +12,7 @@ import torch
 from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.device.paged import PagedChunk, PagedKv
-from tiercache.errors import ConfigError, DeviceError, LayoutError
+from tiercache.errors import ConfigError, LayoutError
 from tiercache.testing.twin import TwinDriver
 
 BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, HEADS, HEAD = 16, 64, 3, 2, 32
@@ -147,22 +147,6 @@ async def test_chunks_come_back_after_a_restart(
         assert statistics.device.slots_free == statistics.device.slots
 
 
-async def test_gds_serves_host_memory_too(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
-    async with opened(gds_path=(str(tmp_path / "gds"),), local_cpu=False) as cache:
-        (tensor,) = chunks(driver, range(1))
-        assert await cache.put(key_of(1), tensor)
-        assert (await cache.lookup_keys([key_of(1)])).chunks == 1, "known while it is being written"
-        await cache.flush()
-        async with cache.get(key_of(1)) as lease:
-            assert lease is not None
-            assert lease.view.tobytes() == tensor.view(torch.uint8).numpy().tobytes()
-        assert await cache.put(key_of(2), b"x" * 1000)
-        await cache.flush()
-        place = tensor_on(driver, (1000,), dtype=torch.uint8)
-        assert await cache.get_into([key_of(2)], [place]) == 1
-        assert place.numpy().tobytes() == b"x" * 1000
-
-
 async def test_paged_chunks_go_out_and_come_back_into_other_blocks(
     opened: Opened, driver: TwinDriver, tmp_path: Path
 ) -> None:
@@ -198,55 +182,6 @@ async def test_a_missing_chunk_ends_the_prefix(opened: Opened, driver: TwinDrive
         places = [tensor_on(driver, tensor.shape) for tensor in tensors]
         assert await cache.get_into(keys, places) == 2
         assert same(places[1], tensors[1])
-
-
-async def test_damaged_file_is_a_miss_and_never_served(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
-    settings = {"gds_path": (str(tmp_path / "gds"),), "local_cpu": False}
-    async with opened(**settings) as cache:
-        tensors = chunks(driver, range(3))
-        keys = [key_of(number) for number in range(3)]
-        await cache.put_many(keys, tensors)
-        await cache.flush()
-        with open(cache.tiers[0].path(keys[1]), "r+b") as file:
-            file.seek(5000)
-            file.write(b"\xff\x00\xff")
-        places = [tensor_on(driver, tensor.shape) for tensor in tensors]
-        assert await cache.get_into(keys, places) == 1
-        assert cache.statistics().tiers["gds"].corrupt == 1
-        statistics = cache.statistics().device
-        assert statistics is not None and statistics.slots_free == statistics.slots
-
-
-async def test_buffer_of_another_length_is_not_written(opened: Opened, driver: TwinDriver) -> None:
-    async with opened() as cache:
-        (tensor,) = chunks(driver, range(1))
-        await cache.put(key_of(1), tensor)
-        small = tensor_on(driver, (100,), seed=5)
-        before = small.clone()
-        assert await cache.get_into([key_of(1)], [small]) == 0
-        assert same(small, before)
-
-
-async def test_lost_device_is_an_error_and_leaves_no_slot_behind(
-    opened: Opened, driver: TwinDriver, tmp_path: Path
-) -> None:
-    async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
-        tensors = chunks(driver, range(6))
-        keys = [key_of(number) for number in range(6)]
-        await cache.put_many(keys[:3], tensors[:3])
-        await cache.flush()
-        free = cache.statistics().slots_free
-        driver.lose()
-        with pytest.raises(DeviceError, match="lost"):
-            await cache.put_many(keys[3:], tensors[3:])
-        with pytest.raises(DeviceError, match="lost"):
-            await cache.get_into(keys[:3], tensors[3:])
-        statistics = cache.statistics()
-        assert statistics.slots_free == free
-        assert statistics.device is not None and statistics.device.slots_free == statistics.device.slots
-        # host memory is not concerned
-        async with cache.get(keys[0]) as lease:
-            assert lease is not None
 
 
 async def test_pool_larger_than_the_device_is_one_clear_error(opened: Opened) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, payload
-from tiercache import ConfigError, Lease, TierCache
+from tiercache import Lease, TierCache
 from tiercache.control.families import figures_of
 from tiercache.control.metrics import exposition
 from tiercache.control.top import tables_of
@@ -245,51 +242,6 @@ async def test_a_write_that_would_not_fit_beside_those_under_way_is_declined(tmp
         assert cache.statistics().writers["disk"].dropped == 0
 
 
-_OTHER = """
-import asyncio, sys
-from pathlib import Path
-from tests.test_tenants import opened, scan, on_disk, QUOTA
-async def main():
-    async with opened(Path(sys.argv[1])) as cache:
-        await cache.tiers[0].scanned()
-        print("open", flush=True)
-        sys.stdin.readline()
-        await scan(cache, "noisy", 40)
-        await cache.flush()
-        print("done", flush=True)
-        sys.stdin.readline()
-asyncio.run(main())
-"""
-
-
-async def test_each_of_two_processes_keeps_to_the_quota_what_it_knows_of(tmp_path: Path) -> None:
-    """Together they may hold a quota each until one looks through the directory; nobody else's chunks go for that."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _OTHER, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()},
-    ) as other:  # fmt: skip
-        assert other.stdin is not None and other.stdout is not None
-        assert await asyncio.to_thread(other.stdout.readline) == "open\n"
-        async with opened(tmp_path) as cache:
-            disk = cache.tiers[0]
-            assert isinstance(disk, FileTier)
-            await disk.scanned()
-            quiet = keys_of(cache, "quiet", QUOTA)
-            await put(cache, quiet)
-            for session in range(100, 104):
-                await put(cache, keys_of(cache, "noisy", 4, session))
-            await cache.flush()
-            other.stdin.write("\n")
-            other.stdin.flush()
-            assert await asyncio.to_thread(other.stdout.readline) == "done\n"
-            assert QUOTA <= on_disk(tmp_path, "noisy") <= 2 * QUOTA
-            disk.directories.scan_soon(disk.directories.all[0])
-            await disk.scanned()
-            assert on_disk(tmp_path, "noisy") == QUOTA, "who has looked knows of all"
-            assert on_disk(tmp_path, "quiet") == QUOTA
-        other.communicate("\n")
-
-
 # What can be seen
 
 
@@ -325,13 +277,3 @@ async def test_figures_have_the_tag_and_nothing_has_the_salt(
         shown += [repr(cache.statistics().to_dict()), repr(cache.config), cache.describe()]
     shown += [caplog.text, *capsys.readouterr(), *(str(path) for path in tmp_path.rglob("*"))]
     assert not any(SALT in text for text in shown)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("tenant_max_local_cpu_size", 0.5 * CHUNK_BYTES / GB), ("tenant_max_local_disk_size", CHUNK_BYTES / GB)],
-)
-async def test_a_quota_that_holds_no_chunk_is_refused(tmp_path: Path, key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: .*hold no chunk of"):
-        async with opened(tmp_path, **{key: value}):
-            pass

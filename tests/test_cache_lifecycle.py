@@ -231,38 +231,6 @@ async def test_disk_that_hangs_at_the_start_is_one_sentence_by_a_deadline_and_ke
         assert await gone(arena_file)
 
 
-async def test_peer_that_is_frozen_with_the_locks_in_its_hands_lets_nobody_wait_for_good(
-    tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the cache starts without them or says that it cannot: it does so by its deadline."""
-    monkeypatch.setattr(DiskTier, "open_s", 1.0)
-    async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
-        assert await cache.put(key(1), payload(1))
-    program = (
-        "import fcntl, os, signal, sys; from pathlib import Path\n"
-        "files = [open(path) for path in Path(sys.argv[1], '.tiercache').rglob('*') if path.is_file()]\n"
-        "for file in files: fcntl.flock(file, fcntl.LOCK_EX)\n"
-        "print(len(files), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as frozen:
-        assert frozen.stdout is not None
-        assert int(frozen.stdout.readline()) > 0
-        try:
-            began_s = time.monotonic()
-            try:
-                cache = await started(tmp_path, arena_file)
-            except ConfigError as error:
-                refusal = str(error)
-            else:
-                refusal = f"none: {tmp_path} is used"
-                await cache.close(0.5)
-            assert time.monotonic() - began_s < 20.0
-            assert str(tmp_path) in refusal
-        finally:
-            frozen.kill()
-    assert await gone(arena_file)
-
-
 @pytest.mark.needs("root")
 def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> None:
     """The limit of threads does not hold for root, and only root becomes somebody else."""
@@ -298,18 +266,6 @@ def test_program_ends_though_its_disk_hung_at_the_start(tmp_path: Path) -> None:
         )
         assert run.stderr.splitlines()[-1].startswith("tiercache.errors.ConfigError: local_disk: disk (")
         mount.go_on()
-
-
-async def test_start_that_is_cancelled_at_any_step_keeps_nothing(tmp_path: Path, arena_file: Path) -> None:
-    for steps in range(0, 60, 3):
-        starting = asyncio.create_task(started(tmp_path / str(steps), arena_file))
-        for _ in range(steps):
-            await asyncio.sleep(0.0005)
-        starting.cancel()
-        (outcome,) = await asyncio.gather(starting, return_exceptions=True)
-        if isinstance(outcome, TierCache):
-            await outcome.close(0.0)
-        assert await gone(arena_file), steps
 
 
 def test_start_that_nobody_runs_any_more_does_not_wait(tmp_path: Path) -> None:

@@ -199,37 +199,6 @@ async def test_lookup_does_not_wait_for_a_tier_that_does_not_let_go_of_a_questio
             await asyncio.wait([task])
 
 
-async def failing_reads(bench: Bench, reader: Reader, tier: FaultyTier, count: int) -> None:
-    tier.fail_reads = [OSError("reset by peer")] * count
-    for _ in range(count):
-        assert await reader.fetch(chunk(1)[0], now() + 1.0) is None
-
-
-async def test_answers_do_not_close_a_breaker_that_reads_have_opened_and_its_pause_grows(bench: Bench) -> None:
-    server = Server("a", [1, 2])
-    broken = FaultyTier(server)
-    reader = Reader(bench.cpu, [broken], SETTINGS)
-    await failing_reads(bench, reader, broken, 3)
-    assert reader.breakers() == {"a": "open"}
-    for pause_s in (1.0, 2.0, 4.0):
-        entered = broken.entered
-        server.known.clear()
-        await asyncio.sleep(pause_s - 0.2)
-        assert (await reader.lookup(keys_of(1, 2)))[0] == 0, "its pause is not over"
-        assert broken.entered == entered
-        await asyncio.sleep(0.3)
-        assert (await reader.lookup(keys_of(1, 2)))[0] == 2, "it answers"
-        assert reader.breakers() == {"a": "half-open"}, "whether it can be read as well is not known"
-        await failing_reads(bench, reader, broken, 1)
-        assert reader.breakers() == {"a": "open"}
-    await asyncio.sleep(8.1)
-    assert (await reader.lookup(keys_of(1)))[0] == 1
-    lease = await reader.fetch(chunk(1)[0], now() + 1.0)
-    assert lease is not None
-    lease.release()
-    assert reader.breakers() == {"a": "closed"}
-
-
 async def deliver(reader: Reader, *numbers: int) -> tuple[int, float]:
     """How many of these chunks came, and after how long."""
     began = now()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiers import test_contract
 from tests.tiers.test_disk import FILE_BYTES, is_hit
-from tests.tiers.weka import JumpingPolicy, key_of, opened, physical_bytes, refresher_of, store, until
+from tests.tiers.weka import JumpingPolicy, key_of, opened, refresher_of, store, until
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -108,18 +108,6 @@ async def test_a_count_that_cannot_be_had_for_a_while_does_not_end_the_refresh(
         assert tier.contains(key_of(6))
 
 
-async def test_two_instances_evict_from_one_directory_and_keep_its_cap(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=40) as one, opened(tmp_path, cap_chunks=40) as other:
-        for start in range(1, 161, 8):
-            await asyncio.gather(store(one, range(start, start + 4)), store(other, range(start + 4, start + 8)))
-            assert physical_bytes(tmp_path) <= one.settings.cap_bytes
-        await asyncio.gather(one.refreshed(), other.refreshed())
-        there = {path.name for path in tmp_path.glob("00/*")}
-        assert len(there) >= 36
-        for tier in (one, other):
-            assert {key.hex() for key in tier.directories.all[0].index.keys} == there
-
-
 async def test_a_chunk_that_cannot_be_deleted_stays_known_and_others_go(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=10) as tier:
         await store(tier, range(1, 8))
@@ -133,18 +121,6 @@ async def test_a_chunk_that_cannot_be_deleted_stays_known_and_others_go(tmp_path
             subprocess.run(["chattr", "-i", path], check=True)
         await store(tier, range(30, 60))
         assert not tier.contains(key_of(1))
-
-
-async def test_an_emptied_directory_is_not_claimed(tmp_path: Path) -> None:
-    place = tmp_path / "mount"
-    async with opened(place) as tier:
-        await store(tier, range(1, 4))
-        place.rename(tmp_path / "away")
-        await tier.refreshed()
-        assert tier.statistics().resident == 0
-        (tmp_path / "away").rename(place)
-        await tier.refreshed()
-        assert tier.statistics().resident == 3
 
 
 async def test_close_does_not_wait_for_a_lock_that_somebody_holds(tmp_path: Path) -> None:

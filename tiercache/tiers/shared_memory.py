@@ -307,19 +307,15 @@ class MappingIO(PosixIO):
         directory, mappings, unmapped = self._directories.all[0], self.mappings, 0
         for start in range(0, len(keys), _STEP):
             entries = [entry for key in keys[start : start + _STEP] if (entry := mappings.get(key)) is not None]
-            began = [directory.look_for(entry.key) for entry in entries]
-            inodes: Sequence[Inode | None] = ()
-            try:
+            with directory.looking() as is_obsolete:
                 inodes = await self._directories.metadata.submit(
                     _inodes, directory.files, [entry.key for entry in entries]
                 )
-            finally:
-                latest = [directory.looked(entry.key, since) for entry, since in zip(entries, began, strict=True)]
-            for entry, inode, is_latest in zip(entries, inodes, latest, strict=True):
-                if entry.file is not None and inode != entry.file.inode and mappings.get(entry.key) is entry:
-                    unmapped += mappings.lost(entry.key, replaced=inode is not None)
-                if inode is None and is_latest:
-                    directory.index.remove(entry.key)
+                for entry, inode in zip(entries, inodes, strict=True):
+                    if entry.file is not None and inode != entry.file.inode and mappings.get(entry.key) is entry:
+                        unmapped += mappings.lost(entry.key, replaced=inode is not None)
+                    if inode is None and not is_obsolete(entry.key):
+                        directory.index.remove(entry.key)
         return unmapped
 
 
@@ -409,17 +405,16 @@ class SharedMemoryTier(FileTier):
 
     def _appeared(self, key: ChunkKey) -> None:
         """Called when another process has stored a chunk."""
-        if self.maps_ahead and key not in self.mappings and not self.directories.all[0].is_looked_for(key):
+        if self.maps_ahead and key not in self.mappings:
             if self._stored.full():
                 self._stored.get_nowait()
             self._stored.put_nowait(key)
 
     async def _map_ahead(self) -> None:
         """Map chunks of other processes one at a time, so that their first get finds them verified."""
-        directory = self.directories.all[0]
         while True:
             key = await self._stored.get()
-            if key in self.mappings or directory.is_looked_for(key) or self.traffic.refuses(key):
+            if key in self.mappings or self.traffic.refuses(key):
                 continue
             self.traffic.begin(key)
             try:

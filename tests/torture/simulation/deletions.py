@@ -52,6 +52,6 @@ def _may_believe(writer: TierWriter, name: bytes) -> bool:
         return False
     directories = tier.directories.all if isinstance(tier, FileTier) else ()
     looks = any(
-        directory.scanning or directory._looking_around or name in directory._looking for directory in directories
+        directory.scanning or directory.is_looking for directory in directories
     )
     return looks or writer.tier.offers(name) or writer.holds(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tiercache.core.index import CappedIndex, Freshness, pause_s
@@ -118,19 +118,22 @@ class Refresher:
         times_ns = await self._ask(files, directory_times_ns, files)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
-            with self.directory.looking_around() as gone:
-                await self._list(files, index, directory, gone)
+            with self.directory.looking() as is_obsolete:
+                await self._list(files, index, directory, is_obsolete)
             if index is not self.directory.index:
                 return
             self._freshness.listed(directory, began_s)
 
-    async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int, gone: Container[ChunkKey]) -> None:
-        """Update the index from a subdirectory. The listing may contain keys that are `gone`."""
+    async def _list(
+        self, files: ChunkFiles, index: CappedIndex, directory: int, is_obsolete: Callable[[ChunkKey], bool]
+    ) -> None:
+        """Update the index from a subdirectory, but for keys whose listing is obsolete."""
         before = index.group(directory)
         found = await self._ask(files, files.scanner.scan, TOP_LEVELS[directory], before)
         self.listings += 1
         if index is self.directory.index:
-            new, dropped = await merge(index, found, before, (gone, self._directories.refused))
+            refused = self._directories.refused
+            new, dropped = await merge(index, found, before, lambda key: is_obsolete(key) or key in refused)
             self._directories.io.listed(dropped, found.kept)
             if self._on_stored is not None:
                 for key in new.keys:
@@ -223,11 +226,10 @@ class ProbingLookup:
         directories = self._directories
         unknown = [(directories.places(key), key) for key in keys if key not in directories.refused]
         with contextlib.ExitStack() as looking:
-            gone = {directory: looking.enter_context(directory.looking_around()) for directory in directories.all}
-            found = await directories.metadata.submit(_existing, unknown, gaps)
-        for key, directory, size_bytes in found:
-            if key not in directory.index and key not in gone[directory]:
-                directory.add(key, size_bytes)
+            is_obsolete = {directory: looking.enter_context(directory.looking()) for directory in directories.all}
+            for key, directory, size_bytes in await directories.metadata.submit(_existing, unknown, gaps):
+                if key not in directory.index and not is_obsolete[directory](key):
+                    directory.add(key, size_bytes)
 
 
 class RelistingLookup(ProbingLookup):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import xxhash
 
 from tiercache.core.index import CappedIndex, pause_s
 from tiercache.core.keys import ChunkKey
+from tiercache.core.tombstones import Tombstones
 from tiercache.memory.workers import Workers
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import TOP_LEVELS, Scanned, Victims
@@ -47,12 +48,10 @@ class Directory:
         self._found_more = asyncio.Event()
         self.scanning: asyncio.Task[None] | None = None
         self.trimming = asyncio.Lock()
-        self._looking_around: dict[int, set[ChunkKey]] = {}
-        """For each running listing, the keys deleted since it began."""
+        self._changes = Tombstones()
+        """Keys that changed during running lookups and listings."""
         self._leaving: dict[ChunkKey, asyncio.Event] = {}
         """Evicted keys whose files may still exist, with the end of their deletion."""
-        self._looking: dict[ChunkKey, list[int]] = {}
-        """For each key with running lookups: their number, and the number of its changes since the first began."""
         self.next_scan_s = 0.0
         self.explained_bytes = 0
         """Counted bytes that the last scan found outside the index: directories, quarantine and others' writes."""
@@ -75,47 +74,30 @@ class Directory:
         unexplained_bytes = self.files.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
         return unexplained_bytes > self.files.cap_bytes // _DOUBT_SHARE
 
-    def look_for(self, key: ChunkKey) -> int:
-        """Begin a lookup of a key. Pass the result to `looked`."""
-        looking = self._looking.setdefault(key, [0, 0])
-        looking[0] += 1
-        return looking[1]
+    @contextmanager
+    def looking(self) -> Iterator[Callable[[ChunkKey], bool]]:
+        """Bracket a lookup, a write or a listing. Yields a function that returns True if its result for a key is obsolete:
+        the key has changed since the beginning, or is being deleted."""
+        epoch = self._changes.begin()
+        try:
+            yield lambda key: key in self._leaving or self._changes.forgot(key, epoch)
+        finally:
+            self._changes.end(epoch)
 
-    def is_looked_for(self, key: ChunkKey) -> bool:
-        return key in self._looking
-
-    def looked(self, key: ChunkKey, since: int) -> bool:
-        """End a lookup. Return True if its result still holds: no change of the key since, and no deletion in flight."""
-        looking = self._looking[key]
-        looking[0] -= 1
-        if not looking[0]:
-            del self._looking[key]
-        return looking[1] == since and key not in self._leaving
+    @property
+    def is_looking(self) -> bool:
+        """True while a lookup, a write or a listing runs."""
+        return self._changes.in_flight > 0
 
     def add(self, key: ChunkKey, occupied_bytes: int) -> None:
-        """Add a stored or found chunk. Invalidates running lookups of it."""
+        """Add a stored or found chunk."""
         self.index.add(key, occupied_bytes)
-        self._changed(key)
+        self._changes.forget([key])
 
     def removed(self, key: ChunkKey) -> None:
-        """Remove a deleted chunk. Invalidates running lookups and listings of it."""
-        self.lost(key)
-        self._changed(key)
-
-    def lost(self, key: ChunkKey) -> None:
-        """Remove a chunk that a read found missing or bad. Invalidates running listings of it, but no write."""
+        """Remove a deleted chunk."""
         self.index.remove(key)
-        self._goes([key])
-
-    @contextmanager
-    def looking_around(self) -> Iterator[set[ChunkKey]]:
-        """Begin a listing of many files. Yields the set of keys whose deletion makes their listing obsolete."""
-        gone = set(self._leaving)
-        self._looking_around[id(gone)] = gone
-        try:
-            yield gone
-        finally:
-            del self._looking_around[id(gone)]
+        self._changes.forget([key])
 
     def scan_found(self, *, all_of_it: bool = False) -> None:
         """Wake the waiters of `knows` after a part of a scan, or after its end (`all_of_it`)."""
@@ -138,7 +120,6 @@ class Directory:
         end = asyncio.Event()
         keys = [key for key, _ in victims]
         self._leaving.update(dict.fromkeys(keys, end))
-        self._goes(keys)
         try:
             yield
         finally:
@@ -146,21 +127,12 @@ class Directory:
             for key in keys:
                 if self._leaving.get(key) is end:
                     del self._leaving[key]
-                    self._changed(key)
+            self._changes.forget(keys)
 
     async def until_deleted(self, key: ChunkKey) -> None:
         """Wait until the chunk is not being deleted."""
         while (end := self._leaving.get(key)) is not None:
             await end.wait()
-
-    def _goes(self, keys: Sequence[ChunkKey]) -> None:
-        for gone in self._looking_around.values():
-            gone.update(keys)
-
-    def _changed(self, key: ChunkKey) -> None:
-        looking = self._looking.get(key)
-        if looking is not None:
-            looking[1] += 1
 
 
 async def scan(directory: Directory, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
@@ -179,17 +151,21 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
         mark, existing = await workers.submit(files.begin_scan)
         calls_s.append(loop.time() - began_s)
         for top in set(TOP_LEVELS).difference(existing):
-            await merge(index, Scanned(), index.group(int(top, 16)), (), cold=True)
+            await merge(index, Scanned(), index.group(int(top, 16)), lambda _: False, cold=True)
         for start in range(0, len(existing), workers.threads):
             tops = existing[start : start + workers.threads]
             before = [index.group(int(top, 16)) for top in tops]
             began_s = loop.time()
-            with directory.looking_around() as gone:
+            with directory.looking() as is_obsolete:
                 parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
                 calls_s.append(loop.time() - began_s)
+
+                def is_excluded(key: ChunkKey, is_obsolete: Callable[[ChunkKey], bool] = is_obsolete) -> bool:
+                    return is_obsolete(key) or key in ignored
+
                 for part, known in zip(parts, before, strict=True):
                     indexed_bytes += sum(part.sizes)
-                    new.add((await merge(index, part, known, (gone, ignored), cold=True))[0])
+                    new.add((await merge(index, part, known, is_excluded, cold=True))[0])
                     found.count(part)
                     directory.scan_found()
         began_s = loop.time()
@@ -221,25 +197,25 @@ async def merge(
     index: CappedIndex,
     found: Scanned,
     before: Collection[ChunkKey],
-    excluded: Sequence[Container[ChunkKey]],
+    is_excluded: Callable[[ChunkKey], bool],
     *,
     cold: bool = False,
 ) -> tuple[Scanned, list[ChunkKey]]:
     """Update the index from the listing of a subdirectory, of which `before` was known. Return the chunks that were added,
-    and the keys that were dropped. Keys that are `excluded` stay as they are. `cold` chunks are evicted first."""
+    and the keys that were dropped. Excluded keys stay as they are. `cold` chunks are evicted first."""
     new, dropped = Scanned(), list[ChunkKey]()
 
     def add(step: range) -> None:
         for position in step:
             key = found.keys[position]
-            if key not in index and not any(key in keys for keys in excluded):
+            if key not in index and not is_excluded(key):
                 index.add(key, found.sizes[position], cold=cold)
                 new.keys.append(key)
                 new.times_s.append(found.times_s[position])
 
     def drop(step: Sequence[ChunkKey]) -> None:
         for key in step:
-            if not any(key in keys for keys in excluded) and index.remove(key) is not None:
+            if not is_excluded(key) and index.remove(key) is not None:
                 dropped.append(key)
 
     await _in_steps(range(len(found.keys)), add)

@@ -261,15 +261,11 @@ _SWEEP_S = 5.0
 """Longest time that a file deleted by another instance stays open."""
 _TRIM_STEP = 256
 """Chunks deleted per call when a cap was lowered."""
-_OVER_THE_CAP = 8
-"""An excess above this many chunks means that the cap was lowered: writes evict little, the background the rest."""
-_FIRST_FOUND_S = 2.0
-"""Longest wait of a write to a full directory for the first scan to find victims."""
 
 
 def give_up_bytes(lacking_bytes: int, needed_bytes: int) -> int:
     """Return how many of the bytes above a cap, or above a tenant's quota, one write evicts."""
-    return 2 * needed_bytes if lacking_bytes > _OVER_THE_CAP * needed_bytes else max(0, lacking_bytes)
+    return max(0, min(lacking_bytes, 2 * needed_bytes))
 
 
 class Directories:
@@ -416,13 +412,11 @@ class Directories:
         if directory.scanning is None and asyncio.get_running_loop().time() >= directory.next_scan_s:
             self.begin_scan(directory, first=False)
 
-    async def scanned_soon(self, directory: Directory, *, pause: bool = False) -> bool:
-        """Call `scan_soon` and wait a bounded time. Return True if a scan ended.
-
-        `pause`: a short pause that the last scan has left is waited for as well, by a write that knows no victim.
-        """
+    async def scanned_soon(self, directory: Directory) -> bool:
+        """Call `scan_soon`, after a short pause that the last scan has left, and wait a bounded time. Return True if a scan
+        ended."""
         pause_s = directory.next_scan_s - asyncio.get_running_loop().time()
-        if pause and directory.scanning is None and 0 < pause_s <= _SCAN_WAIT_S:
+        if directory.scanning is None and 0 < pause_s <= _SCAN_WAIT_S:
             await asyncio.sleep(pause_s)
         self.scan_soon(directory)
         scanning = directory.scanning
@@ -451,7 +445,7 @@ class Directories:
             logger.warning("%s could not be scanned: %s", files.root, error)
         finally:
             if directory.files is files:
-                directory.scan_found(all_of_it=True)
+                directory.scanned, directory.scanning = True, None
         if is_missing:
             await self.replace(directory, files)
         else:
@@ -463,24 +457,14 @@ class Directories:
         """Return the victims of a write of `needed_bytes` that lacks `deficit_bytes`, the least recently used chunks of the
         index. Raises TierFull."""
         files, index = directory.files, directory.index
-        if not directory.scanned:
-            # The index is incomplete, so a higher counter is not suspicious.
-            await directory.knows(give_up_bytes(deficit_bytes, needed_bytes), _FIRST_FOUND_S)
-        elif deficit_bytes > 0 and directory.is_doubtful:
-            if 2 * index.used_bytes > files.cap_bytes:
-                self.scan_soon(directory)
-            elif await self.scanned_soon(directory):
-                deficit_bytes = min(deficit_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
         deficit_bytes = give_up_bytes(deficit_bytes, needed_bytes)
-        if deficit_bytes > index.used_bytes and directory.files is files:
+        if deficit_bytes > 0 and directory.scanned and directory.is_doubtful:
+            self.scan_soon(directory)
+        if deficit_bytes > index.used_bytes:
             known_bytes = files.capacity.used_bytes
             await self.metadata.submit(files.capacity.refresh)
             deficit_bytes -= known_bytes - files.capacity.used_bytes
-        if (
-            deficit_bytes > index.used_bytes
-            and directory.files is files
-            and await self.scanned_soon(directory, pause=True)
-        ):
+        if deficit_bytes > index.used_bytes and directory.files is files and await self.scanned_soon(directory):
             deficit_bytes = min(deficit_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
         if directory.files is not files:
             return []  # the new directory has its own deficit

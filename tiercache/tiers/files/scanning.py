@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,7 +45,6 @@ class Directory:
         self.index = index
         self.scanned = False
         """True if a scan has seen every file of the directory."""
-        self._found_more = asyncio.Event()
         self.scanning: asyncio.Task[None] | None = None
         self.trimming = asyncio.Lock()
         self._changes = Tombstones()
@@ -98,20 +97,6 @@ class Directory:
         """Remove a deleted chunk."""
         self.index.remove(key)
         self._changes.forget([key])
-
-    def scan_found(self, *, all_of_it: bool = False) -> None:
-        """Wake the waiters of `knows` after a part of a scan, or after its end (`all_of_it`)."""
-        if all_of_it:
-            self.scanned, self.scanning = True, None
-        self._found_more.set()
-        self._found_more = asyncio.Event()
-
-    async def knows(self, known_bytes: int, timeout_s: float) -> None:
-        """Wait until the first scan has found `known_bytes` or has ended, at most `timeout_s`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not self.scanned and self.index.used_bytes < known_bytes:
-                    await self._found_more.wait()
 
     @contextmanager
     def leaving(self, victims: Victims) -> Iterator[None]:
@@ -167,7 +152,6 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
                     indexed_bytes += sum(part.sizes)
                     new.add((await merge(index, part, known, is_excluded, cold=True))[0])
                     found.count(part)
-                    directory.scan_found()
         began_s = loop.time()
         found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)
         calls_s.append(loop.time() - began_s)

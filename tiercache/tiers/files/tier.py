@@ -47,8 +47,6 @@ from tiercache.tiers.files.scanning import Directory
 logger = logging.getLogger("tiercache.disk")
 
 _ATTEMPTS = 4
-_FILES_TO_DOUBT = 3
-"""After so many unreadable files in a row, the manifest is read to test the device: bad files may lie together."""
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
 _AWAY = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.EREMOTEIO}
@@ -93,8 +91,6 @@ class FileTier(DeviceTier):
         self.governor = Governor(settings.bytes_per_day)
         self._statistics = self.directories.counters
         self._said_uncounted = False
-        self._unreadable: set[ChunkKey] = set()
-        """The first files that could not be read since a read succeeded, at most `_FILES_TO_DOUBT`."""
         self._evicted_for_quotas = 0
         self._late_s = late_s
         self._on_change: Callable[[ChunkKey], None] | None = None
@@ -306,13 +302,12 @@ class FileTier(DeviceTier):
                 logger.warning("a chunk failed verification: %s", error)
                 raise
             except OSError as error:
-                if not await self._is_files_fault(directory.files, key, error):
+                if not await self._is_files_fault(directory.files, error):
                     raise
                 self._found_bad(directory, key)
                 logger.warning("a chunk cannot be read: %s", error)
                 await self.directories.metadata.submit(directory.files.set_aside, key)
                 raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
-            self._unreadable.clear()
             if length is None:
                 if not is_obsolete(key):  # else it was stored after we had looked
                     directory.index.remove(key)
@@ -327,19 +322,13 @@ class FileTier(DeviceTier):
         self.directories.refuse(key)
         self._statistics.corrupt += 1
 
-    async def _is_files_fault(self, files: ChunkFiles, key: ChunkKey, error: OSError) -> bool:
+    async def _is_files_fault(self, files: ChunkFiles, error: OSError) -> bool:
         """Return True if only the file is unreadable, False if the device fails to read the manifest too."""
         if isinstance(error, NotAFile) or error.errno in _FILES_OWN_FAULT:
             return True
-        if error.errno not in self.directories.io.perhaps_files:
-            return False
-        if len(self._unreadable) < _FILES_TO_DOUBT:
-            self._unreadable.add(key)
-        if len(self._unreadable) >= _FILES_TO_DOUBT:
-            if not await self.directories.metadata.submit(reads_back, files.root):
-                return False
-            self._unreadable.clear()
-        return True
+        return error.errno in self.directories.io.perhaps_files and await self.directories.metadata.submit(
+            reads_back, files.root
+        )
 
     # Writing
 

@@ -251,8 +251,7 @@ class ChunkIO(ABC):
 _SCAN_WAIT_S = 2.0
 """Longest wait of a write for a scan that may find victims."""
 _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
-_DELETED = "%s was deleted by another program; it was created again"
-_EMPTIED = "%s was emptied or replaced by another program; opening it again"
+_EMPTIED = "%s was emptied, deleted or replaced by another program; opening it again"
 _MOUNTED_ANEW = "another mount is at %s now; scanning it"
 _REFUSED_KEPT = 4096
 _CATCH_UP_S = 1.0
@@ -542,9 +541,9 @@ class Directories:
         self.io.suspect()
         async with directory.replacing:
             if directory.files is stale:
-                was_deleted = await self.metadata.change(stale.identity.make_anew, stale.access)
+                await self.metadata.change(stale.identity.make_anew, stale.access)
                 mounted_anew = await self.metadata.submit(stale.is_mounted_anew)
-                logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
+                logger.warning(_MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
                 try:
                     fresh = await self._opened_anew(directory)
                 except ConfigError as error:

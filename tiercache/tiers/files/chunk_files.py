@@ -77,8 +77,6 @@ logger = logging.getLogger("tiercache.disk")
 T = TypeVar("T")
 
 _MOST_UNDELETED = 1024
-_UNDELETED_AT_A_TIME = 4
-"""The number of leftover temporary files that each write tries to delete."""
 _TRIES = 4
 """Attempts to create our own files on a full device. Each failure deletes a chunk."""
 
@@ -317,7 +315,9 @@ class ChunkFiles:
 
     def catch_up(self) -> None:
         """Retry failed deletions and counter updates. Does not raise."""
-        self._discard_again(len(self._undeleted))
+        for _ in range(len(self._undeleted)):
+            with contextlib.suppress(IndexError):  # `close` took it
+                self.discard(self._undeleted.popleft())
         self.capacity.catch_up()
 
     def discard(self, pending: PendingFile) -> None:
@@ -344,19 +344,12 @@ class ChunkFiles:
         else:
             self._undeleted.append(pending)
 
-    def _discard_again(self, most: int) -> None:
-        """Retry at most `most` failed deletions."""
-        for _ in range(most):
-            with contextlib.suppress(IndexError):  # another write took it
-                self.discard(self._undeleted.popleft())
-
     def begin_write(self, key: ChunkKey, payload_bytes: int) -> PendingFile:
         """Reserve bytes. Create the file next, then call `finish_write` or `discard`."""
         self._require_ours()
         if not self._beside:
             self._require_own(self._private)
             self._require_own(self._temporary)
-        self._discard_again(min(_UNDELETED_AT_A_TIME, len(self._undeleted)))
         reserved_bytes = file_bytes(payload_bytes)
         if not self.capacity.reserve(reserved_bytes):
             raise TierFull(f"{self.root}: {self.capacity.used_bytes} of {self.cap_bytes} bytes are in use")

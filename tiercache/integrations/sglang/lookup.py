@@ -12,7 +12,6 @@ from tiercache.control.naming import given_keys
 from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
-from tiercache.tiers.files.own_chunks import own_keys
 from tiercache.tiers.files.tier import FileTier
 
 
@@ -81,7 +80,7 @@ async def forget_all(cache: TierCache, deadline_s: float) -> int:
         async with asyncio.timeout_at(until_s):
             for tier in cache.tiers:
                 if isinstance(tier, FileTier) and tier.directories.is_open:
-                    keys |= await own_keys(tier)
+                    keys |= await tier.own_keys()
                 elif tier.writes:
                     unlisted.append(tier.name)
     except TimeoutError:

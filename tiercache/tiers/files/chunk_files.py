@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tiercache.core.header import file_bytes
+from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.compression import Compression
@@ -40,7 +40,9 @@ from tiercache.tiers.files.access import (
     ABSENT,
     OWNER,
     Access,
+    NotAFile,
     occupied_bytes,
+    open_regular,
     opened_directory,
     require_directory,
     require_owner,
@@ -459,6 +461,19 @@ class ChunkFiles:
         with contextlib.suppress(OSError, TierUnavailable):
             if not self.is_wiped():
                 self.quarantined.trim(self.capacity, self.cap_bytes)
+
+    def own_keys(self, top: str) -> set[ChunkKey]:
+        """Return the chunks in a subdirectory whose headers have our fingerprint."""
+        found = set()
+        with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
+            for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
+                try:
+                    with os.fdopen(open_regular(name, os.O_RDONLY, directory), "rb", buffering=0) as file:
+                        if Header.unpack(file.read(PACKED_BYTES)).fingerprint == self.fingerprint:
+                            found.add(bytes.fromhex(name))
+                except (FileNotFoundError, NotAFile, HeaderError):
+                    continue  # missing, foreign or damaged
+        return found
 
     def begin_scan(self) -> tuple[Mark, list[str]]:
         """Return the counter's mark, which `recount` needs, and the directories to scan. Call it before a scan."""

@@ -39,7 +39,7 @@ from tiercache.tiers.files.access import (
 )
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, give_up_bytes
-from tiercache.tiers.files.directory import Deleted, NameTaken, reads_back
+from tiercache.tiers.files.directory import TOP_LEVELS, Deleted, NameTaken, reads_back
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import ProbingLookup
 from tiercache.tiers.files.scanning import Directory
@@ -91,7 +91,6 @@ class FileTier(DeviceTier):
         self.governor = Governor(settings.bytes_per_day)
         self._statistics = self.directories.counters
         self._said_uncounted = False
-        self._evicted_for_quotas = 0
         self._late_s = late_s
         self._on_change: Callable[[ChunkKey], None] | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -237,7 +236,7 @@ class FileTier(DeviceTier):
     def statistics(self) -> TierStatistics:
         directories = self.directories
         counters = TierStatistics(**vars(self._statistics))
-        counters.evicted = directories.evicted + self._evicted_for_quotas
+        counters.evicted = directories.evicted
         counters.stored_bytes = directories.compression.stored_bytes or counters.written_bytes
         counters.resident = sum(len(directory.index) for directory in directories.all)
         counters.occupied_bytes = sum(
@@ -256,6 +255,17 @@ class FileTier(DeviceTier):
         tools)."""
         await self.scanned()
         await self.lookup.refreshed()
+
+    async def own_keys(self) -> set[ChunkKey]:
+        """Return the existing chunks of this tier's layout, stored by any process. Reads every header. Raises OSError.
+
+        The caller sets a deadline. After cancellation one subdirectory is still read in its thread.
+        """
+        found: set[ChunkKey] = set()
+        for directory in self.directories.all:
+            for top in TOP_LEVELS:
+                found |= await self.directories.metadata.submit(directory.files.own_keys, top)
+        return found
 
     def path(self, key: ChunkKey) -> str:
         """Return the path where `key` is or would be stored."""
@@ -402,7 +412,7 @@ class FileTier(DeviceTier):
             victims = await self.directories.make_room(directory, needed_bytes, deficit_bytes - own_bytes)
             # Chosen after the wait, since a failed wait would lose them.
             own = directory.index.evict_own(key, give_up_bytes(directory.index.lacking_bytes(key), needed_bytes))
-            self._evicted_for_quotas += len(own)
+            self.directories.evicted += len(own)
             victims += own
             files, done = directory.files, Deleted()
             try:

@@ -17,8 +17,7 @@ from tiercache.core.header import aligned
 from tiercache.device.device import Device
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.twin import TwinDriver
-from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, import_kvikio
-from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.gds import DeviceFiles, GdsSettings, GdsTier, KvikioFiles, import_kvikio
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 FINGERPRINT = b"g" * 16

@@ -16,7 +16,7 @@ from tiercache.errors import DeviceError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.twin import TwinDriver
-from tiercache.tiers.files.io_gds import DeviceFiles
+from tiercache.tiers.gds import DeviceFiles
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from tiercache.errors import ConfigError, CorruptChunk, TierFull
 from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files.io_gds import DeviceFiles
-from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.gds import DeviceFiles, GdsSettings, GdsTier
 
 Opened = Callable[..., Any]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tiercache.testing.twin import TwinDriver
-from tiercache.tiers.files import io_gds
+from tiercache.tiers import gds
 
 
 async def test_probe_that_hangs_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     program = f"import os; open({str(mark)!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-    reason = await io_gds._ask([sys.executable, "-c", program], timeout_s=1.0)
+    reason = await gds._ask([sys.executable, "-c", program], timeout_s=1.0)
     assert reason == "cuFile's driver did not answer within 1 s"
     if mark.exists():
         with pytest.raises(ProcessLookupError):
@@ -22,7 +22,7 @@ async def test_probe_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 async def test_probe_that_crashes_is_a_reason() -> None:
-    reason = await io_gds._ask(
+    reason = await gds._ask(
         [sys.executable, "-c", "import os; print('{', flush=True); os.abort()"], timeout_s=20.0
     )
     assert reason.startswith("the probe ended with status -6")
@@ -31,7 +31,7 @@ async def test_probe_that_crashes_is_a_reason() -> None:
 async def test_cancelled_probe_leaves_no_process(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pid")
     program = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-    asking = asyncio.create_task(io_gds._ask([sys.executable, "-c", program], timeout_s=60.0))
+    asking = asyncio.create_task(gds._ask([sys.executable, "-c", program], timeout_s=60.0))
     number = int(await asyncio.to_thread((tmp_path / "pid").read_text))
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -42,12 +42,12 @@ async def test_cancelled_probe_leaves_no_process(tmp_path: Path) -> None:
 
 async def test_twin_is_not_asked(tmp_path: Path) -> None:
     driver = TwinDriver()
-    assert await io_gds.probe_gds([tmp_path], driver) == "twin is not a GPU"
+    assert await gds.probe_gds([tmp_path], driver) == "twin is not a GPU"
     driver.close()
 
 
 @pytest.mark.needs("no GPU")
 def test_probe_itself_says_why_not(tmp_path: Path) -> None:
-    reason = io_gds.try_gds(tmp_path, 0)
+    reason = gds.try_gds(tmp_path, 0)
     assert "no NVIDIA driver" in reason or "cannot do it" in reason or "DeviceError" in reason
     assert not list(tmp_path.iterdir())

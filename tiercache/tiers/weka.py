@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 from tiercache.device.device import Device
 from tiercache.tiers.files.index import RelistingLookup
-from tiercache.tiers.files.io_gds import DeviceFiles
-from tiercache.tiers.files.io_posix import DeviceIO
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.gds import GdsSettings
+from tiercache.tiers.gds import DeviceFiles, DeviceIO, GdsSettings
 
 METADATA_THREADS = 8
 

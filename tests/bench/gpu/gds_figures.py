@@ -17,8 +17,7 @@ from tiercache.bench.workload import new_keys
 from tiercache.core.header import HEADER_BYTES
 from tiercache.device.device import Device
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, import_kvikio, probe_gds
-from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.gds import DeviceFiles, GdsSettings, GdsTier, KvikioFiles, import_kvikio, probe_gds
 
 MIB = 1 << 20
 _THREADS = 4

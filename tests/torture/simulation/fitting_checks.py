@@ -12,8 +12,8 @@ from tiercache.errors import TierCacheError
 from tiercache.memory.slots import Purpose
 from tiercache.scheduler.device_path import BATCHES_AT_ONCE
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files.io_posix import DeviceIO
 from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.gds import DeviceIO
 from tiercache.tiers.hf3fs.tier import RingIO
 
 

@@ -104,8 +104,8 @@ class Machine:
             # Of 1 MiB each there would be 128 slots, and more.
             ("tiercache.assembly", "MIB", _DEVICE_SLOT_BYTES),
             ("tiercache.assembly", "Driver", self._make_twin),
-            ("tiercache.tiers.files.io_posix", "probe_gds", _gds_works),
-            ("tiercache.tiers.files.io_gds", "import_kvikio", make_kvikio),
+            ("tiercache.tiers.gds", "probe_gds", _gds_works),
+            ("tiercache.tiers.gds", "import_kvikio", make_kvikio),
             ("tiercache.memory.arena", "SHM_DIRECTORY", self.memory.path),
             ("tiercache.memory.arena", "mmap", Stand(mmap, mmap=self.memory.mmap)),
             (

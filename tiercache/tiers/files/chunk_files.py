@@ -451,12 +451,6 @@ class ChunkFiles:
             return
         self._trim_quarantine()
 
-    def set_aside(self, key: ChunkKey) -> None:
-        """Quarantine an unreadable file. Another user's file may be good and stays."""
-        with contextlib.suppress(OSError):
-            if os.geteuid() in (0, os.lstat(self.path(key)).st_uid):
-                self.quarantine(key)
-
     def _trim_quarantine(self) -> None:
         with contextlib.suppress(OSError, TierUnavailable):
             if not self.is_wiped():

@@ -13,7 +13,7 @@ import errno
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -320,7 +320,9 @@ class Directories:
         await self.io.prepare()
         places = [await self._place_of(path) for path in self.settings.directories]
         if not self.settings.cap_bytes and not self._only_reads:
-            self.settings = replace(self.settings, cap_bytes=await self._default_cap(places))
+            with self._configured(places[0]):
+                cap_bytes = await self.metadata.change(default_cap, places, ACCESS[self.settings.file_access])
+            self.settings = replace(self.settings, cap_bytes=cap_bytes)
         share_bytes = self.settings.cap_bytes // len(self.settings.directories)
         for place in places:
             files = self.make_files(place, share_bytes)
@@ -530,9 +532,9 @@ class Directories:
     # Replaced directories
 
     async def is_replaced(self, files: ChunkFiles, error: OSError) -> bool:
-        """Return True if our open files are on a dead mount and another mount has taken its place."""
+        """Return True if our open files are gone, or on a dead mount and another mount has taken its place."""
         if self.io.sees_remounts or error.errno not in _DEAD_MOUNT:
-            return False
+            return isinstance(error, FileNotFoundError)
         return await self.metadata.submit(files.answers)
 
     async def reopen(self, directory: Directory, stale: ChunkFiles) -> None:
@@ -597,16 +599,22 @@ class Directories:
         files.on_delete = self.io.forget
         return files
 
-    async def _place_of(self, directory: Path) -> Path:
-        """Return the root that stores the chunks of a configured directory."""
+    @contextlib.contextmanager
+    def _configured(self, directory: Path) -> Iterator[None]:
+        """Turn errors of a directory into ConfigError."""
         try:
-            if self._only_reads:
-                return await self.metadata.submit(found_place, directory)
-            return await self.metadata.change(make_place, directory, ACCESS[self.settings.file_access])
+            yield
         except WrongFormat as error:
             raise ConfigError(f"{self.option}: {error}") from error
         except OSError as error:
             raise ConfigError(f"{self.option}: {directory} cannot be used: {error}") from error
+
+    async def _place_of(self, directory: Path) -> Path:
+        """Return the root that stores the chunks of a configured directory."""
+        with self._configured(directory):
+            if self._only_reads:
+                return await self.metadata.submit(found_place, directory)
+            return await self.metadata.change(make_place, directory, ACCESS[self.settings.file_access])
 
     async def _opened_anew(self, directory: Directory) -> ChunkFiles:
         """Open the directory that has the configured path now, under the same rules as at the start. Raises ConfigError."""
@@ -616,12 +624,8 @@ class Directories:
         return fresh
 
     async def _open_files(self, files: ChunkFiles) -> None:
-        try:
+        with self._configured(files.root):
             await self.metadata.opened(files.open, files.close)
-        except WrongFormat as error:
-            raise ConfigError(f"{self.option}: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"{self.option}: {files.root} cannot be used: {error}") from error
 
     def _require_another(self, files: ChunkFiles) -> None:
         """Raise ConfigError if the directory equals an earlier one under another name."""
@@ -632,13 +636,6 @@ class Directories:
                     f"{self.option}: {path} and {paths[len(self.all) - 1]} are one directory, which would be "
                     "filled twice; name it once"
                 )
-
-    async def _default_cap(self, places: Sequence[Path]) -> int:
-        access = ACCESS[self.settings.file_access]
-        try:
-            return await self.metadata.change(default_cap, places, access)
-        except OSError as error:
-            raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
 
 
 def _complain(task: asyncio.Task[None]) -> None:

@@ -316,7 +316,7 @@ class FileTier(DeviceTier):
                     raise
                 self._found_bad(directory, key)
                 logger.warning("a chunk cannot be read: %s", error)
-                await self.directories.metadata.submit(directory.files.set_aside, key)
+                await self.directories.metadata.submit(directory.files.quarantine, key)
                 raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
             if length is None:
                 if not is_obsolete(key):  # else it was stored after we had looked
@@ -425,13 +425,10 @@ class FileTier(DeviceTier):
                 # Victims that another instance had deleted do not count as an attempt.
                 attempt += not victims or bool(done.freed_bytes or done.left)
                 deficit_bytes = max(needed_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
-            except FileNotFoundError:
-                await self.directories.reopen(directory, files)
-                deficit_bytes = 0
-                attempt += 1
             except OSError as error:
                 if await self.directories.is_replaced(files, error):
                     await self.directories.reopen(directory, files)
+                    deficit_bytes = 0
                     attempt += 1
                     continue
                 if error.errno not in NO_ROOM:

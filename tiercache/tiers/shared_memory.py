@@ -385,15 +385,15 @@ class MappingIO(PosixIO):
         directory, mappings, unmapped = self._directories.all[0], self.mappings, 0
         for start in range(0, len(keys), _STEP):
             entries = [entry for key in keys[start : start + _STEP] if (entry := mappings.get(key)) is not None]
-            with directory.looking() as is_obsolete:
-                inodes = await self._directories.metadata.submit(
-                    _inodes, directory.files, [entry.key for entry in entries]
-                )
-                for entry, inode in zip(entries, inodes, strict=True):
-                    if entry.file is not None and inode != entry.file.inode and mappings.get(entry.key) is entry:
-                        unmapped += mappings.lost(entry.key, replaced=inode is not None)
-                    if inode is None and not is_obsolete(entry.key):
-                        directory.index.remove(entry.key)
+            is_obsolete = directory.looking()
+            inodes = await self._directories.metadata.submit(
+                _inodes, directory.files, [entry.key for entry in entries]
+            )
+            for entry, inode in zip(entries, inodes, strict=True):
+                if entry.file is not None and inode != entry.file.inode and mappings.get(entry.key) is entry:
+                    unmapped += mappings.lost(entry.key, replaced=inode is not None)
+                if inode is None and not is_obsolete(entry.key):
+                    directory.index.remove(entry.key)
         return unmapped
 
 

@@ -50,8 +50,8 @@ def _may_believe(writer: TierWriter, name: bytes) -> bool:
     tier = writer.tier
     if isinstance(tier, RemoteTier):
         return False
-    directories = tier.directories.all if isinstance(tier, FileTier) else ()
-    looks = any(
-        directory.scanning or directory.is_looking for directory in directories
-    )
-    return looks or writer.tier.offers(name) or writer.holds(name)
+    looks = bool(tier.traffic.questions) or name in tier.traffic.in_flight
+    if isinstance(tier, FileTier):
+        looks |= any(directory.scanning for directory in tier.directories.all)
+        looks |= any(refresher.is_refreshing for refresher in tier.lookup.refreshers.values())
+    return looks or tier.offers(name) or writer.holds(name)

@@ -7,7 +7,6 @@ from memory. A `Refresher` follows a directory: it lists changed subdirectories 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -64,6 +63,10 @@ class Refresher:
         self._ended = 0
         self._end = asyncio.Event()
 
+    @property
+    def is_refreshing(self) -> bool:
+        return self._begun != self._ended
+
     def hint(self) -> None:
         """Refresh sooner, since a chunk was missed that may be new."""
         self._hint.set()
@@ -118,17 +121,14 @@ class Refresher:
         times_ns = await self._ask(files, directory_times_ns, files)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
-            with self.directory.looking() as is_obsolete:
-                await self._list(files, index, directory, is_obsolete)
+            await self._list(files, index, directory)
             if index is not self.directory.index:
                 return
             self._freshness.listed(directory, began_s)
 
-    async def _list(
-        self, files: ChunkFiles, index: CappedIndex, directory: int, is_obsolete: Callable[[ChunkKey], bool]
-    ) -> None:
+    async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int) -> None:
         """Update the index from a subdirectory, but for keys whose listing is obsolete."""
-        before = index.group(directory)
+        is_obsolete, before = self.directory.looking(), index.group(directory)
         found = await self._ask(files, files.scanner.scan, TOP_LEVELS[directory], before)
         self.listings += 1
         if index is self.directory.index:
@@ -225,11 +225,10 @@ class ProbingLookup:
         """Add existing chunks of `keys` to the index; without `gaps`, stop at the first missing one."""
         directories = self._directories
         unknown = [(directories.places(key), key) for key in keys if key not in directories.refused]
-        with contextlib.ExitStack() as looking:
-            is_obsolete = {directory: looking.enter_context(directory.looking()) for directory in directories.all}
-            for key, directory, size_bytes in await directories.metadata.submit(_existing, unknown, gaps):
-                if key not in directory.index and not is_obsolete[directory](key):
-                    directory.add(key, size_bytes)
+        is_obsolete = {directory: directory.looking() for directory in directories.all}
+        for key, directory, size_bytes in await directories.metadata.submit(_existing, unknown, gaps):
+            if key not in directory.index and not is_obsolete[directory](key):
+                directory.add(key, size_bytes)
 
 
 class RelistingLookup(ProbingLookup):

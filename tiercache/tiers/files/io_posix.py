@@ -6,6 +6,10 @@ Prefetches have their own threads: `Precedence` pauses them between parts of a c
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np

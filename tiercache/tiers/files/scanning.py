@@ -48,7 +48,7 @@ class Directory:
         self.scanning: asyncio.Task[None] | None = None
         self.trimming = asyncio.Lock()
         self._changes = Tombstones()
-        """Keys that changed during running lookups and listings."""
+        """Keys that changed lately, perhaps during lookups and listings."""
         self._leaving: dict[ChunkKey, asyncio.Event] = {}
         """Evicted keys whose files may still exist, with the end of their deletion."""
         self.next_scan_s = 0.0
@@ -73,30 +73,21 @@ class Directory:
         unexplained_bytes = self.files.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
         return unexplained_bytes > self.files.cap_bytes // _DOUBT_SHARE
 
-    @contextmanager
-    def looking(self) -> Iterator[Callable[[ChunkKey], bool]]:
-        """Bracket a lookup, a write or a listing. Yields a function that returns True if its result for a key is obsolete:
-        the key has changed since the beginning, or is being deleted."""
-        epoch = self._changes.begin()
-        try:
-            yield lambda key: key in self._leaving or self._changes.forgot(key, epoch)
-        finally:
-            self._changes.end(epoch)
-
-    @property
-    def is_looking(self) -> bool:
-        """True while a lookup, a write or a listing runs."""
-        return self._changes.in_flight > 0
+    def looking(self) -> Callable[[ChunkKey], bool]:
+        """Begin a lookup, a write or a listing. Return a function that returns True if its result for a key is obsolete: the
+        key has changed since now, or is being deleted."""
+        epoch = self._changes.epoch
+        return lambda key: key in self._leaving or self._changes.forgot(key, epoch)
 
     def add(self, key: ChunkKey, occupied_bytes: int) -> None:
         """Add a stored or found chunk."""
         self.index.add(key, occupied_bytes)
-        self._changes.forget([key])
+        self._changes.forget(key)
 
     def removed(self, key: ChunkKey) -> None:
         """Remove a deleted chunk."""
         self.index.remove(key)
-        self._changes.forget([key])
+        self._changes.forget(key)
 
     @contextmanager
     def leaving(self, victims: Victims) -> Iterator[None]:
@@ -112,7 +103,7 @@ class Directory:
             for key in keys:
                 if self._leaving.get(key) is end:
                     del self._leaving[key]
-            self._changes.forget(keys)
+                self._changes.forget(key)
 
     async def until_deleted(self, key: ChunkKey) -> None:
         """Wait until the chunk is not being deleted."""
@@ -141,17 +132,17 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
             tops = existing[start : start + workers.threads]
             before = [index.group(int(top, 16)) for top in tops]
             began_s = loop.time()
-            with directory.looking() as is_obsolete:
-                parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
-                calls_s.append(loop.time() - began_s)
+            is_obsolete = directory.looking()
+            parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
+            calls_s.append(loop.time() - began_s)
 
-                def is_excluded(key: ChunkKey, is_obsolete: Callable[[ChunkKey], bool] = is_obsolete) -> bool:
-                    return is_obsolete(key) or key in ignored
+            def is_excluded(key: ChunkKey, is_obsolete: Callable[[ChunkKey], bool] = is_obsolete) -> bool:
+                return is_obsolete(key) or key in ignored
 
-                for part, known in zip(parts, before, strict=True):
-                    indexed_bytes += sum(part.sizes)
-                    new.add((await merge(index, part, known, is_excluded, cold=True))[0])
-                    found.count(part)
+            for part, known in zip(parts, before, strict=True):
+                indexed_bytes += sum(part.sizes)
+                new.add((await merge(index, part, known, is_excluded, cold=True))[0])
+                found.count(part)
         began_s = loop.time()
         found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)
         calls_s.append(loop.time() - began_s)

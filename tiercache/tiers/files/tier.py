@@ -304,24 +304,24 @@ class FileTier(DeviceTier):
         return length
 
     async def _read_from(self, directory: Directory, key: ChunkKey, read: BeginRead) -> int | None:
-        with directory.looking() as is_obsolete:
-            try:
-                length = await wait_shielded(read(directory.files))
-            except CorruptChunk as error:
-                self._found_bad(directory, key)
-                logger.warning("a chunk failed verification: %s", error)
+        is_obsolete = directory.looking()
+        try:
+            length = await wait_shielded(read(directory.files))
+        except CorruptChunk as error:
+            self._found_bad(directory, key)
+            logger.warning("a chunk failed verification: %s", error)
+            raise
+        except OSError as error:
+            if not await self._is_files_fault(directory.files, error):
                 raise
-            except OSError as error:
-                if not await self._is_files_fault(directory.files, error):
-                    raise
-                self._found_bad(directory, key)
-                logger.warning("a chunk cannot be read: %s", error)
-                await self.directories.metadata.submit(directory.files.quarantine, key)
-                raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
-            if length is None:
-                if not is_obsolete(key):  # else it was stored after we had looked
-                    directory.index.remove(key)
-                return None
+            self._found_bad(directory, key)
+            logger.warning("a chunk cannot be read: %s", error)
+            await self.directories.metadata.submit(directory.files.quarantine, key)
+            raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
+        if length is None:
+            if not is_obsolete(key):  # else it was stored after we had looked
+                directory.index.remove(key)
+            return None
         if key in directory.index:
             directory.index.touch(key)
         # Otherwise a scan or a probe adds it with the bytes that it occupies, which are unknown here.
@@ -385,21 +385,21 @@ class FileTier(DeviceTier):
         if not self.admission.admits(key) or not self.governor.allows(needed_bytes, now_s):
             return False
         index.expect(key, needed_bytes)
-        with directory.looking() as is_obsolete:
-            try:
-                occupied_bytes = await self._write_evicting(directory, key, needed_bytes, write)
-            except BaseException as error:
-                self.governor.give_back(needed_bytes)
-                self._statistics.write_failures += 1
-                if not isinstance(error, NameTaken):
-                    raise
-                logger.warning("a chunk cannot be stored: %s", error)
-                return False
-            finally:
-                index.expect(key, -needed_bytes)
-            self.directories.refused.pop(key, None)
-            if not is_obsolete(key) or key in directory.index:  # otherwise a scan found it first, and it was evicted
-                directory.add(key, occupied_bytes)
+        is_obsolete = directory.looking()
+        try:
+            occupied_bytes = await self._write_evicting(directory, key, needed_bytes, write)
+        except BaseException as error:
+            self.governor.give_back(needed_bytes)
+            self._statistics.write_failures += 1
+            if not isinstance(error, NameTaken):
+                raise
+            logger.warning("a chunk cannot be stored: %s", error)
+            return False
+        finally:
+            index.expect(key, -needed_bytes)
+        self.directories.refused.pop(key, None)
+        if not is_obsolete(key) or key in directory.index:  # otherwise a scan found it first, and it was evicted
+            directory.add(key, occupied_bytes)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         return True

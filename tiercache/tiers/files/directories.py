@@ -413,11 +413,13 @@ class Directories:
         if directory.scanning is None and asyncio.get_running_loop().time() >= directory.next_scan_s:
             self.begin_scan(directory, first=False)
 
-    async def scanned_soon(self, directory: Directory) -> bool:
-        """Call `scan_soon`, after a short pause that the last scan has left, and wait a bounded time. Return True if a scan
-        ended."""
+    async def scanned_soon(self, directory: Directory, *, pause: bool = False) -> bool:
+        """Call `scan_soon` and wait a bounded time. Return True if a scan ended.
+
+        `pause`: a short pause that the last scan has left is waited for as well, by a write that knows no victim.
+        """
         pause_s = directory.next_scan_s - asyncio.get_running_loop().time()
-        if directory.scanning is None and 0 < pause_s <= _SCAN_WAIT_S:
+        if pause and directory.scanning is None and 0 < pause_s <= _SCAN_WAIT_S:
             await asyncio.sleep(pause_s)
         self.scan_soon(directory)
         scanning = directory.scanning
@@ -458,14 +460,21 @@ class Directories:
         """Return the victims of a write of `needed_bytes` that lacks `deficit_bytes`, the least recently used chunks of the
         index. Raises TierFull."""
         files, index = directory.files, directory.index
-        deficit_bytes = give_up_bytes(deficit_bytes, needed_bytes)
         if deficit_bytes > 0 and directory.scanned and directory.is_doubtful:
-            self.scan_soon(directory)
-        if deficit_bytes > index.used_bytes:
+            if 2 * index.used_bytes > files.cap_bytes:
+                self.scan_soon(directory)
+            elif await self.scanned_soon(directory):
+                deficit_bytes = min(deficit_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
+        deficit_bytes = give_up_bytes(deficit_bytes, needed_bytes)
+        if deficit_bytes > index.used_bytes and directory.files is files:
             known_bytes = files.capacity.used_bytes
             await self.metadata.submit(files.capacity.refresh)
             deficit_bytes -= known_bytes - files.capacity.used_bytes
-        if deficit_bytes > index.used_bytes and directory.files is files and await self.scanned_soon(directory):
+        if (
+            deficit_bytes > index.used_bytes
+            and directory.files is files
+            and await self.scanned_soon(directory, pause=True)
+        ):
             deficit_bytes = min(deficit_bytes, files.capacity.used_bytes + needed_bytes - files.cap_bytes)
         if directory.files is not files:
             return []  # the new directory has its own deficit

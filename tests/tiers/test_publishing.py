@@ -11,6 +11,7 @@ import pytest
 from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.files import directory
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import Publish, link_new, rename_new
 
@@ -18,10 +19,16 @@ WAYS: dict[str, tuple[Publish, ...]] = {"renameat2": (rename_new,), "link": (lin
 
 
 def opened(root: Path, ways: tuple[Publish, ...]) -> ChunkFiles:
+    """Files of a process in which files are published in these ways."""
+    directory.WAYS = ways
     files = ChunkFiles(root, 1 << 30, FINGERPRINT, direct=None, durable=False)
     files.open()
-    files.publisher.ways = ways
     return files
+
+
+@pytest.fixture(autouse=True)
+def own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "WAYS", directory.WAYS)
 
 
 @pytest.fixture(params=WAYS)
@@ -66,7 +73,7 @@ def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path
     files = opened(tmp_path, (unknown, rename_new))
     key, payload = chunk(1)
     files.write(key, payload, CHUNK_BYTES)
-    files.publisher.ways = (unknown, unknown)
+    directory.WAYS = (unknown, unknown)
     key, payload = chunk(2)
     files.write(key, payload, CHUNK_BYTES)
     assert files.capacity.used_bytes == allocated_bytes(tmp_path)
@@ -87,16 +94,17 @@ import os, signal, sys
 from pathlib import Path
 from tests.tiers.test_publishing import opened
 from tiercache.testing import chunk
+from tiercache.tiers.files import directory
 from tiercache.testing.contract import CHUNK_BYTES
 
 def half(temporary, path):
     os.link(temporary, path)
     os.kill(os.getpid(), signal.SIGKILL)
 
-directory = opened(Path(sys.argv[1]), ())
-directory.write(*chunk(1), CHUNK_BYTES)
-directory.publisher.ways = (half,)
-directory.write(*chunk(2), CHUNK_BYTES)
+files = opened(Path(sys.argv[1]), ())
+files.write(*chunk(1), CHUNK_BYTES)
+directory.WAYS = (half,)
+files.write(*chunk(2), CHUNK_BYTES)
 """
 
 

@@ -55,11 +55,12 @@ from tiercache.tiers.files.directory import (
     Identity,
     NameTaken,
     PendingFile,
-    Publisher,
     Quarantine,
     Scanner,
     Victims,
     check_manifest,
+    make_directory,
+    publish,
     reads_directly,
     require_manifest,
 )
@@ -124,7 +125,6 @@ class ChunkFiles:
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
         """Called with the path of each chunk that any process deleted: an open file occupies space until it is closed."""
-        self.publisher = Publisher(access, lambda: self.capacity)
         self.identity = Identity(root)
 
     def open(self) -> None:
@@ -307,7 +307,7 @@ class ChunkFiles:
         except FileNotFoundError:
             if not self._beside:
                 raise
-            self.publisher.make_directory(os.path.dirname(pending.path))
+            make_directory(os.path.dirname(pending.path), self.access, self.capacity)
             return create(pending.path)
 
     @property
@@ -367,7 +367,7 @@ class ChunkFiles:
             self.capacity.commit(occupied_bytes)
             try:
                 self._require_ours()
-                others_bytes = self.publisher.publish(pending.path, self.path(pending.key))
+                others_bytes = publish(pending.path, self.path(pending.key), self.access, self.capacity)
             except BaseException:
                 self.capacity.uncommit(occupied_bytes)
                 raise

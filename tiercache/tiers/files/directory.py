@@ -1,7 +1,7 @@
 """Parts of one directory of chunk files: location, manifest, identity, publication, quarantine and scan.
 
 A configured directory is used itself if it has our manifest or holds only our files. If it holds foreign files or others can
-change it, `make_place` creates a subdirectory. `Publisher` names finished files, `Quarantine` keeps bad ones, `Scanner`
+change it, `make_place` creates a subdirectory. `publish` names finished files, `Quarantine` keeps bad ones, `Scanner`
 scans, and `Identity` detects that a directory was deleted or mounted again. Everything is synchronous and runs in worker
 threads.
 """
@@ -176,7 +176,7 @@ def link_new(temporary: str, path: str) -> None:
 
 
 WAYS: tuple[Publish, ...] = (rename_new, link_new)
-"""Ways to publish, in the order of attempts."""
+"""Ways to publish; the first that the file system supports is used."""
 
 
 class NameTaken(OSError):
@@ -187,73 +187,66 @@ _DIRECTORY_BYTES = 4096
 """Counted for a new directory before its size is known."""
 
 
-class Publisher:
-    """Publishes temporary files under their final names."""
-
-    def __init__(self, access: Access, capacity: Callable[[], Capacity]) -> None:
-        self.ways = WAYS
-        """Ways to publish; the first that the file system supports is used."""
-        self._access = access
-        self._capacity = capacity
-
-    def publish(self, temporary: str, path: str) -> int | None:
-        """Publish a finished file. Return None, or the bytes of another instance's file with that name."""
-        for _ in range(_ATTEMPTS):
-            try:
-                self._name(temporary, path)
-                return None
-            except FileExistsError:
-                with contextlib.suppress(FileNotFoundError):  # it was evicted meanwhile
-                    status = os.lstat(path)
-                    if has_our_header(path):
-                        return occupied_bytes(status)
-                    raise NameTaken(errno.EEXIST, "is not ours, and stays", path) from None
-            except NotADirectoryError as error:
-                raise NameTaken(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.path.dirname(path)) from error
-            except FileNotFoundError:
-                if not os.path.lexists(temporary):
-                    raise
-                # The directory is missing, or another program removed it.
-                self.make_directory(os.path.dirname(path))
-        raise OSError(f"{path}: the directory vanishes as often as it is made")
-
-    def _name(self, temporary: str, path: str) -> None:
-        for way in self.ways:
-            try:
-                way(temporary, path)
-                return
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    raise
-        with self._capacity().locked():
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            os.rename(temporary, path)
-
-    def make_directory(self, path: str) -> None:
-        """Make a directory of chunks that is missing. It counts before it exists, as a file does before it is published.
-
-        Raises TierFull above the cap, NameTaken, OSError.
-        """
-        capacity, counted_bytes, made_bytes = self._capacity(), _DIRECTORY_BYTES, 0
-        if not capacity.reserve(counted_bytes):
-            raise TierFull(f"{path}: no room for a directory")
+def publish(temporary: str, path: str, access: Access, capacity: Capacity) -> int | None:
+    """Publish a finished file under its final name. Return None, or the bytes of another instance's file with that name."""
+    for _ in range(_ATTEMPTS):
         try:
-            capacity.commit(counted_bytes)
-        except BaseException:
-            capacity.cancel(counted_bytes)
-            raise
-        try:
-            if self._access.make_directory(path):
-                made_bytes = occupied_bytes(os.stat(path))
-                if (more_bytes := made_bytes - counted_bytes) > 0:
-                    capacity.resize(more_bytes)
-                    capacity.commit(more_bytes)
-                    counted_bytes = made_bytes
+            _name(temporary, path, capacity)
+            return None
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # it was evicted meanwhile
+                status = os.lstat(path)
+                if has_our_header(path):
+                    return occupied_bytes(status)
+                raise NameTaken(errno.EEXIST, "is not ours, and stays", path) from None
         except NotADirectoryError as error:
-            raise NameTaken(error.errno, error.strerror, path) from error
-        finally:
-            capacity.settle(min(made_bytes, counted_bytes), counted_bytes)
+            raise NameTaken(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.path.dirname(path)) from error
+        except FileNotFoundError:
+            if not os.path.lexists(temporary):
+                raise
+            # The directory is missing, or another program removed it.
+            make_directory(os.path.dirname(path), access, capacity)
+    raise OSError(f"{path}: the directory vanishes as often as it is made")
+
+
+def _name(temporary: str, path: str, capacity: Capacity) -> None:
+    for way in WAYS:
+        try:
+            way(temporary, path)
+            return
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+    with capacity.locked():
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        os.rename(temporary, path)
+
+
+def make_directory(path: str, access: Access, capacity: Capacity) -> None:
+    """Make a directory of chunks that is missing. It counts before it exists, as a file does before it is published.
+
+    Raises TierFull above the cap, NameTaken, OSError.
+    """
+    counted_bytes, made_bytes = _DIRECTORY_BYTES, 0
+    if not capacity.reserve(counted_bytes):
+        raise TierFull(f"{path}: no room for a directory")
+    try:
+        capacity.commit(counted_bytes)
+    except BaseException:
+        capacity.cancel(counted_bytes)
+        raise
+    try:
+        if access.make_directory(path):
+            made_bytes = occupied_bytes(os.stat(path))
+            if (more_bytes := made_bytes - counted_bytes) > 0:
+                capacity.resize(more_bytes)
+                capacity.commit(more_bytes)
+                counted_bytes = made_bytes
+    except NotADirectoryError as error:
+        raise NameTaken(error.errno, error.strerror, path) from error
+    finally:
+        capacity.settle(min(made_bytes, counted_bytes), counted_bytes)
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")

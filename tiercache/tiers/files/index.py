@@ -117,6 +117,7 @@ class Refresher:
             # A missing directory is not made: a moved one may come back.
             await self._directories.replace(self.directory, files, may_make=False)
             if index is not self.directory.index:
+                self._calls_s.clear()  # the call was of the old directory, perhaps of a mount that hung
                 return
         times_ns = await self._ask(files, directory_times_ns, files)
         for directory in self._freshness.stale(times_ns, loop.time()):

@@ -163,8 +163,13 @@ def write_chunk_file(
         buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
         with turns.taken(total_bytes):
             written = os.pwritev(descriptor, buffers, 0)
-        if written < total_bytes:
-            raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
+        while written < total_bytes:
+            if written < HEADER_BYTES or written % 4096:
+                raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
+            more = os.pwritev(descriptor, [payload[written - HEADER_BYTES : total_bytes - HEADER_BYTES].data], written)
+            if more <= 0:
+                raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
+            written += more
         if durable:
             os.fdatasync(descriptor)
         return occupied_bytes(os.fstat(descriptor))

@@ -211,7 +211,7 @@ class Chat:
         return asked
 
     def snapshot(self, seen: int) -> dict[str, Any]:
-        """All that the page shows; of answers those after number `seen`. Look-ups in memory, about a millisecond."""
+        """All that the page shows; of answers those after number `seen`. Lookups in memory, about a millisecond."""
         statistics = self.cache.statistics()
         tiers = (self.cache.cpu, *self.cache.tiers)
         shown = [one for one in self.sessions.values() if one.keys or one.busy][-SHOWN_SESSIONS:]

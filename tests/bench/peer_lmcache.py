@@ -88,7 +88,7 @@ def new_keys(made: Any, count: int) -> list[Any]:
 
 
 class Core:
-    """Look-ups of hot chunks in one batch, and hashing of a list of tokens."""
+    """Lookups of hot chunks in one batch, and hashing of a list of tokens."""
 
     def __init__(self, count: int) -> None:
         import torch

@@ -121,7 +121,7 @@ DIFFERS = {
     "enable_async_loading": "chunks from below the hot cache are always loaded beside engine steps",
     "save_unfull_chunk": "with sliding windows or `kv_head_parts`, hits are whole chunks and it has no effect",
     "blocking_timeout_secs": "also the longest wait for room",
-    "lookup_timeout_ms": "a look-up that is late says what it knows by then; no tier makes the others wait",
+    "lookup_timeout_ms": "a lookup that is late says what it knows by then; no tier makes the others wait",
     "use_direct_io": "true: warn where it does not work; it is used where it does",
     "weka_path": "LMCache 0.5.6 detects WekaFS under `gds_path`; both are accepted",
     "hf3fs_iov_size": "no effect with `shm_name`: the hot cache itself is registered",
@@ -159,7 +159,7 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
          "audit_", "instrumented_", "lmcache.mp.", "mp."),
         "an entry point `tiercache.tiers`, or `module_path` and `class_name` of a remote tier",
     ),
-    "look-ups elsewhere": (
+    "lookups elsewhere": (
         ("external_lookup_client", "hit_miss_ratio", "lookup_server_worker_ids", "enable_scheduler_bypass_lookup",
          "lookup_backoff_time", "pre_caching_hash_algorithm"),
         "none needed: keys are BLAKE2b or vLLM's own hashes, the same in every process",

@@ -33,7 +33,7 @@ class HeldTier(MemoryTier):
         self.entered = dict.fromkeys(KINDS, 0)
         self.fail_removals: list[Exception] = []
         self.seen: set[ChunkKey] | None = None
-        """Where it is a set: what this process knows of the tier's chunks, from its own look-ups."""
+        """Where it is a set: what this process knows of the tier's chunks, from its own lookups."""
         self.fate: Callable[[], Awaitable[None]] | None = None
         """What happens to each operation on its way; it may raise."""
         self.made[settings.name] = self

@@ -115,7 +115,7 @@ async def test_hung_tier_is_left_alone_probed_by_one_and_taken_back(bench: Bench
     await asyncio.sleep(1.5)
     entered = hung.entered
     await asyncio.gather(*(reader.lookup(keys_of(1)) for _ in range(10)))
-    assert hung.entered == entered + 1, "one look-up finds out whether it is well again, and the others do not wait"
+    assert hung.entered == entered + 1, "one lookup finds out whether it is well again, and the others do not wait"
     assert reader.breakers() == {"a": "open"}
     hung.gate.set()
     await asyncio.sleep(60.0)
@@ -166,7 +166,7 @@ async def test_failing_tier_is_named_and_the_others_answer(bench: Bench, caplog:
 
     reader = Reader(bench.cpu, [Broken("a"), Server("b", [1])], SETTINGS)
     assert (await reader.lookup(keys_of(1)))[0] == 1
-    assert "a: a look-up failed: connection refused" in caplog.text
+    assert "a: a lookup failed: connection refused" in caplog.text
 
 
 async def test_short_lookups_find_out_about_a_hung_tier_as_well(bench: Bench) -> None:
@@ -177,7 +177,7 @@ async def test_short_lookups_find_out_about_a_hung_tier_as_well(bench: Bench) ->
         assert (await reader.lookup(keys_of(1)))[0] == 0
         questions = [task for task in asyncio.all_tasks() if task.get_name() == "tiercache-ask"]
         await asyncio.gather(*questions, return_exceptions=True)  # a question counts when it has been let go of
-    assert reader.breakers() == {"a": "open"}, "or every look-up would wait to its end, for ever"
+    assert reader.breakers() == {"a": "open"}, "or every lookup would wait to its end, for ever"
     hung.gate.set()
 
 

@@ -444,7 +444,7 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
 
 
 async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducted_twice(tmp_path: Path) -> None:
-    """A look-up makes them known, writes evict them, and only then the scan reaches their directories."""
+    """A lookup makes them known, writes evict them, and only then the scan reaches their directories."""
     async with opened(tmp_path, 20) as tier:
         await fill(tier, range(1, 21))
         used = tier.statistics().occupied_bytes

@@ -131,7 +131,7 @@ async def test_a_chunk_that_cannot_be_read_makes_a_shorter_hit(
         await store(prefixes, PROMPT)
         await cache.flush()
         cache.clear_hot()
-        # Damaged behind the cache's back: the look-up finds it, the read does not.
+        # Damaged behind the cache's back: the lookup finds it, the read does not.
         (path,) = (tmp_path / "kv").rglob(f"{prefixes.keys(PROMPT)[4].hex()}*")
         with path.open("r+b") as file:
             file.seek(5000)

@@ -37,7 +37,7 @@ async def measure_core(figures: Figures, plan: Plan) -> None:
             keys = new_keys(sizes.lookups)
             await cache.put_from([(key, _SMALL_BYTES, nothing) for key in keys])
             for pair in range(plan.pairs):
-                plan.progress(f"keys and look-ups, {pair + 1} of {plan.pairs}")
+                plan.progress(f"keys and lookups, {pair + 1} of {plan.pairs}")
                 figures.add("hash.tokens_per_s", sizes.tokens / _timed(lambda: chunk_keys(namespace, tokens, 256)))
                 figures.add("hash.array_tokens_per_s", sizes.tokens / _timed(lambda: chunk_keys(namespace, array, 256)))
                 began = time.perf_counter()

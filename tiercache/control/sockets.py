@@ -65,5 +65,5 @@ def check_private(directory: Path) -> None:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise TierCacheError(
-            f"{directory}: expected a directory of this user with mode 0700 for look-up sockets; remove what is there"
+            f"{directory}: expected a directory of this user with mode 0700 for lookup sockets; remove what is there"
         )

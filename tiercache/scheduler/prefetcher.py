@@ -274,7 +274,7 @@ class Prefetcher:
         try:
             found, _ = await self._reader.lookup(keys, deadline_s)
         except Exception:
-            logger.exception("a look-up failed unexpectedly")  # all chunks count as missing
+            logger.exception("a lookup failed unexpectedly")  # all chunks count as missing
         finally:
             self._keys_looked_up -= len(keys)
         if request.truncate(found):

@@ -276,7 +276,7 @@ class TierReader:
             return None
         except Exception as error:
             self.breaker.failed(loop.time(), began_s=began_s, question=True)
-            logger.warning("%s: a look-up failed: %s", self.name, error)
+            logger.warning("%s: a lookup failed: %s", self.name, error)
             return None
         finally:
             self.tier.traffic.asked(asking)

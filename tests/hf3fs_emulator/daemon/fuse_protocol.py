@@ -73,7 +73,7 @@ SET_MODE, SET_UID, SET_GID, SET_SIZE, SET_ATIME, SET_MTIME, SET_HANDLE, SET_ATIM
 MKDIR_IN = struct.Struct("<II")
 """mode, umask"""
 NODE_IN = struct.Struct("<Q")
-"""of `rename` the new directory, of `link` the old node, of `forget` the look-ups"""
+"""of `rename` the new directory, of `link` the old node, of `forget` the lookups"""
 RENAME2_IN = struct.Struct("<QII")
 """new directory, flags, unused"""
 OPEN_IN = struct.Struct("<II")
@@ -95,7 +95,7 @@ STATFS_OUT = struct.Struct("<QQQQQIIII24x")
 """blocks, free, available, files, free files, block size, longest name, fragment size, unused"""
 FORGET_BATCH_IN = struct.Struct("<II")
 FORGET_ONE = struct.Struct("<QQ")
-"""node, look-ups"""
+"""node, lookups"""
 ENTRY = struct.Struct("<QQII")
 """inode, offset of the next, length of the name, type; the name follows, padded to 8 bytes"""
 

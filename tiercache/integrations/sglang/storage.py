@@ -182,7 +182,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                     pools.append(PoolPages(str(one.name), stored.keys(keys) if stored else [], window))
             found = self._wait(look_up(self._open.cache, len(keys), kv, pools, limit_s), limit_s)
         except Exception as error:
-            logger.warning("a look-up failed, which is a miss: %r", error)
+            logger.warning("a lookup failed, which is a miss: %r", error)
             return PoolTransferResult.empty()
         by_pool = {_KV: found.kv_pages} | found.by_pool if found.kv_pages else found.by_pool
         return PoolTransferResult(max(found.prefixes, default=0), by_pool, found.prefixes)

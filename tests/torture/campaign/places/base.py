@@ -41,7 +41,7 @@ class Place(ABC):
     remembers_s = 0.0
     """For so long a tier takes a chunk for stored that the place has lost since."""
     stale_s = 3.0
-    """How old the answer to a look-up may be: what was stored since then may be missing in it."""
+    """How old the answer to a lookup may be: what was stored since then may be missing in it."""
     is_calm = True
     """Whether nothing ever happens to the place itself, so that nobody has a reason to refuse anything."""
 

@@ -97,7 +97,19 @@ def test_processes_that_begin_together_in_a_fresh_directory_all_open_it(tmp_path
             child.communicate()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"my own notes", b'{"format": 2, "what'])
+@pytest.mark.parametrize(
+    "torn", [b"", b"{", b'{"format": 1, "wh', bytes(64)], ids=["empty", "a byte", "half", "zeroes"]
+)
+async def test_a_manifest_that_a_crash_left_torn_heals(tmp_path: Path, torn: bytes) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 3))
+    (tmp_path / "tiercache.json").write_bytes(torn)
+    async with opened(tmp_path) as tier:
+        assert await is_hit(tier, 2)
+    assert json.loads((tmp_path / "tiercache.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize("content", [b"[]", b"my own notes", b'{"format": 2, "what'])
 async def test_a_manifest_that_is_not_ours_is_left_alone(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tiercache.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"local_disk: .*tiercache\.json is not a manifest of ours"):

@@ -593,12 +593,12 @@ class WrongFormat(ValueError):
 def require_manifest(root: Path, temporary: str, access: Access) -> None:
     """Create the manifest of `root`, or check its format. A full device is no error.
 
-    `temporary` is a unique name. A manifest that another process has just made is replaced: all write the same content.
-    Raises WrongFormat, OSError.
+    `temporary` is a unique name. An empty or torn manifest is replaced, or one that another process has just made: all
+    processes write the same content. Raises WrongFormat, OSError.
     """
     path = root / MANIFEST
     found = _read(path)
-    if found is not None:
+    if found is not None and not _is_torn(found):
         _require_ours(path, found)
         return
     try:
@@ -615,7 +615,7 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
 def check_manifest(root: Path) -> None:
     """Check the manifest if there is one. Raises WrongFormat, OSError."""
     found = _read(root / MANIFEST)
-    if found is not None:
+    if found is not None and not _is_torn(found):
         _require_ours(root / MANIFEST, found)
 
 
@@ -659,6 +659,12 @@ def _read(path: Path) -> bytes | None:
         return found
     finally:
         os.close(descriptor)
+
+
+def _is_torn(content: bytes) -> bool:
+    """Return True if the content is empty, zeroes (a power cut) or a beginning of ours."""
+    rest = content.rstrip(b"\0")
+    return rest not in (_CONTENT, _CONTENT[:-1]) and _CONTENT.startswith(rest)
 
 
 def _require_ours(path: Path, content: bytes) -> None:

@@ -124,7 +124,7 @@ class Expected:
 
     def watch_reads(self) -> None:
         reader, loop = self.cache.parts.reader, asyncio.get_running_loop()
-        fetch, promote = reader.fetch_cold, reader.promote
+        fetch, promote, pin = reader.fetch_cold, reader.promote, reader.pin
 
         def watched(key: bytes, *arguments: Any, **named: Any) -> Any:
             if key not in reader.in_flight:
@@ -135,7 +135,12 @@ class Expected:
             self._promoted += 1
             return promote(key, *arguments)
 
+        def pinned(key: bytes) -> Lease | None:
+            self._promoted += 1  # its time may be over when this is looked at
+            return pin(key)
+
         reader.fetch_cold = watched  # type: ignore[method-assign]
+        reader.pin = pinned  # type: ignore[method-assign]
         reader.promote = promoted  # type: ignore[assignment, method-assign]
 
     def check_stored(self, began: Began, stored: int) -> None:

@@ -133,10 +133,6 @@ class KeyTraffic:
         if key in self.removing and self.on_clear is not None:
             self.on_clear(key)
 
-    def asks(self, question: Any) -> None:
-        """Record that a lookup begins."""
-        self.questions.add(question)
-
     def asked(self, question: Any) -> None:
         """Record that a lookup has ended."""
         self.questions.discard(question)

@@ -36,6 +36,7 @@ WARN_EVERY_S = 60.0
 _CANCEL_S = 0.002
 """Time for a tier to end a lookup at its deadline."""
 _Answer = TypeVar("_Answer")
+T = TypeVar("T")
 
 _Outcome = int | Lease | None
 """Length of the data read into a slot, the lease on a mapped chunk, or None for a miss."""
@@ -258,15 +259,21 @@ class TierReader:
         A cancelled lookup, even if it has not begun, leaves the breaker's probe to the next operation.
         """
         began_s = asyncio.get_running_loop().time()
-        task = asyncio.create_task(self._ask(question, deadline_s), name="tiercache-ask")
-        task.add_done_callback(lambda ended: self._proved_nothing(began_s) if ended.cancelled() else None)
+        task = asyncio.create_task(self._ask(question, deadline_s, began_s), name="tiercache-ask")
+        self.tier.traffic.questions.add(task)
+
+        def ended(task: asyncio.Task[_Answer | None]) -> None:
+            self.tier.traffic.asked(task)
+            if task.cancelled():
+                self._proved_nothing(began_s)
+
+        task.add_done_callback(ended)
         return task
 
-    async def _ask(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> _Answer | None:
+    async def _ask(
+        self, question: Callable[[], Awaitable[_Answer]], deadline_s: float, began_s: float
+    ) -> _Answer | None:
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        asking = asyncio.current_task()
-        self.tier.traffic.asks(asking)
         try:
             async with asyncio.timeout_at(self._until_s(deadline_s, began_s)):
                 found = await question()
@@ -278,8 +285,6 @@ class TierReader:
             self.breaker.failed(loop.time(), began_s=began_s, question=True)
             logger.warning("%s: a lookup failed: %s", self.name, error)
             return None
-        finally:
-            self.tier.traffic.asked(asking)
         self.breaker.answered(loop.time())
         return found
 
@@ -761,17 +766,13 @@ class Reader:
                 for tier in due:
                     if tier.serves(len(keys) - position, question=True):
                         asked[tier.ask(partial(tier.tier.probe, keys[position:]), deadline_s)] = tier, position
-                if not asked:
-                    break
-                left_s = deadline_s + _CANCEL_S - asyncio.get_running_loop().time()
-                done, _ = await asyncio.wait(asked, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
-                if not done:
+                answers = await self._answers(asked, deadline_s)
+                if not answers:
                     break
                 before = position
                 position, by_tier = self.where(keys)
-                answers = [(*asked.pop(task), task.result()) for task in done]
                 # A tier whose prefix ended at a gap that another tier has filled may have more.
-                ends = [(tier, start + found) for tier, start, found in answers if found is not None]
+                ends = [(tier, start + found) for (tier, start), found in answers if found is not None]
                 due = [tier for tier, end in ends if before < position and end < position]
         finally:
             self._cancel_lookups(asked)
@@ -784,18 +785,22 @@ class Reader:
         unknown = self._unknown(keys)
         due = [tier for tier in self.tiers if tier.tier.traits.shared] if unknown and deadline_s > loop.time() else []
         serving = [tier for tier in due if tier.serves(len(unknown), question=True)]
-        asked = {tier.ask(partial(tier.tier.probe_each, unknown), deadline_s) for tier in serving}
+        asked = {tier.ask(partial(tier.tier.probe_each, unknown), deadline_s): tier for tier in serving}
         try:
-            while asked and unknown:
-                left_s = deadline_s + _CANCEL_S - loop.time()
-                done, asked = await asyncio.wait(asked, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+            while unknown and await self._answers(asked, deadline_s):
                 unknown = self._unknown(unknown)
-                if not done:
-                    break
         finally:
             self._cancel_lookups(asked)
         lacking = set(unknown)
         return [key not in lacking for key in keys]
+
+    async def _answers(self, asked: dict[asyncio.Task[Any], T], deadline_s: float) -> list[tuple[T, Any]]:
+        """Wait for lookups and take out those that have ended, with their answers. None if there is none in time."""
+        if not asked:
+            return []
+        left_s = deadline_s + _CANCEL_S - asyncio.get_running_loop().time()
+        done, _ = await asyncio.wait(asked, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+        return [(asked.pop(task), task.result()) for task in done]
 
     def _unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Return the keys that are not known to be in a healthy tier."""

@@ -795,7 +795,7 @@ class Reader:
         return [key not in lacking for key in keys]
 
     async def _answers(self, asked: dict[asyncio.Task[Any], T], deadline_s: float) -> list[tuple[T, Any]]:
-        """Wait for lookups and take out those that have ended, with their answers. None if there is none in time."""
+        """Take out the lookups that end first, and return their answers; none at the deadline."""
         if not asked:
             return []
         left_s = deadline_s + _CANCEL_S - asyncio.get_running_loop().time()

@@ -32,8 +32,8 @@ _MAP_HUGETLB = 0x40000
 _MADV_POPULATE_WRITE = 23
 SHM_DIRECTORY = Path("/dev/shm")
 _SHM_PREFIX = "tiercache."
-_NAME_TRIES, _NAME_PAUSE_S = 10, 0.01
-"""Tries and pause in seconds for a name whose file another start holds while it looks for files of dead processes."""
+_LINK_TRIES, _LINK_PAUSE_S = 10, 0.01
+"""Tries and pause in seconds for a lock that another start holds while it looks for files of dead processes."""
 _PREFAULT_STEP_BYTES = 64 << 20
 
 
@@ -155,27 +155,38 @@ class Arena:
         return True
 
     def _map_shared(self, name: str) -> None:
-        """Map a new file `/dev/shm/tiercache.<name>`, which stays locked while it is open, and is empty until it is locked.
+        """Map a new file, which gets the name `/dev/shm/tiercache.<name>` once it is locked, and stays locked while it
+        is open.
 
         A file of this user without a lock was left by a dead process, and is removed. Raises ConfigError if the name is
         taken otherwise.
         """
         if "/" in name.strip("/") or not name.strip("/"):
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
+        _sweep_dead_arenas()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
-        self._shm_file = _create(path)
-        self.shm_path = path
-        fcntl.flock(self._shm_file, fcntl.LOCK_EX)  # another start has it for a moment only
-        free = os.statvfs(SHM_DIRECTORY)
-        if free.f_bavail * free.f_frsize < self.size_bytes:
-            raise ConfigError(
-                f"shm_name: {SHM_DIRECTORY} has {free.f_bavail * free.f_frsize / 2**30:.2f} GB free, the arena needs "
-                f"{self.size_bytes / 2**30:.2f}; lower max_local_cpu_size or enlarge {SHM_DIRECTORY}"
-            )
-        os.ftruncate(self._shm_file, self.size_bytes)
-        self._mapping = mmap.mmap(self._shm_file, self.size_bytes, flags=mmap.MAP_SHARED)
+        nameless = path.with_name(f"{path.name}.{os.getpid()}.{id(self)}")
+        descriptor = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = os.statvfs(SHM_DIRECTORY)
+            if free.f_bavail * free.f_frsize < self.size_bytes:
+                raise ConfigError(
+                    f"shm_name: {SHM_DIRECTORY} has {free.f_bavail * free.f_frsize / 2**30:.2f} GB free, the arena needs "
+                    f"{self.size_bytes / 2**30:.2f}; lower max_local_cpu_size or enlarge {SHM_DIRECTORY}"
+                )
+            os.ftruncate(descriptor, self.size_bytes)
+            self._mapping = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED)
+            _take_name(nameless, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        finally:
+            nameless.unlink()
         self.kind = "shm"
-        self._not_closed = weakref.finalize(self, _give_back, path, self._shm_file, os.getpid())
+        self.shm_path = path
+        self._shm_file = descriptor
+        self._not_closed = weakref.finalize(self, _give_back, path, descriptor, os.getpid())
 
     def _prefer_node(self, node: int) -> None:
         """Prefer pages from `node` while it has any: mbind(MPOL_PREFERRED)."""
@@ -253,14 +264,15 @@ def _unlink_own(path: Path, descriptor: int) -> bool:
     return False
 
 
-def _create(path: Path) -> int:
-    """Create an empty file and return its descriptor. Raises ConfigError if the name is taken."""
-    for _ in range(_NAME_TRIES):
-        _sweep_dead_arenas()
+def _take_name(nameless: Path, path: Path) -> None:
+    """Link the file to its name. Raises ConfigError if the name is taken."""
+    for _ in range(_LINK_TRIES):
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.link(nameless, path)
+            return
         except FileExistsError:
-            time.sleep(_NAME_PAUSE_S)
+            _sweep_dead_arenas()
+            time.sleep(_LINK_PAUSE_S)
     raise ConfigError(
         f"shm_name: {path} is in use by a living process, or is no file that only user {os.geteuid()} may write; choose "
         "another name, or remove it"

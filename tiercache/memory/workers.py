@@ -176,8 +176,10 @@ class Workers:
                 result = call(*arguments)
             except BaseException as caught:  # passed to the waiter
                 error = caught
+            del call, arguments  # when the loop hears of the end, this thread holds none of the caller's memory
             self._running.discard(future)
             self._done.append((future, result, error))
+            del future, result, error
             # A single wake-up settles every call that has ended by then. The flag is set after the append and cleared
             # before the loop drains, so a result always has a later wake-up.
             if not self._wake_pending:
@@ -188,7 +190,6 @@ class Workers:
                     # The loop is closed. Calls submitted before `close` still run, since they may be clean-ups.
                     if not self._closed:
                         return
-            del call, arguments, future, result, error
 
     def _settle(self) -> None:
         self._wake_pending = False

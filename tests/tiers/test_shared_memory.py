@@ -169,7 +169,7 @@ async def test_what_another_process_stores_is_mapped_before_anybody_asks(in_memo
         await store(tier, 1)
         await ready_for_news(tier, writer)
         assert await writer.do("store", 2, 3) == "done"
-        await until(lambda: key_of(3) in tier.mappings)
+        await until(lambda: key_of(2) in tier.mappings and key_of(3) in tier.mappings)
         assert tier.statistics().mapped_bytes == 2 * FILE_BYTES
         for number in (2, 3):
             lease = tier.lease(key_of(number))

@@ -23,7 +23,6 @@ import errno
 import logging
 import os
 import stat
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -122,8 +121,6 @@ class ChunkFiles:
         self.scanner = Scanner(root, self._owner, access)
         self._undeleted: deque[PendingFile] = deque()
         """Temporary files of failed writes that could not be deleted, or may exist. They stay counted."""
-        self._opening = threading.Lock()
-        """Held by `open`, whose caller may be cancelled and close the files meanwhile."""
         self._is_closed = False
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
@@ -135,12 +132,6 @@ class ChunkFiles:
 
         Raises OSError if it cannot be used, WrongFormat if it is foreign, TierUnavailable if another process holds its
         lock."""
-        with self._opening:
-            if self._is_closed:
-                raise TierUnavailable(f"{self.root}: closed")
-            self._open()
-
-    def _open(self) -> None:
         self.access.make_root(self.root)
         self.identity.note()
         self._with_room(self._keep_books)
@@ -217,10 +208,8 @@ class ChunkFiles:
         return self.identity.is_mounted_anew(self._owner.descriptor)
 
     def close(self) -> None:
-        """Release everything, locks last. Waits for `open`; any other operation that is still running releases them when it
-        ends."""
-        with self._opening:
-            self._is_closed = True
+        """Release everything, locks last. Waits briefly; an operation that is still running releases them when it ends."""
+        self._is_closed = True
         while self._undeleted:
             self._keep(self._undeleted.popleft())
         if hasattr(self, "capacity"):

@@ -52,6 +52,28 @@ class MetadataWorkers(Workers):
         """Threads for evictions, which writes wait for."""
         self._cleanups: set[asyncio.Future[Any]] = set()
 
+    async def opened(self, open_it: Callable[[], object], close_it: Callable[[], object]) -> None:
+        """Call `open_it` in a thread. If it fails or the caller is cancelled, call `close_it` after it ends."""
+        unwanted = threading.Event()
+
+        def run() -> None:
+            try:
+                open_it()
+            finally:
+                if unwanted.is_set():  # the loop may be closed by now
+                    close_it()
+
+        opening = self.submit(run)
+        try:
+            await asyncio.shield(opening)
+        except BaseException:
+            # A cancelled call may still run in its thread.
+            unwanted.set()
+            opening.add_done_callback(retrieve_exception)
+            opening.add_done_callback(lambda _: self.later(close_it))
+            self.watch(opening)
+            raise
+
     def later(self, clean_up: Callable[..., object], *arguments: object) -> None:
         """Call `clean_up` in a thread, in a new one after close. Only `cleaned_up` waits for it."""
 
@@ -229,7 +251,8 @@ class ChunkIO(ABC):
 _SCAN_WAIT_S = 2.0
 """Longest wait of a write for a scan that may find victims."""
 _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
-_EMPTIED = "%s was emptied, deleted or replaced by another program; opening it again"
+_DELETED = "%s was deleted by another program; it was created again"
+_EMPTIED = "%s was emptied or replaced by another program; opening it again"
 _MOUNTED_ANEW = "another mount is at %s now; scanning it"
 _REFUSED_KEPT = 4096
 _CATCH_UP_S = 1.0
@@ -530,9 +553,9 @@ class Directories:
         self.io.suspect()
         async with directory.replacing:
             if directory.files is stale:
-                await self.metadata.change(stale.identity.make_anew, stale.access)
+                was_deleted = await self.metadata.change(stale.identity.make_anew, stale.access)
                 mounted_anew = await self.metadata.submit(stale.is_mounted_anew)
-                logger.warning(_MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
+                logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
                 try:
                     fresh = await self._opened_anew(directory)
                 except ConfigError as error:
@@ -612,11 +635,7 @@ class Directories:
 
     async def _open_files(self, files: ChunkFiles) -> None:
         with self._configured(files.root):
-            try:
-                await self.metadata.change(files.open)
-            except BaseException:
-                self.metadata.later(files.close)
-                raise
+            await self.metadata.opened(files.open, files.close)
 
     def _require_another(self, files: ChunkFiles) -> None:
         """Raise ConfigError if the directory equals an earlier one under another name."""

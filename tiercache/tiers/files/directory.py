@@ -115,24 +115,31 @@ class Identity:
         """Return False if the directory may come back: a missing file then proves nothing. Raises OSError."""
         return self.root.is_dir() or self.is_deleted()
 
-    def make_anew(self, access: Access) -> None:
-        """Create the directory again if it was deleted. A subdirectory of ours is left to `make_place`: what made it
-        necessary may be deleted as well.
+    def make_anew(self, access: Access) -> bool:
+        """Create the directory again if it was deleted; return True if it was. A subdirectory of ours is left to
+        `make_place`: what made it necessary may be deleted as well.
 
-        Raises TierUnavailable if a mount is missing: writes would fill the device below it. Raises OSError.
+        Raises TierUnavailable if that fails, or if a mount is missing: writes would fill the device below it. Raises OSError
+        if the device fails.
         """
-        if not self.is_here_or_deleted() or self._is_unmounted():
+        if self.root.is_dir():
+            if self._is_unmounted():
+                raise TierUnavailable(f"what was mounted at {self.root} is not there any more")
+            return False
+        if not self.is_deleted():
             raise TierUnavailable(f"{self.root} is not there any more")
-        place = Path(os.path.realpath(self.root))
-        if place.name != SUBDIRECTORY:
-            access.make_root(place)
+        place = os.path.realpath(self.root)
+        try:
+            if os.path.basename(place) != SUBDIRECTORY:
+                access.make_directory(place)
+        except OSError as error:
+            raise TierUnavailable(f"{self.root} is not there any more, and cannot be made anew: {error}") from error
+        return True
 
     def _is_unmounted(self) -> bool:
         """Return True if only the mount point of a recorded mount is left. Raises OSError."""
-        if not self._is_mount_point or not self.root.is_dir():
-            return False
         here = os.stat(self.root).st_dev
-        return here != self._device and here == os.stat(f"{self.root}/..").st_dev
+        return self._is_mount_point and here != self._device and here == os.stat(f"{self.root}/..").st_dev
 
     def is_mounted_anew(self, descriptor: int) -> bool:
         """Return True if the path leads to another mount than `descriptor`."""
@@ -319,6 +326,8 @@ def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> Non
 
 CHUNK_NAME = re.compile(HEX_KEY)
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
+_OUR_NAME = re.compile(rf"(?:{HEX_KEY})(?:\.\d{{15,}})?|{PENDING_NAME.pattern}")
+"""Names of chunks, quarantined chunks and temporary files."""
 _LOOKED_INTO = 16
 _OUR_MODES = frozenset(access.file_mode for access in ACCESS.values())
 _OUR_DIRECTORY_MODES = frozenset({0o770, *(access.directory_mode for access in ACCESS.values())})
@@ -404,7 +413,7 @@ class Scanner:
         """Set the mode of a directory below the root if its mode or its chunks show that it is ours."""
         with contextlib.suppress(OSError):
             mode = stat.S_IMODE(os.lstat(self._root / name).st_mode)
-            is_ours = mode in _OUR_DIRECTORY_MODES or _contains_chunks(self._root, name)
+            is_ours = mode in _OUR_DIRECTORY_MODES or _contains_chunks(self._root, name, private=True)
             if mode != self._access.directory_mode and is_ours:
                 self._access.enforce(self._root / name)
 
@@ -518,7 +527,18 @@ class _Unread:
             return False
         key = self._name.partition(".")[0]  # a quarantined name has a number
         names_itself = _HEX_NAME.fullmatch(key) and raw[KEY_AT:].startswith(bytes.fromhex(key))
-        return raw.startswith(MAGIC) or bool(names_itself) or (not raw.strip(b"\0") and self._mode in _OUR_MODES)
+        return raw.startswith(MAGIC) or bool(names_itself) or (not raw.strip(b"\0") and self._has_our_mode)
+
+    @property
+    def _has_our_mode(self) -> bool:
+        """True for a mode that we set, or for that of the manifest on mounts without modes."""
+        if self._mode in _OUR_MODES:
+            return True
+        try:
+            manifest = os.lstat(f"../{MANIFEST}", dir_fd=self._directory)
+        except OSError:
+            return False
+        return self._mode == stat.S_IMODE(manifest.st_mode)
 
     @property
     def verifies(self) -> bool:
@@ -556,21 +576,26 @@ def has_our_header(path: str) -> bool:
         return False
 
 
-def _contains_chunks(root: Path, name: str) -> bool | None:
-    """Return True if the headers of the first files of a subdirectory verify, None if it is empty or disappears. Raises
-    OSError."""
-    if name not in TOP_LEVELS:
+def _contains_chunks(root: Path, name: str, *, private: bool) -> bool | None:
+    """Return True if the first files of a subdirectory are ours, None if it is empty or disappears. Headers must verify;
+    with `private`, beside a `.tiercache` of ours, damaged, quarantined and temporary files count too. Raises OSError."""
+    if name not in TOP_LEVELS and not (private and name == "quarantine"):
         return False
     try:
         with opened_directory(root / name, to_list=True) as directory, os.scandir(directory) as entries:
-            first = [_Unread(entry.name, directory) for entry in itertools.islice(entries, _LOOKED_INTO)]
-            if not first:
-                return None
-            return all(file.verifies or isinstance(file.error, FileNotFoundError) for file in first)
+            first = [entry.name for entry in itertools.islice(entries, _LOOKED_INTO)]
+            return all(_has_our_content(each, directory, private) for each in first) if first else None
     except FileNotFoundError:
         return None
     except (NotADirectoryError, PermissionError):
         return False
+
+
+def _has_our_content(name: str, directory: int, private: bool) -> bool:
+    file = _Unread(name, directory)
+    if file.verifies or isinstance(file.error, FileNotFoundError):
+        return True
+    return private and bool(_OUR_NAME.fullmatch(name)) and file.is_ours
 
 
 def _is_chunk(name: str, top: str, header: _Unread) -> bool:
@@ -771,9 +796,15 @@ def _of_others(place: Path) -> list[str]:
     """
     if _is_claimed(place):
         return []
+    try:
+        private = require_directory(place / ".tiercache").st_uid == os.geteuid() and bool(
+            os.listdir(place / ".tiercache")
+        )
+    except OSError:
+        private = False
     names = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name)]
-    found = {name: _contains_chunks(place, name) for name in names}
-    are_empty_ours = any(found.values())
+    found = {name: _contains_chunks(place, name, private=private) for name in names}
+    are_empty_ours = private or any(found.values())
     others = [
         name for name, ours in found.items()
         if ours is False or (ours is None and not are_empty_ours and os.path.lexists(place / name))

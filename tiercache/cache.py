@@ -167,6 +167,7 @@ class TierCache:
 
     @property
     def cpu(self) -> CpuTier:
+        """The hot cache."""
         return self.parts.cpu
 
     @property

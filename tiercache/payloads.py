@@ -25,6 +25,7 @@ class PlainCopy:
         self._array = array
 
     def __call__(self, slot: np.ndarray) -> None:
+        """Copy the memory into `slot`, which has its length."""
         np.copyto(slot, self._array)
 
 

@@ -44,4 +44,5 @@ class Statistics:
     device: DeviceStatistics | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain dictionaries, lists and numbers, for JSON."""
         return asdict(self)

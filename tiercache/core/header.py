@@ -1,8 +1,8 @@
-"""The 4096-byte header in front of every payload that leaves this process's memory.
+r"""The 4096-byte header in front of every payload that leaves this process's memory.
 
 | offset | bytes | field |
 |---|---|---|
-| 0 | 8 | magic `TIERKV\\r\\n` (a transfer that mangles line ends mangles the magic) |
+| 0 | 8 | magic `TIERKV\r\n` (a transfer that mangles line ends mangles the magic) |
 | 8 | 4 | format version: 1, or 3 for a payload that is compressed |
 | 12 | 2 | length of the key |
 | 14 | 2 | codec of the payload, 0 for none: `tiercache.core.compression` |

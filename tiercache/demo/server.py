@@ -201,7 +201,8 @@ def _group_lives(group: int) -> bool:
 @contextmanager
 def _held_port() -> Iterator[int]:
     """Yield a port that no other program is given until the block ends: a bound socket without a listener holds it,
-    and a server that sets SO_REUSEADDR may listen there."""
+    and a server that sets SO_REUSEADDR may listen there.
+    """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

@@ -20,6 +20,8 @@ _WARM_UP_BLOCKS = 32
 
 
 class DevicePayload(Protocol):
+    """A chunk in device memory, contiguous or in blocks."""
+
     @property
     def payload_bytes(self) -> int:
         """Length of the chunk."""
@@ -162,14 +164,17 @@ class PagedChunk:
 
     @property
     def payload_bytes(self) -> int:
+        """Length of the whole chunk, of which `skip` blocks are left out."""
         return self.chunk_blocks * self.kv.block_bytes
 
     def gather(self, chunk: Tensor, stream: Stream) -> None:
+        """Enqueue the copy of the blocks into `chunk`. Raises LayoutError for a part of a chunk."""
         if self.skip or self.chunk_blocks != len(self.blocks):
             raise LayoutError("a part of a chunk can be loaded, not stored")
         self.kv.gather(self.blocks, chunk, stream)
 
     def scatter(self, chunk: Tensor, stream: Stream) -> None:
+        """Enqueue the copy of `chunk` into the blocks, without its first `skip` blocks."""
         self.kv.scatter(chunk, self.chunk_blocks, self.skip, self.blocks, stream)
 
 

@@ -410,7 +410,8 @@ class Lease:
     def another(self, purpose: Purpose, *, counted: bool) -> Lease:
         """Return another lease for a caller that asked for the chunk, even if it was removed meanwhile.
 
-        See `LeaseOwner.serve`."""
+        See `LeaseOwner.serve`.
+        """
         return self._owner.serve(self._held(), purpose, counted=counted)
 
     def release(self) -> None:

@@ -153,7 +153,8 @@ class Compression:
 
 def compress(plain: np.ndarray, codec: Codec, item: np.dtype[Any], into: np.ndarray) -> int:
     """Compress `plain` into `into` (uint8, no shorter than `plain`). Return the stored length, or 0 if compression is not
-    worthwhile, which the first part shows if all parts are alike."""
+    worthwhile, which the first part shows if all parts are alike.
+    """
     end = _FRAMES_AT
     for start in range(0, plain.nbytes, _PART_BYTES):
         part = plain[start : start + _PART_BYTES]

@@ -188,7 +188,8 @@ class DeviceFiles:
 
 class KvikioFiles(DeviceFiles):
     """Moves device memory directly to and from files by GPUDirect Storage. `memory` is the pool, registered with cuFile.
-    Each payload in it follows a page for the header, so that a file is one transfer."""
+    Each payload in it follows a page for the header, so that a file is one transfer.
+    """
 
     name = "cufile"
 
@@ -365,7 +366,8 @@ def try_gds(directory: Path, ordinal: int) -> str:
 
 class DeviceIO(PosixIO):
     """Also moves device memory, through cuFile if GPUDirect Storage works, else through pinned host memory. `open` decides.
-    Without a device it serves host memory only."""
+    Without a device it serves host memory only.
+    """
 
     def __init__(
         self, directories: Directories, device: Device | None, way: str, files: DeviceFiles | None = None

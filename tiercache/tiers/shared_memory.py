@@ -114,7 +114,8 @@ class MappedFile:
 
 def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, access: Access) -> MappedFile:
     """Map and verify the chunk at `path`. Blocks. Raises like `read_chunk_file`, OSError (ENOMEM) if mapping fails, and
-    PermissionError if another user can change the file."""
+    PermissionError if another user can change the file.
+    """
     descriptor, status = open_found(path, os.O_RDONLY)
     try:
         if not access.owns(status) or status.st_mode & stat.S_IWOTH:
@@ -463,7 +464,8 @@ class SharedMemoryTier(FileTier):
     async def map(self, key: ChunkKey, purpose: Purpose, *, ahead: bool = False) -> Lease | None:
         """Map the chunk and verify it in place. Return a lease of that purpose, or None for a miss. Raises the errors of
         `read`. A cancelled call raises CancelledError when its thread has ended. With `ahead`, other calls go first and no
-        read is counted."""
+        read is counted.
+        """
         mappings, directory = self.mappings, self.directories.all[0]
         mapped: list[MappedFile] = []
 

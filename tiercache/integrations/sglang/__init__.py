@@ -1,4 +1,6 @@
-"""Store pages of SGLang's HiCache. Use `--hicache-storage-backend dynamic` and, in `--hicache-storage-backend-extra-config`:
+"""Store pages of SGLang's HiCache.
+
+Use `--hicache-storage-backend dynamic` and, in `--hicache-storage-backend-extra-config`:
 
 ```json
 {"backend_name": "tiercache", "module_path": "tiercache.integrations.sglang", "class_name": "TierCacheStorage",

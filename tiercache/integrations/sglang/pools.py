@@ -68,7 +68,8 @@ class HostPool(ABC):
 
     def sinks(self, indices: Any, pages: int) -> list[Sink]:
         """Return a call for each of the `pages` of `indices` that fills it from a chunk. Calls raise ValueError for a
-        wrong length."""
+        wrong length.
+        """
         return [partial(self._fill, page) for page in self._located(indices, pages)]
 
     def _located(self, indices: Any, pages: int) -> list[Any]:

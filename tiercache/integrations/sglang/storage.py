@@ -169,7 +169,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """Find the prefixes of `keys` that all pools can restore, within `lookup_timeout_ms`. Ignores pools of block
-        groups, which never shorten a hit."""
+        groups, which never shorten a hit.
+        """
         limit_s = self._config.lookup_timeout_ms / 1000
         pools = []
         try:

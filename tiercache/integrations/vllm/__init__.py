@@ -1,4 +1,6 @@
-"""The vLLM connector, for `--kv-transfer-config`:
+"""The vLLM connector.
+
+For `--kv-transfer-config`:
 
 ```json
 {"kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.integrations.vllm", "kv_role": "kv_both"}

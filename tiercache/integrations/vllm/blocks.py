@@ -334,7 +334,8 @@ class KvBlocks(_LayerTensors):
 
 def _planes(tensors: list[Any], blocks: int, block_bytes: int, stride: int) -> list[np.ndarray]:
     """uint8 views (layers, blocks, block bytes) that together cover all layers: one where they lie at equal distances in
-    one storage, else one a layer."""
+    one storage, else one a layer.
+    """
     starts = [tensor.data_ptr() for tensor in tensors]
     distance = starts[1] - starts[0] if len(starts) > 1 else 0
     evenly = all(after - before == distance for before, after in itertools.pairwise(starts))
@@ -484,7 +485,8 @@ class Move:
 
     def take_back(self, wait_s: float) -> bool:
         """Let no further copy begin, and wait for those that run. Return False when one still runs after `wait_s`
-        seconds."""
+        seconds.
+        """
         returned = self._lending.take_back(wait_s)
         self._last_has_run.set()
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -560,7 +562,8 @@ class Mover:
 
     def __init__(self, kvs: Sequence[KvBlocks | DeviceKvBlocks], windows: Iterable[int] = ()) -> None:
         """`kvs` by group, as `BlockTransfer.group` counts them; their tensors may share memory. `windows`: groups with a
-        window, whose chunks do not follow one another in a prefix: the last are worth most."""
+        window, whose chunks do not follow one another in a prefix: the last are worth most.
+        """
         self.kvs = kvs
         self.driver: Driver | None = getattr(kvs[0], "driver", None)
         """The driver of the device that the blocks lie in; None for host memory. The cache has to use the same."""
@@ -633,7 +636,8 @@ class Mover:
         move: Callable[[Sequence[int], bool], Coroutine[Any, Any, int]],
     ) -> int:
         """Run `move` for the positions of each group's transfers, side by side, saying whether it has a window. Return the
-        sum of what they return; where one fails, the others are ended first."""
+        sum of what they return; where one fails, the others are ended first.
+        """
         groups: dict[int, list[int]] = {}
         for position, transfer in enumerate(transfers):
             groups.setdefault(transfer.group, []).append(position)
@@ -649,7 +653,8 @@ def make_mover(
     config: Config, tensors: Mapping[str, Any], blocks: int, groups: Sequence[KvGroup], parts: HeadParts | None = None
 ) -> Mover:
     """`groups` as the geometry has them. Raises LayoutError for KV that cannot be moved from where it lies
-    or was not verified; DeviceError without driver."""
+    or was not verified; DeviceError without driver.
+    """
     driver = _driver_of(config, tensors)
     kvs: list[KvBlocks | DeviceKvBlocks] = []
     for group in groups:

@@ -262,7 +262,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """True: one more step is wanted, since with a step the workers are told what requests said and that all is reset,
-        and routers what the tiers have."""
+        and routers what the tiers have.
+        """
         if self._scheduler is None:
             return False
         events = self._scheduler.kv_events

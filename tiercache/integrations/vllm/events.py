@@ -236,7 +236,8 @@ class KvEvents:
     @property
     def wants_step(self) -> bool:
         """One more step is worth having, though no request needs it: events go out with steps, and what was written since
-        the last one, and evicted for it, would be told only with the next request. Not for long where a tier hangs."""
+        the last one, and evicted for it, would be told only with the next request. Not for long where a tier hangs.
+        """
         return bool(self._busy) and time.monotonic() - self._reported_s < _LINGER_S
 
     def reported(self, reports: Sequence[Report]) -> None:
@@ -336,7 +337,8 @@ class ChunkWatch:
 
     def __init__(self, thread: CacheThread, place_of: Callable[[Tier], str], most: int | None = None) -> None:
         """`place_of` names a tier; tiers of one name count as one place. Only the `most` chunks that were named last are
-        watched: the others are told as gone."""
+        watched: the others are told as gone.
+        """
         self._thread = thread
         self._place_of = place_of
         self._most = most
@@ -443,7 +445,8 @@ class Residency:
 
     def take(self, *, is_storing: bool) -> Report | None:
         """Return what changed since the last call, or a part of it; None where there is no news. `is_storing`: blocks are on
-        their way into the hot cache."""
+        their way into the hot cache.
+        """
         # The lengths of two dictionaries a tier, which may be looked at from here.
         is_busy = is_storing or any(writer.pending for writer in self._writers)
         if not self._chunks.has_news and is_busy == self._was_busy:

@@ -118,7 +118,8 @@ def _written(layer: Any, tensor: Any, computed_in: Any, parts: int) -> str:
 
 def code_of_model(model_config: Any) -> str | None:
     """A digest of the source text of what is the model's own, and of the rotary embeddings that this process has made.
-    None where there is no source, or another one than was expected."""
+    None where there is no source, or another one than was expected.
+    """
     try:
         return _code_of_model(model_config)
     except Exception as error:
@@ -517,7 +518,8 @@ def place_of(model: str, revision: str | None = None, cache: str | None = None) 
 
 def effective_config(model: ModelConfig) -> str:
     """A digest of the model's configuration as it is in effect: what config.json says, what was overridden, and what vLLM
-    changed. What is None may as well be absent, which it was before a version of transformers came to know of it."""
+    changed. What is None may as well be absent, which it was before a version of transformers came to know of it.
+    """
     return digest(json.dumps(_without_names(model.hf_config.to_dict(), f"{model.model}--"), sort_keys=True))
 
 
@@ -590,7 +592,8 @@ _OF_DRAFTS = frozenset({
 
 def settings_of(config: VllmConfig, *, states_are_known: bool) -> dict[str, str]:
     """Return by name what belongs in the layout of an engine with this configuration. `states_are_known`: shapes and
-    dtypes of recurrent states are in it as they are."""
+    dtypes of recurrent states are in it as they are.
+    """
     model, cache = config.model_config, config.cache_config
     return {
         "additional": digest(_comparable(config.additional_config)) if config.additional_config else "",

@@ -22,7 +22,8 @@ _complained: set[str] = set()
 
 def show_our_log() -> None:
     """vLLM sets up its own loggers only; without a handler of ours INFO lines would vanish in its processes. Where some
-    library has given the root logger one, as `logging.warning` does, that is used. A level that was set stays."""
+    library has given the root logger one, as `logging.warning` does, that is used. A level that was set stays.
+    """
     ours = logging.getLogger("tiercache")
     if ours.handlers or ours.level:
         return

@@ -302,7 +302,8 @@ class LookupServer:
 
 class _Answers:
     """Sends all answers of one round of the loop in one message: each costs the scheduler's process a turn of Python's
-    lock."""
+    lock.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -344,7 +345,8 @@ class LookupClient:
 
     def begin(self, names: Sequence[bytes], claim: str = "") -> Lookup:
         """Asked with the next `send`. It is answered in any case, by a failed Match where a worker does not answer in time.
-        What is found may be held for the request, until `LookupServer.release`."""
+        What is found may be held for the request, until `LookupServer.release`.
+        """
         one = Lookup(list(names), claim)
         self._unsent.append(one)
         return one
@@ -551,7 +553,8 @@ class Claims:
 
     async def claim(self, name: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
         """Bring the chunks of `match` into the hot cache and hold them for the request; what is not there by `until_s` (a
-        loop time) makes the hit shorter. Cancelled, or after `name` was released, it holds nothing."""
+        loop time) makes the hit shorter. Cancelled, or after `name` was released, it holds nothing.
+        """
         self._drop(name)
         geometry = self._geometry
         search = HitSearch(match.blocks // geometry.blocks_per_chunk, geometry)
@@ -649,7 +652,8 @@ class AnnouncedPrompts:
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         """Return keys as a request finds them: full chunks as far as there are any, the longest tail behind them, then
-        what is missing."""
+        what is missing.
+        """
         if (given := given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)

@@ -138,7 +138,9 @@ EXPORTED = {family.name: family for family in (*COUNTED, *SAMPLED)}
 
 @dataclass
 class TierCacheStats(KVConnectorStats):  # type: ignore[misc]
-    """`data`, which survives pickle and msgpack; names are those of `EXPORTED`:
+    """Figures in `data`, which survives pickle and msgpack. Names are those of `EXPORTED`.
+
+    The shape of `data`:
 
         {"counters": {name: {labels: what came since the last time}},
          "distributions": {name: {labels: (counts, sums) of what came since the last time}},
@@ -317,7 +319,8 @@ class SchedulerFigures:
 
     def looked_up(self, match: Match, request_tokens: int, put_off_s: float | None, *, skipped: bool) -> None:
         """A request was looked up. A tier is asked for what those before it lack. `put_off_s`: how long the request waited
-        for that; None where it did not. `skipped`: the hit is too short to be loaded."""
+        for that; None where it did not. `skipped`: the hit is too short to be loaded.
+        """
         new, chunk = self._new, self._chunk_tokens
         self._tiers = tuple(match.tokens_by_tier) or self._tiers
         asked = request_tokens

@@ -75,7 +75,8 @@ class BlockNames:
         tenant_salt: str = "",
     ) -> None:
         """The engine hashes every `hash_tokens` tokens, of which blocks are multiples; by default every block. `tenant_salt`
-        is the whole cache's, which the namespace has."""
+        is the whole cache's, which the namespace has.
+        """
         self.from_engine = hash_algorithm in CRYPTOGRAPHIC
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens or block_tokens
@@ -169,7 +170,8 @@ class Adapters:
 
     def key_of(self, path: str) -> Future[bytes]:
         """Return what blocks of the adapter at `path` are named with besides vLLM's hash. The future has no exception. While
-        the adapters' mount hangs it has no result either, so wait for it with a time limit."""
+        the adapters' mount hangs it has no result either, so wait for it with a time limit.
+        """
         future: Future[bytes] = Future()
         with self._lock:
             if len(self._waiting) >= _MOST_WAITING:

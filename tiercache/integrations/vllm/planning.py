@@ -57,7 +57,8 @@ class KvGroup:
 @dataclass(frozen=True)
 class HeadParts:
     """Into how many parts the KV heads of all ranks are cut, how many of them a rank has, and which is the first of this
-    rank. To the scheduler all ranks are the first."""
+    rank. To the scheduler all ranks are the first.
+    """
 
     all: int
     here: int
@@ -93,7 +94,8 @@ class BlockGeometry:
     @cached_property
     def plain(self) -> bool:
         """True if all layers keep every token in blocks of one table, and heads are not cut into parts. Then a hit may be
-        shortened anywhere, tails count, and the engine can be told of single blocks that could not be loaded."""
+        shortened anywhere, tails count, and the engine can be told of single blocks that could not be loaded.
+        """
         first = self.groups[0]
         alone = len(self.groups) == 1 and not first.layers
         return alone and first.window_tokens is None and self.parts is None
@@ -180,7 +182,8 @@ def loadable_tokens(
 
 def end_of_saves(ready_blocks: int, geometry: BlockGeometry, *, last: bool) -> int:
     """Return how many of the first `ready_blocks` blocks can be saved. `last` says that no further block is expected soon,
-    so that a tail is worth keeping (if `save_tails`)."""
+    so that a tail is worth keeping (if `save_tails`).
+    """
     return ready_blocks if last and geometry.save_tails else geometry.whole_chunks(ready_blocks)
 
 
@@ -218,7 +221,8 @@ def in_parts(geometry: BlockGeometry, groups: Sequence[KvGroup], parts: HeadPart
 
 def keys_of(namespace: bytes, names: Sequence[bytes], geometry: BlockGeometry) -> list[ChunkKey]:
     """The keys of a worker's chunks. In names, which are the same to all workers, its parts are counted from its first; in
-    keys from the first of all ranks. A tenant's tag comes from the name to the end of the key."""
+    keys from the first of all ranks. A tenant's tag comes from the name to the end of the key.
+    """
     if (parts := geometry.parts) is not None:
         names = [_counted_from_the_first_of_all(name, parts) for name in names]
     if not any(len(name) >= _TAGGED_BYTES for name in names):
@@ -293,7 +297,8 @@ def names_of(
     chunks: Sequence[GroupChunk], names: Sequence[bytes], geometry: BlockGeometry, blocks: int | None = None
 ) -> list[bytes]:
     """Return the names of `chunks`. `names` has one a block; a chunk that ends behind the first `blocks` of them is a tail,
-    which ends with them."""
+    which ends with them.
+    """
     step, end = geometry.blocks_per_chunk, len(names) if blocks is None else blocks
     tail = end // step
     suffixes = [suffix_of(group, geometry) for group in range(len(geometry.groups))]
@@ -315,7 +320,8 @@ def all_names(names: Sequence[bytes], geometry: BlockGeometry) -> list[bytes]:
 
 def part_of(group: KvGroup, first: int, end: int, geometry: BlockGeometry) -> range:
     """Return the blocks of the group, counted from the start of the request, that are stored for a chunk which is the
-    geometry's blocks `first` .. `end`."""
+    geometry's blocks `first` .. `end`.
+    """
     a_block = geometry.block_tokens // group.block_tokens
     start, stop = first * a_block, end * a_block
     if group.window_tokens is not None:
@@ -327,7 +333,8 @@ def named_parts(
     position: int, chunks: range, names: Sequence[bytes], blocks: int, geometry: BlockGeometry
 ) -> Iterator[tuple[bytes, range]]:
     """Yield name and part (see `part_of`) of a group's chunks. The request has `blocks` blocks: a chunk that ends behind
-    them is a tail, which ends with them."""
+    them is a tail, which ends with them.
+    """
     group, suffix, step = geometry.groups[position], suffix_of(position, geometry), geometry.blocks_per_chunk
     for chunk in chunks:
         end = min((chunk + 1) * step, blocks)
@@ -342,14 +349,16 @@ def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
 
 def empty_part(geometry: BlockGeometry, block_bytes: Sequence[int]) -> float:
     """Return the part of the hot cache that stays empty with as many chunks of each group: a slot holds one of any.
-    `block_bytes` of each group."""
+    `block_bytes` of each group.
+    """
     stored = [part_blocks(group, geometry) * size for group, size in zip(geometry.groups, block_bytes, strict=True)]
     return 1 - sum(stored) / (max(stored) * len(stored)) if stored else 0.0
 
 
 def fitted(geometry: BlockGeometry) -> BlockGeometry:
     """Return the geometry with chunks halved until hardly any of the hot cache stays empty: of a chunk that is longer than a
-    window, that group stores the end only. If halving does not suffice, as little as possible stays empty."""
+    window, that group stores the end only. If halving does not suffice, as little as possible stays empty.
+    """
     block_bytes = [_block_bytes(group) for group in geometry.groups]
     parts = [
         replace(geometry, blocks_per_chunk=geometry.blocks_per_chunk // part)
@@ -404,7 +413,8 @@ def plan_loads(
 
 def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry) -> set[int]:
     """Return blocks that do not hold the first `computed_tokens` tokens, which the engine found in its own cache or has had
-    loaded."""
+    loaded.
+    """
     sizes = {group.index: group.block_tokens for group in geometry.groups}
     behind = {
         block
@@ -416,7 +426,8 @@ def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry)
 
 def given_away(output: SchedulerOutput, geometry: BlockGeometry) -> set[int]:
     """Blocks that requests get in a step. A window's may have been another request's a step ago, and be on their way into
-    the cache still."""
+    the cache still.
+    """
     cached, given = output.scheduled_cached_reqs, set()
     for new in output.scheduled_new_reqs:
         given |= blocks_behind(new.block_ids, new.num_computed_tokens, geometry)

@@ -144,7 +144,8 @@ class Asking:
 
     def begin(self, tracked: TrackedRequest) -> None:
         """The first since the last step is asked at once; those behind it together, when an answer is wanted or the step is
-        planned."""
+        planned.
+        """
         tracked.asked_at_s = time.monotonic()
         names = list(self.names_of(tracked))
         if not self._geometry.plain:
@@ -229,7 +230,8 @@ class SchedulerSide:
         kv_events: KvEvents | None = None, role: str = "kv_both",
     ) -> None:  # fmt: skip
         """`kv_events`: where routers are to be told which blocks the tiers have. `role`: a "kv_consumer" stores nothing, a
-        "kv_producer" says of each request what it has stored."""
+        "kv_producer" says of each request what it has stored.
+        """
         self.kv_events = kv_events
         self.config = config
         self.geometry = geometry
@@ -292,7 +294,8 @@ class SchedulerSide:
 
     def _loads_later(self, tracked: TrackedRequest, match: Match) -> bool:
         """Unless the load cannot fail. A synchronous one must not: where several requests share its blocks, vLLM 0.32 lets
-        all but the first go on before those are computed; and it takes bad blocks from a single group alone."""
+        all but the first go on before those are computed; and it takes bad blocks from a single group alone.
+        """
         kept = match.held and time.monotonic() - tracked.asked_at_s < HELD_FOR_S
         return self.config.enable_async_loading or not self.geometry.plain or not kept
 
@@ -389,7 +392,8 @@ class SchedulerSide:
 
     def loads_failed(self, blocks: Collection[int], request_ids: Collection[str] = ()) -> None:
         """These blocks are recomputed, and so are all behind them, whose chunks are saved anew; these requests begin again
-        from their first token, and find no blocks filled."""
+        from their first token, and find no blocks filled.
+        """
         for request_id, tracked in self._requests.items():
             if request_id in request_ids or not tracked.loaded_blocks.isdisjoint(blocks):
                 tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False

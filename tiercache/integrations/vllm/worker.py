@@ -177,7 +177,8 @@ class WorkerSide:
 
     def take_residency(self) -> Report | None:
         """Return what has come to the tiers and gone from them since the last call; None if nothing has, or routers
-        are not told."""
+        are not told.
+        """
         return self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""A tier for vLLM's own `OffloadingConnector`, in `--kv-transfer-config`:
+"""A tier for vLLM's own `OffloadingConnector`.
+
+In `--kv-transfer-config`:
 
 ```json
 {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {

@@ -105,7 +105,8 @@ def file_system_of(path: Path, mounted: list[Mount] | None = None) -> str:
 
 def local_locks(mount: Mount) -> tuple[str, str]:
     """Return the mount option that keeps file locks on this host, and the remedy. Both are empty if the mount table shows
-    none. A directory's cap holds among processes that see one another's locks."""
+    none. A directory's cap holds among processes that see one another's locks.
+    """
     if mount.kind in NFS:
         if mount.option("nolock") is not None:
             return "nolock", "Mount it without nolock"
@@ -311,7 +312,8 @@ def require_directory(path: Path | str) -> os.stat_result:
 
 def warn_of_missing_mount(path: Path) -> None:
     """Warn if a mount is probably missing: `path` is on the root file system, and is either new in an empty directory or
-    empty where mount points usually are."""
+    empty where mount points usually are.
+    """
     above = path.parent
     while not above.is_dir() and above != above.parent:
         above = above.parent

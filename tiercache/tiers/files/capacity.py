@@ -88,7 +88,8 @@ class Capacity:
         synced: bool = False,
     ) -> None:
         """`owner` holds its lock file. `synced`: make its number durable, since other hosts use the directory. Raises
-        OSError, TierUnavailable."""
+        OSError, TierUnavailable.
+        """
         self.cap_bytes = cap_bytes
         self.step_bytes = step_bytes
         self.missing = False
@@ -229,7 +230,8 @@ class Capacity:
 
     def settle(self, amount_bytes: int, committed_bytes: int | None = None) -> None:
         """End the write of something published that occupies `amount_bytes`; where more were committed for it, the rest is
-        unused. Does not raise."""
+        unused. Does not raise.
+        """
         rest_bytes = 0 if committed_bytes is None else committed_bytes - amount_bytes
         with self._state:
             self._committed_bytes -= rest_bytes

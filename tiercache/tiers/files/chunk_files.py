@@ -102,7 +102,8 @@ class ChunkFiles:
         """Describe the directory; nothing is opened. `Capacity` defines `step_bytes` and `many_hosts`.
 
         `beside`: write temporary files in the directory of the chunk instead of `.tiercache/tmp`. Linux serialises renames
-        between directories of a mount, and changes within one directory."""
+        between directories of a mount, and changes within one directory.
+        """
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
@@ -131,7 +132,8 @@ class ChunkFiles:
         """Make the directory ready. A full device is no error.
 
         Raises OSError if it cannot be used, WrongFormat if it is foreign, TierUnavailable if another process holds its
-        lock."""
+        lock.
+        """
         self.access.make_root(self.root)
         self.identity.note()
         self._with_room(self._keep_books)
@@ -233,7 +235,8 @@ class ChunkFiles:
 
     def require_place(self, path: str) -> None:
         """Raise NotADirectoryError if the directory of a chunk's `path` is a link or another user's, FileNotFoundError if it
-        is missing."""
+        is missing.
+        """
         self._require_own(os.path.dirname(path))
 
     def _require_own(self, directory: Path | str) -> None:
@@ -248,7 +251,8 @@ class ChunkFiles:
         """Read and verify a chunk. Return its length; None if the file is missing or the directory was deleted.
 
         Raises CorruptChunk (the file is in quarantine then), FileNotFoundError if the directory is temporarily missing.
-        `read_chunk_file` defines `pause`."""
+        `read_chunk_file` defines `pause`.
+        """
         return self.read_by(
             key,
             lambda path: read_chunk(
@@ -278,14 +282,16 @@ class ChunkFiles:
     def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns = UNLIMITED) -> int:
         """Write and publish the chunk atomically within `turns`. Return the bytes that it occupies.
 
-        Raises TierFull above the cap, NameTaken if something foreign has the chunk's name, OSError (ENOSPC among others)."""
+        Raises TierFull above the cap, NameTaken if something foreign has the chunk's name, OSError (ENOSPC among others).
+        """
         with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
             way = partial(write_chunk, direct=self.direct, durable=self.durable, turns=turns)
             return self.write_by(key, stored.header.payload_bytes, lambda path: way(path, stored, self.compression))
 
     def write_by(self, key: ChunkKey, payload_bytes: int, create: Callable[[str], int]) -> int:
         """`write` through `create`, which writes the whole file at a new path and returns the bytes that it occupies; on
-        error it leaves no file. If another instance published the chunk meanwhile, our file is discarded."""
+        error it leaves no file. If another instance published the chunk meanwhile, our file is discarded.
+        """
         pending = self.begin_write(key, payload_bytes)
         try:
             occupied_bytes = self.make(pending, create)
@@ -296,7 +302,8 @@ class ChunkFiles:
 
     def make(self, pending: PendingFile, create: Callable[[str], T]) -> T:
         """Call `create` with the file's path, and make its directory if it is missing. Raises NameTaken if the directory is
-        a link or another user's."""
+        a link or another user's.
+        """
         path = self.path(pending.key)
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -418,7 +425,8 @@ class ChunkFiles:
     def delete_all(self, victims: Victims, reuse_bytes: int = 0) -> Deleted:
         """Unlink many chunks, and keep `reuse_bytes` for a write that follows. Errors of single files are in the result.
 
-        Raises CounterLost if the directory was wiped: nothing of ours is left to delete."""
+        Raises CounterLost if the directory was wiped: nothing of ours is left to delete.
+        """
         self._require_ours()
         done = Deleted()
         with self.capacity.deleting(sum(occupied for _, occupied in victims), reuse_bytes=reuse_bytes) as freed:
@@ -484,7 +492,8 @@ class ChunkFiles:
 
     def _require_ours(self) -> None:
         """Raise CounterLost if our lock file or the counter is gone: nothing would count further writes. Jobs that a hung
-        device delayed until after close fail here too."""
+        device delayed until after close fail here too.
+        """
         if self._owner.lost or self.capacity.missing:
             raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self._private))
 

@@ -97,7 +97,8 @@ class MetadataWorkers(Workers):
 
     async def change(self, call: Callable[..., T], *arguments: object) -> T:
         """Return the result of a call that changes directories. `cleaned_up` waits for it if the caller is cancelled: a
-        closed tier makes no directory any more."""
+        closed tier makes no directory any more.
+        """
         work = self.submit(call, *arguments)
         work.add_done_callback(retrieve_exception)
         self.watch(work)
@@ -165,7 +166,8 @@ class FileSettings:
 
 class ChunkIO(ABC):
     """I/O backend: moves bytes between memory and files. Calls keep the contracts of `ChunkFiles.read` and
-    `ChunkFiles.write`. Cancelling a future does not stop its operation."""
+    `ChunkFiles.write`. Cancelling a future does not stop its operation.
+    """
 
     places: int
     """Concurrent reads. Set by `open`."""
@@ -235,7 +237,8 @@ class ChunkIO(ABC):
 
     def listed(self, gone: Sequence[ChunkKey], kept: Sequence[ChunkKey]) -> None:  # noqa: B027
         """Note the known chunks of a subdirectory that has changed: those that other processes have deleted, and the others,
-        some of which may have new files."""
+        some of which may have new files.
+        """
 
     async def close_deleted(self) -> int:
         """Close files that other processes have deleted. Return their number."""
@@ -281,7 +284,8 @@ class Directories:
         io: Callable[[Directories], ChunkIO],
     ) -> None:
         """`option` is the configuration key of the directories, for messages. `io` is a factory that must not access the
-        directories yet."""
+        directories yet.
+        """
         self.name = name
         self.option = option
         self.settings = settings
@@ -304,7 +308,8 @@ class Directories:
 
     async def open(self, *, only_reads: bool = False) -> None:
         """Open all directories and start scanning. `only_reads`: change nothing in them. After a ConfigError everything is
-        closed, and the call may be repeated."""
+        closed, and the call may be repeated.
+        """
         self._only_reads = only_reads
         try:
             await self._open_all()
@@ -459,7 +464,8 @@ class Directories:
 
     async def make_room(self, directory: Directory, needed_bytes: int, deficit_bytes: int) -> Victims:
         """Return the victims of a write of `needed_bytes` that lacks `deficit_bytes`, the least recently used chunks of the
-        index. Raises TierFull."""
+        index. Raises TierFull.
+        """
         files, index = directory.files, directory.index
         if deficit_bytes > 0 and directory.scanned and directory.is_doubtful:
             if 2 * index.used_bytes > files.cap_bytes:
@@ -508,7 +514,8 @@ class Directories:
 
     async def delete(self, directory: Directory, victims: Victims, reuse_bytes: int = 0) -> Deleted:
         """Delete the files of evicted chunks like `ChunkFiles.delete_all`. Those that are left go back into the index, as
-        the most recently used."""
+        the most recently used.
+        """
         files = directory.files
         with directory.leaving(victims):
             done = await wait_shielded(self.metadata.evicting.submit(files.delete_all, victims, reuse_bytes))
@@ -523,7 +530,8 @@ class Directories:
 
     async def _catch_up(self, directory: Directory) -> None:
         """Retry failed deletions and counter updates. Other instances cannot use freed bytes that stay counted, and this one
-        may have nothing to write."""
+        may have nothing to write.
+        """
         while True:
             await asyncio.sleep(_CATCH_UP_S)
             if directory.files.is_behind:
@@ -549,7 +557,8 @@ class Directories:
 
     async def reopen(self, directory: Directory, stale: ChunkFiles) -> None:
         """Open a directory again that was emptied, deleted or replaced. `stale` is what the caller used; concurrent
-        calls for the same one replace it once."""
+        calls for the same one replace it once.
+        """
         self.io.suspect()
         async with directory.replacing:
             if directory.files is stale:

@@ -98,7 +98,8 @@ class Identity:
 
     def is_deleted(self) -> bool:
         """Return True if the directory was deleted or moved: its parent exists on the recorded file system. Otherwise a
-        mount is missing and may come back. Raises OSError if the device fails."""
+        mount is missing and may come back. Raises OSError if the device fails.
+        """
         place = os.path.realpath(self.root)  # the root may be a link
         with contextlib.suppress(*ABSENT):
             os.stat(place)
@@ -279,7 +280,8 @@ class Quarantine:
 
     def trim(self, capacity: Capacity, cap_bytes: int) -> None:
         """Keep the last few files within a share of the cap, and skip those that cannot be removed. `cap_bytes` 0:
-        unknown."""
+        unknown.
+        """
         with self._opened() as (directory, found):
             kept = sorted(((status.st_mtime_ns, name, occupied_bytes(status)) for name, status in found), reverse=True)
             left_bytes = cap_bytes / _SHARE if cap_bytes else math.inf
@@ -578,7 +580,8 @@ def has_our_header(path: str) -> bool:
 
 def _contains_chunks(root: Path, name: str, *, private: bool) -> bool | None:
     """Return True if the first files of a subdirectory are ours, None if it is empty or disappears. Headers must verify;
-    with `private`, beside a `.tiercache` of ours, damaged, quarantined and temporary files count too. Raises OSError."""
+    with `private`, beside a `.tiercache` of ours, damaged, quarantined and temporary files count too. Raises OSError.
+    """
     if name not in TOP_LEVELS and not (private and name == "quarantine"):
         return False
     try:

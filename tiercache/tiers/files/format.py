@@ -86,7 +86,8 @@ LARGE_BYTES = 1 << 20
 
 class DeviceTurns:
     """Limits concurrent large writes. Writes that share a device end together and would all wait for the commit at once;
-    with a limit, others use the device meanwhile."""
+    with a limit, others use the device meanwhile.
+    """
 
     def __init__(self, places: int | None) -> None:
         """`places`: concurrent writes; None: no limit."""
@@ -140,7 +141,8 @@ def read_chunk(
     pause: Callable[[], None] | None = None,
 ) -> int:
     """Call `read_chunk_file`, decompress, and return the payload's length. Reports the speed of a read without `pause` to
-    `compression`."""
+    `compression`.
+    """
     began_s = time.monotonic()
     header = read_chunk_file(path, key, fingerprint, into, direct=direct, pause=pause)
     if pause is None:
@@ -248,7 +250,8 @@ def host_checksum(payload: np.ndarray) -> Callable[[int], int]:
 def supports_direct_io(directory: Path, name: str = "") -> bool:
     """Return True if O_DIRECT works in `directory`. Writes a file of that or a unique name.
 
-    Raises OSError if no file can be written."""
+    Raises OSError if no file can be written.
+    """
     path = directory / (name or f"probe.{os.getpid()}.{threading.get_ident()}")
     block = mmap.mmap(-1, 4096)
     try:

@@ -186,7 +186,8 @@ class ProbingLookup:
 
     def follow(self, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         """Keep the indexes fresh: list what other processes store and delete. Call `on_stored` for chunks that were stored
-        since, at least by others."""
+        since, at least by others.
+        """
         for directory in self._directories.all:
             if directory not in self.refreshers:
                 refresher = Refresher(self._directories, directory, self._refresh_s, on_stored)

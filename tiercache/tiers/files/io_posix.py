@@ -93,7 +93,8 @@ class PosixIO(ChunkIO):
         self, directories: Directories, writers: int | None = None, writes_at_device: int | None = None
     ) -> None:
         """`writers`: write threads; by default the number of read threads. `writes_at_device`: concurrent transfers to a
-        directory's device; by default no limit."""
+        directory's device; by default no limit.
+        """
         threads = directories.settings.threads
         self.places = places_of(threads)
         self._directories = directories

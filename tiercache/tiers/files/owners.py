@@ -44,7 +44,8 @@ class Owner:
 
     def __init__(self, root: Path, places: Sequence[str], owns: Callable[[os.stat_result], bool]) -> None:
         """`places`: names of directories below `root` with temporary files, besides TEMPORARY. `owns` tells if a directory
-        is ours; others are left alone."""
+        is ours; others are left alone.
+        """
         self.name = uuid.uuid4().hex
         self._root = root
         self._places = places

@@ -75,7 +75,8 @@ class Directory:
 
     def looking(self) -> Callable[[ChunkKey], bool]:
         """Begin a lookup, a write or a listing. Return a function that returns True if its result for a key is obsolete: the
-        key has changed since now, or is being deleted."""
+        key has changed since now, or is being deleted.
+        """
         epoch = self._changes.epoch
         return lambda key: key in self._leaving or self._changes.forgot(key, epoch)
 
@@ -92,7 +93,8 @@ class Directory:
     @contextmanager
     def leaving(self, victims: Victims) -> Iterator[None]:
         """Mark evicted chunks while their files are deleted: scans do not add them again, and a write of one waits, so that
-        the deletion cannot hit the new file."""
+        the deletion cannot hit the new file.
+        """
         end = asyncio.Event()
         keys = [key for key, _ in victims]
         self._leaving.update(dict.fromkeys(keys, end))
@@ -177,7 +179,8 @@ async def merge(
     cold: bool = False,
 ) -> tuple[Scanned, list[ChunkKey]]:
     """Update the index from the listing of a subdirectory, of which `before` was known. Return the chunks that were added,
-    and the keys that were dropped. Excluded keys stay as they are. `cold` chunks are evicted first."""
+    and the keys that were dropped. Excluded keys stay as they are. `cold` chunks are evicted first.
+    """
     new, dropped = Scanned(), list[ChunkKey]()
 
     def add(step: range) -> None:

@@ -196,7 +196,8 @@ class FileTier(DeviceTier):
     @contextmanager
     def _at_mount(self) -> Iterator[None]:
         """Bracket an operation on the directories. Raises TierUnavailable if a tier that opens late is not open, or if its
-        mount does not answer."""
+        mount does not answer.
+        """
         is_late = self._late_s is not None
         if is_late and self._opening is None:
             raise TierUnavailable(f"{self.name}: closed")
@@ -252,7 +253,8 @@ class FileTier(DeviceTier):
 
     async def refreshed(self) -> None:
         """Wait until the index contains what other instances did before this call, if it follows them (for tests and
-        tools)."""
+        tools).
+        """
         await self.scanned()
         await self.lookup.refreshed()
 

@@ -1,14 +1,18 @@
 """A tier on files whose opening is interrupted."""
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tiers.test_disk import FINGERPRINT
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import FileSettings
@@ -49,3 +53,24 @@ async def test_an_opening_that_is_cancelled_leaves_nothing_open(
     assert goes_on.is_set(), "it waits for the thread"
     assert not list(tmp_path.glob(".tiercache/tmp/*.lock"))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_directory_that_another_process_makes_and_deletes_meanwhile_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, place = os.mkdir, tmp_path / "kv"
+    met = []
+
+    def beaten(path: str | Path, mode: int = 0o777, **others: Any) -> None:
+        if Path(path) == place and not met:
+            met.append(path)
+            raise FileExistsError(errno.EEXIST, "made by another process, and deleted again", str(path))
+        mkdir(path, mode, **others)
+
+    monkeypatch.setattr(os, "mkdir", beaten)
+    tier = _disk(place)
+    await tier.open()
+    try:
+        assert met and await tier.write(*chunk(1), CHUNK_BYTES)
+    finally:
+        await tier.close()

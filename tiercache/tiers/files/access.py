@@ -25,6 +25,8 @@ logger = logging.getLogger("tiercache.disk")
 
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.02
+_TRIES = 4
+"""Attempts to create a directory that other processes make and delete."""
 
 
 def lock_within(descriptor: int, wait_s: float, path: Path | str) -> None:
@@ -159,17 +161,19 @@ class Access:
 
     def make_root(self, path: Path) -> None:
         """Create a directory and its parents. An existing one stays unchanged."""
-        if not path.is_dir():
-            with contextlib.suppress(FileExistsError):
+        for _ in range(_TRIES):
+            if path.is_dir():
+                return
+            if path.is_symlink():
+                missing = f"it is a link to {os.readlink(path)}, which is missing or no directory"
+                raise FileNotFoundError(errno.ENOENT, missing, str(path))
+            with contextlib.suppress(FileExistsError):  # another process makes it, and perhaps deletes it again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.mkdir(path, 0o700)
                 if self.directory_mode != 0o700:  # not every mount has chmod
                     os.chmod(path, self.directory_mode)
-        if not path.is_dir():
-            if path.is_symlink():
-                missing = f"it is a link to {os.readlink(path)}, which is missing or no directory"
-                raise FileNotFoundError(errno.ENOENT, missing, str(path))
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+                return
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
     def enforce(self, path: Path | str, status: os.stat_result | None = None, dir_fd: int | None = None) -> bool:
         """Set the mode of a directory or regular file of this user. `status` is what `os.lstat` returned for it, if known.

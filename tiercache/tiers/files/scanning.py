@@ -49,6 +49,8 @@ class Directory:
         self.trimming = asyncio.Lock()
         self._changes = Tombstones()
         """Keys that changed lately, perhaps during lookups and listings."""
+        self._misses = Tombstones()
+        """Keys that a read found missing or bad, perhaps during listings."""
         self._leaving: dict[ChunkKey, asyncio.Event] = {}
         """Evicted keys whose files may still exist, with the end of their deletion."""
         self.next_scan_s = 0.0
@@ -80,6 +82,11 @@ class Directory:
         epoch = self._changes.epoch
         return lambda key: key in self._leaving or self._changes.forgot(key, epoch)
 
+    def listing(self) -> Callable[[ChunkKey], bool]:
+        """Begin a listing, as `looking`. A read that finds a chunk missing makes its listing obsolete too."""
+        is_obsolete, epoch = self.looking(), self._misses.epoch
+        return lambda key: is_obsolete(key) or self._misses.forgot(key, epoch)
+
     def add(self, key: ChunkKey, occupied_bytes: int) -> None:
         """Add a stored or found chunk."""
         self.index.add(key, occupied_bytes)
@@ -89,6 +96,11 @@ class Directory:
         """Remove a deleted chunk."""
         self.index.remove(key)
         self._changes.forget(key)
+
+    def lost(self, key: ChunkKey) -> None:
+        """Remove a chunk that a read found missing or bad. A write of it in flight is not obsolete."""
+        self.index.remove(key)
+        self._misses.forget(key)
 
     @contextmanager
     def leaving(self, victims: Victims) -> Iterator[None]:
@@ -134,7 +146,7 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
             tops = existing[start : start + workers.threads]
             before = [index.group(int(top, 16)) for top in tops]
             began_s = loop.time()
-            is_obsolete = directory.looking()
+            is_obsolete = directory.listing()
             parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
             calls_s.append(loop.time() - began_s)
 

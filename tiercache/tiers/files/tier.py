@@ -322,7 +322,7 @@ class FileTier(DeviceTier):
             raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
         if length is None:
             if not is_obsolete(key):  # else it was stored after we had looked
-                directory.index.remove(key)
+                directory.lost(key)
             return None
         if key in directory.index:
             directory.index.touch(key)
@@ -330,7 +330,7 @@ class FileTier(DeviceTier):
         return length
 
     def _found_bad(self, directory: Directory, key: ChunkKey) -> None:
-        directory.index.remove(key)
+        directory.lost(key)
         self.directories.refuse(key)
         self._statistics.corrupt += 1
 

@@ -422,11 +422,13 @@ class Directories:
     async def scanned_soon(self, directory: Directory, *, pause: bool = False) -> bool:
         """Call `scan_soon` and wait a bounded time. Return True if a scan ended.
 
-        `pause`: a short pause that the last scan has left is waited for as well, by a write that knows no victim.
+        `pause`: wait for the pause that the last scan has left, but no longer than for a scan. A write that knows no victim
+        does so: otherwise it would fail until the pause is over, and other processes may evict all that it knew.
         """
-        pause_s = directory.next_scan_s - asyncio.get_running_loop().time()
-        if pause and directory.scanning is None and 0 < pause_s <= _SCAN_WAIT_S:
-            await asyncio.sleep(pause_s)
+        now_s = asyncio.get_running_loop().time()
+        if pause and directory.scanning is None and directory.next_scan_s > now_s:
+            await asyncio.sleep(min(directory.next_scan_s - now_s, _SCAN_WAIT_S))
+            directory.next_scan_s = min(directory.next_scan_s, asyncio.get_running_loop().time())
         self.scan_soon(directory)
         scanning = directory.scanning
         if scanning is None:

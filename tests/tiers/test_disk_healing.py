@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,6 +182,29 @@ async def test_the_cap_holds_when_the_ledger_is_deleted_while_two_instances_run(
         assert most <= one.settings.cap_bytes
         assert await is_hit(one, 339) or await is_hit(other, 1339)
         assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(tmp_path)
+
+
+async def test_a_write_that_met_the_loss_of_the_ledger_stores_nothing_before_the_chunks_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began under the old count, and another write opened the directory anew while it made room."""
+    async with opened(tmp_path) as tier, opened(tmp_path) as other:
+        await fill(tier, range(1, 4))
+        await fill(other, range(11, 12))  # which uses bytes, so that nobody can count them all now
+        directory, make_room = tier.directories.all[0], tier.directories.make_room
+
+        async def beside_another_write(*arguments: Any) -> Any:
+            monkeypatch.setattr(tier.directories, "make_room", make_room)
+            (tmp_path / ".tiercache" / "ledger").unlink()
+            with contextlib.suppress(TierUnavailable):
+                await tier.directories.reopen(directory, directory.files)
+            assert not directory.files.capacity.trusted
+            return await make_room(*arguments)
+
+        monkeypatch.setattr(tier.directories, "make_room", beside_another_write)
+        with pytest.raises(TierUnavailable, match="being counted"):
+            await tier.write(*chunk(5), CHUNK_BYTES)
+        assert not Path(tier.path(chunk(5)[0])).exists()
 
 
 async def test_a_deleted_ledger_is_noticed_where_the_directory_seemed_full_of_what_others_stored(

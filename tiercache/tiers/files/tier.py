@@ -422,6 +422,8 @@ class FileTier(DeviceTier):
                     done = await self.directories.delete(directory, victims, needed_bytes)
                 if done.error is not None and not isinstance(done.error, PermissionError):
                     raise done.error
+                if not files.capacity.trusted:  # it was opened anew meanwhile
+                    raise TierUnavailable(f"{self.name}: the chunks in {files.root} are being counted")
                 return await wait_shielded(write(files))
             except TierFull:
                 # Victims that another instance had deleted do not count as an attempt.

@@ -248,7 +248,8 @@ class TierCache:
         Chunks become hot in batches, in order: at most an eighth of the arena and 32 MiB each, and less if a slot has
         to be waited for, since a put does not hold filled slots during the wait. Two batches are copied at a time. A
         source that raises ends the put with its exception, and a cancellation ends it too: batches that are hot by then
-        stay, and the others are not stored. So the stored chunks are a prefix of `items`.
+        stay, and the others are not stored. So the stored chunks are a prefix of `items`, but for those
+        that were skipped for lack of room, or forgotten.
         """
         parts = self._in_use()
         check_keys(map(_KEY_OF, items))

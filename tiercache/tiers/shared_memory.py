@@ -3,9 +3,9 @@
 It stores the files of the disk tier, with the same capacity counter, locks and recovery. A get copies nothing: it maps a
 file, verifies it once, and returns a lease on pages that all processes share.
 
-A mapping is findable by its key while its file has its name. A deleted file never gets its name back. So after a chunk was
-mapped, and after each change of its subdirectory, a thread compares the file at that path with the mapped one, and the
-mapping is dropped if they differ.
+A mapping never leads to bytes of another file: a file never changes, and a deleted one never gets its name back. After a
+chunk was mapped, and after each change of its subdirectory, a thread compares the file at that path with the mapped one. If
+they differ, the mapping is dropped, or when its last lease ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MEMORY_KINDS = ("tmpfs",)
 _MAX_KEYS_AHEAD = 4096
 """Most keys that wait to be mapped ahead. The oldest are dropped; their first get maps them."""
 _REFRESH_S = 0.1
-"""Shortest time between two listings, which take at most a tenth of the time."""
+"""Time between two listings without a miss in between. They take at most a tenth of the time."""
 _STEP = 1024
 """Names looked up per call in a thread, about a millisecond of the event loop."""
 
@@ -58,7 +58,7 @@ class SharedMemorySettings(FileSettings):
     durable: bool = False
     """A power failure clears tmpfs in any case."""
     beside: bool = False
-    """All engines list each directory of chunks that has changed."""
+    """A temporary file beside a chunk would let all engines list that directory once more."""
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -24,7 +24,7 @@ class WekaSettings(GdsSettings):
     beside: bool = False
     """Temporary files beside the chunks would change each listed directory twice per chunk."""
     refresh_s: float = 1.0
-    """Shortest interval between two refreshes of the index, in seconds."""
+    """Interval between two refreshes of the index without a miss in between, in seconds."""
 
 
 class WekaTier(FileTier):

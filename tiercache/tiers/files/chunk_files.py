@@ -9,8 +9,8 @@ bad one. `OnlyRead` changes nothing in the directory and counts nothing.
 <root>/<2 hex>/<key>             chunks
 <root>/quarantine/<key>.<time>   the last few that failed verification
 <root>/.tiercache/ledger         the capacity counter: bytes in use, shared by all processes
-<root>/<2 hex>/<owner>.<n>       temporary files (in .tiercache/tmp without `beside`)
-<root>/.tiercache/tmp/<owner>.*  <owner>.lock is held by a writer
+<root>/<2 hex>/<owner>.<n>       temporary files with `beside`
+<root>/.tiercache/tmp/<owner>.*  <owner>.lock, held while its process lives; temporary files without `beside`
 ```
 
 The 256 directories have no second level: it would slow down durable writes.

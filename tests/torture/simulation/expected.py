@@ -254,6 +254,7 @@ class Expected:
         name = self.keys[key]
         if self.cache.cpu.contains(name):
             return True
+        joins = name in self.cache.parts.reader.in_flight
         return any(
             not isinstance(source.tier, StagingTier)  # a chunk leaves it when its write has ended, or was declined
             and source.breaker.state is BreakerState.CLOSED  # else one goes there at a time
@@ -261,6 +262,7 @@ class Expected:
             and (isinstance(source.tier, RemoteTier) or key not in self.deletions)
             and not source.tier.traffic.refuses(name)
             and self._in_tier(source.tier, name)
+            and not (joins and isinstance(source.tier, RemoteTier))  # it may have answered before others stored it there
             for source in self.cache.parts.reader.tiers
         )
 

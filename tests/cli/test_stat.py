@@ -38,7 +38,10 @@ async def test_what_is_no_chunk_is_counted_apart(directory: Path) -> None:
     (directory / ".tiercache" / "tmp").mkdir(exist_ok=True)
     (directory / ".tiercache" / "tmp" / "someone.7").write_bytes(bytes(8192))
     (first.parent / f"{'a' * 32}.7").write_bytes(bytes(8192))
+    before = (await survey(directory))["counted_bytes"]
+    (directory / next(name for name in ("fe", "fd") if not (directory / name).exists())).write_bytes(bytes(8192))
     found = await survey(directory)
+    assert found["counted_bytes"] == before, "another program's file has the name of a directory of chunks"
     assert found["chunks"] == 4
     assert [str(first) in line or str(second) in line for line in found["unreadable"]] == [True, True]
     assert (found["foreign"], found["unfinished"]) == (1, 2)

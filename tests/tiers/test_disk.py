@@ -277,6 +277,24 @@ def tier_total(tier: DiskTier, *others: DiskTier) -> int:
     return tier.statistics().occupied_bytes - sum(each.counted_bytes - each.used_bytes for each in reserved)
 
 
+@pytest.mark.parametrize("leaves", ["removed", "evicted"])
+async def test_a_chunk_that_another_instance_has_stored_in_another_size_frees_what_it_occupies(
+    tmp_path: Path, leaves: str
+) -> None:
+    """The same key has other bytes after a `forget`, or another compression."""
+    key, payload = chunk(1)
+    async with opened(tmp_path, cap_chunks=4) as one, opened(tmp_path, cap_chunks=4) as other:
+        await one.write(key, payload, CHUNK_BYTES)
+        await other.remove(key)
+        await other.write(key, payload[:8192], 5000)
+        if leaves == "removed":
+            await one.remove(key)
+        else:
+            await fill(one, range(11, 16))
+        assert not Path(one.path(key)).exists()
+        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(tmp_path)
+
+
 async def test_chunk_evicted_by_another_instance_is_a_clean_miss(tmp_path: Path) -> None:
     async with opened(tmp_path) as one, opened(tmp_path) as other:
         await fill(one, range(1, 3))

@@ -110,7 +110,7 @@ async def test_a_manifest_that_a_crash_left_torn_heals(tmp_path: Path, torn: byt
     assert json.loads((tmp_path / "tiercache.json").read_text())["format"] == 1
 
 
-@pytest.mark.parametrize("content", [b"[]", b"my own notes", b'{"format": 2, "what'])
+@pytest.mark.parametrize("content", [b"[]", b"my own notes", b'{"format": 2, "what', b"[" * 100_000])
 async def test_a_manifest_that_is_not_ours_is_left_alone(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tiercache.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"local_disk: .*tiercache\.json is not a manifest of ours"):

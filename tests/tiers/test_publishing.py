@@ -66,6 +66,24 @@ def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[ChunkFiles,
     assert one.capacity.used_bytes == allocated_bytes(one.root)
 
 
+def test_a_chunk_deleted_while_its_header_was_to_be_read_can_be_published(
+    two: tuple[ChunkFiles, ChunkFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two
+    key, payload = chunk(1)
+    occupied_bytes = one.write(key, payload, CHUNK_BYTES)
+    has_our_header = directory.has_our_header
+
+    def deleted(path: str) -> bool:
+        monkeypatch.setattr(directory, "has_our_header", has_our_header)
+        assert one.delete(key, occupied_bytes)
+        return has_our_header(path)
+
+    monkeypatch.setattr(directory, "has_our_header", deleted)
+    assert other.write(key, payload, CHUNK_BYTES) == occupied_bytes
+    assert Path(one.path(key)).exists()
+
+
 def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path) -> None:
     def unknown(temporary: str, path: str) -> None:
         raise OSError(22, "Invalid argument", path)

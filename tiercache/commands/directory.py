@@ -23,7 +23,7 @@ async def problem_with(directory: Path) -> str | None:
     try:
         async with aiofiles.open(manifest, encoding="utf-8") as file:
             json.loads(await file.read())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{manifest} cannot be read: {error}"
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
+from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.capacity import counted_in
 from tiercache.tiers.files.directory import CHUNK_NAME, QUARANTINED_NAME, TOP_LEVELS, found_place
 from tiercache.tiers.files.owners import PENDING_NAME
@@ -139,16 +141,17 @@ def _files(directory: Path) -> list[tuple[str, os.stat_result]]:
                         found.append((entry.path, entry.stat(follow_symlinks=False)))
                 except FileNotFoundError:
                     continue
-    except FileNotFoundError:
+    except ABSENT:
         return []
     return found
 
 
 def _own_bytes(directory: Path) -> int:
     try:
-        return directory.stat().st_blocks * 512
+        status = directory.stat()
     except FileNotFoundError:
         return 0
+    return status.st_blocks * 512 if stat.S_ISDIR(status.st_mode) else 0
 
 
 def _show(directory: Path, found: dict[str, Any]) -> None:

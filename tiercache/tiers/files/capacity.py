@@ -249,8 +249,8 @@ class Capacity:
     def deleting(
         self, most_bytes: int, *, reuse_bytes: int = 0, forced: bool = False
     ) -> Iterator[Callable[[int], None]]:
-        """Bracket the deletion of files of at most `most_bytes`. Yields a function to call with the bytes of each deleted
-        file. Of them `reuse_bytes` are kept for a write that follows, and a step.
+        """Bracket the deletion of files of about `most_bytes`. Yields a function to call with the bytes of each deleted
+        file, which may be more. Of them `reuse_bytes` are kept for a write that follows, and a step.
 
         On a device without a free byte the deletion goes on, and its bytes stay counted until a recount. `forced`: so it
         does whatever fails here.
@@ -259,11 +259,12 @@ class Capacity:
 
         def freed(amount_bytes: int) -> None:
             nonlocal left_bytes, reuse_bytes
-            left_bytes -= amount_bytes
+            expected_bytes = min(amount_bytes, left_bytes)
+            left_bytes -= expected_bytes
             kept_bytes = min(amount_bytes, reuse_bytes)
             reuse_bytes -= kept_bytes
             with self._state:
-                self._deleting_bytes -= amount_bytes
+                self._deleting_bytes -= expected_bytes
                 if is_announced:
                     self._released_bytes += amount_bytes
                     self._number_bytes += amount_bytes

@@ -183,7 +183,7 @@ class ChunkFiles:
             with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
                 for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
                     with suppress(FileNotFoundError):
-                        if self.scanner.remove(name, directory):
+                        if self.scanner.remove(name, directory) is not None:
                             logger.warning("%s: the device is full; chunk %s made room for our files", self.root, name)
                             return True
         return False
@@ -389,12 +389,14 @@ class ChunkFiles:
         return others_bytes
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
-        """Unlink a chunk; return True if it existed. Only the process whose unlink succeeds releases its bytes."""
+        """Unlink a chunk of about `occupied_bytes`; return True if it existed. Only the process whose unlink succeeds
+        releases the file's bytes: others may have stored the key in another size.
+        """
         with self.capacity.deleting(occupied_bytes, forced=True) as freed:
-            gone = self._delete_file(key)
-            if gone:
-                freed(occupied_bytes)
-        return gone
+            freed_bytes = self._delete_file(key)
+            if freed_bytes is not None:
+                freed(freed_bytes)
+        return freed_bytes is not None
 
     def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
         """Delete a chunk like `delete`; `occupied_bytes` is None if its size is unknown.
@@ -432,9 +434,10 @@ class ChunkFiles:
         with self.capacity.deleting(sum(occupied for _, occupied in victims), reuse_bytes=reuse_bytes) as freed:
             for key, occupied in victims:
                 try:
-                    if self._delete_file(key):
-                        freed(occupied)
-                        done.freed_bytes += occupied
+                    freed_bytes = self._delete_file(key)
+                    if freed_bytes is not None:
+                        freed(freed_bytes)
+                        done.freed_bytes += freed_bytes
                 except OSError as error:
                     done.left.append((key, occupied))
                     done.error = error
@@ -497,15 +500,17 @@ class ChunkFiles:
         if self._owner.lost or self.capacity.missing:
             raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self._private))
 
-    def _delete_file(self, key: ChunkKey) -> bool:
-        """Return True if the chunk existed. A foreign file of that name stays, and a scan subtracts it from the counter."""
+    def _delete_file(self, key: ChunkKey) -> int | None:
+        """Return the bytes that the chunk occupied, None if there was none. A foreign file of that name stays, and a scan
+        subtracts it from the counter.
+        """
         path = self.path(key)
         above, name = os.path.split(path)
         try:
             with opened_directory(above) as directory:
                 return self.scanner.remove(name, directory)
         except ABSENT:
-            return False
+            return None
         finally:
             self.on_delete(path)
 

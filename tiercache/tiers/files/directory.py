@@ -206,6 +206,7 @@ def publish(temporary: str, path: str, access: Access, capacity: Capacity) -> in
                 status = os.lstat(path)
                 if has_our_header(path):
                     return occupied_bytes(status)
+                os.lstat(path)
                 raise NameTaken(errno.EEXIST, "is not ours, and stays", path) from None
         except NotADirectoryError as error:
             raise NameTaken(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.path.dirname(path)) from error
@@ -394,16 +395,17 @@ class Scanner:
         has_our_mode = not self._has_modes or stat.S_IMODE(status.st_mode) == self._access.file_mode
         return self._trusts_names and has_our_mode
 
-    def remove(self, name: str, directory: int) -> bool:
-        """Unlink a chunk in an open directory. Return False for a foreign file, which stays.
+    def remove(self, name: str, directory: int) -> int | None:
+        """Unlink a chunk in an open directory. Return the bytes that it occupied; None for a foreign file, which stays.
 
         Raises FileNotFoundError, OSError.
         """
         if not _is_removable(name, directory):
             self._distrust_names(name)
-            return False
+            return None
+        occupied = occupied_bytes(os.lstat(name, dir_fd=directory))
         os.unlink(name, dir_fd=directory)
-        return True
+        return occupied
 
     def is_ours(self, path: str) -> bool:
         """Return True if the file at a chunk's path may be moved. Raises FileNotFoundError, OSError."""
@@ -698,7 +700,7 @@ def _is_torn(content: bytes) -> bool:
 def _require_ours(path: Path, content: bytes) -> None:
     try:
         found = json.loads(content)["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WrongFormat(f"{path} is not a manifest of ours: {content[:40]!r}") from error
     if found != FORMAT:
         raise WrongFormat(f"{path.parent} has format {found!r}, this version writes {FORMAT}; use another directory")

@@ -48,7 +48,7 @@ class _Found:
         self.counted_bytes = 0
         self.foreign = 0
         self.unfinished_bytes: list[int] = []
-        """Sizes of temporary files, of live and of dead writers."""
+        """Sizes of temporary files, whether their writers are alive or dead."""
         self.unreadable: list[str] = []
         self.ages: list[float] = []
         self._now_s = time.time()
@@ -75,10 +75,10 @@ class _Found:
 
 
 async def survey(directory: Path) -> dict[str, Any]:
-    """Count chunks and bytes below `directory`, as allocated by the file system. Changes nothing.
+    """Count the chunks below `directory`, and the bytes that the file system allocates to them. Read-only.
 
-    `counted_bytes` is the expected value of the capacity counter: chunks, quarantine and their directories. It differs
-    from `ledger_bytes` while a process writes, and after a crash until a recount.
+    `counted_bytes` is the expected value of the capacity counter (chunks, quarantine and their directories);
+    `ledger_bytes` is its actual value. They differ while a process writes, and after a crash until a recount.
     """
     found = _Found()
     place = await asyncio.to_thread(found_place, directory)

@@ -29,7 +29,7 @@ _SOCKET_PATH_BYTES = 96
 def combination_problems(
     values: Mapping[str, Any], plugins: Mapping[str, str], flat: Mapping[str, str], foreign: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Yield problems of parsed `values` (absent: default), settings of remote tiers, and LMCache keys that are not ours."""
+    """Yield problems of combined `values` (absent: default), remote tiers' settings, and unsupported LMCache keys."""
     yield from _memory(values, foreign)
     yield from _shared_memory(values)
     yield from _control(values)
@@ -57,7 +57,7 @@ def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[P
 
 
 def _shared_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Require a size: a default share of the memory would be taken from other programs on the host."""
+    """Require an explicit size, since any default would take memory from other programs on the host."""
     if values.get("shared_memory_path") and not values.get("max_shared_memory_size"):
         names = ("shared_memory_path", "max_shared_memory_size")
         yield names, "shared_memory_path needs max_shared_memory_size: GB of memory, for all engines together"
@@ -74,7 +74,7 @@ def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _directories(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Compare names alone, since a mount may hang. Tiers resolve links when they open the directories."""
+    """Report directories named twice. Links are not resolved here, since a mount may hang: tiers resolve them on opening."""
     users: dict[str, tuple[str, str]] = {}
     for key in ("shared_memory_path", "local_disk", "gds_path", "weka_path"):
         named = values.get(key) or ()

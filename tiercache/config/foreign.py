@@ -76,7 +76,7 @@ FOREIGN_PREFIXES = (
     "sagemaker_hyperpod_",
     "storage_plugin.",
 )
-"""Prefixes of keys of LMCache's plugins and side cars, and of stores that tiercache does not support."""
+"""Prefixes of keys that belong to LMCache's plugins and sidecars, or to stores that tiercache does not support."""
 
 IGNORED = frozenset({"use_experimental"})
 """Keys accepted without a warning: LMCache's documentation still asks for them, and they have no effect here."""
@@ -100,4 +100,4 @@ PROCESS_PREFIXES = (
     "resp_",
     "runtime_plugin_",
 )
-"""Prefixes of further such variables."""
+"""Prefixes of further variables that LMCache reads outside of its configuration."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 PAGE_BYTES = 4096
 _PIN_BYTES = 64 << 30
-"""Limit of a registration in bytes, since 512 GiB fails. A copy must not cross two, so they end where slots end."""
+"""Largest registration in bytes; 512 GiB fails. A copy must not cross two registrations, so they end where slots do."""
 _REGISTER_PORTABLE = 1
 _SUCCESS, _ALREADY_REGISTERED = 0, 712
 _CAPTURE_RELAXED = 2
@@ -37,8 +37,7 @@ _LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718
 
 
 class Driver:
-    """A device. This class uses host memory in place of a device's, for tests and debugging: `enqueue` runs the work at
-    once.
+    """A device. This base class uses host memory instead, for tests and debugging, and `enqueue` runs the work at once.
 
     `CudaDriver` is a GPU. Methods may be called from any thread, and raise DeviceError on errors of the device. Work on
     a stream runs in order. Only `empty`, `pin`, `unpin`, `synchronize` and `finish` block.
@@ -55,7 +54,7 @@ class Driver:
         return self.total_bytes, self.total_bytes
 
     def empty(self, length_bytes: int) -> Tensor:
-        """Return an unset tensor uint8[length_bytes] in the device's memory, aligned to 4096 bytes."""
+        """Return an uninitialized tensor uint8[length_bytes] in the device's memory, aligned to 4096 bytes."""
         import torch
 
         return _from_page(torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8), length_bytes)
@@ -65,9 +64,9 @@ class Driver:
         return bool(tensor.device.type == "cpu")
 
     def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
-        """Lock host memory, so that copies of it do not block their caller. Return False if that fails.
+        """Page-lock host memory, so that copies from and to it do not block the caller.
 
-        Copies are slower then. A copy must not cross a multiple of `slot_bytes`.
+        Returns False if that fails; copies still work then, but are slower. No copy may cross a multiple of `slot_bytes`.
         """
         return True
 
@@ -111,7 +110,8 @@ class Driver:
 class CudaDriver(Driver):
     """A GPU. Raises DeviceError if torch finds none.
 
-    Threads that do device work for a cache use this GPU from then on, even while an engine captures a CUDA graph.
+    A thread that does device work here keeps this GPU as its current device, and may go on while another thread
+    captures a CUDA graph.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -126,7 +126,7 @@ class CudaDriver(Driver):
         self.device = torch.device("cuda", ordinal)
         self._thread = threading.local()
         self._registered: dict[int, list[int]] = {}
-        """Addresses of registrations, by the address of the memory that they cover."""
+        """Start addresses of the registrations that cover a block of memory, by the address of that block."""
 
     def memory_bytes(self) -> tuple[int, int]:
         with self._reported():
@@ -159,7 +159,8 @@ class CudaDriver(Driver):
     def _register(self, memory: np.ndarray, piece_bytes: int) -> int:
         """Register all of the memory or none; return the status.
 
-        A failure leaves an error on the calling thread, which torch would report for the next kernel.
+        Call it in a thread of its own: a failure leaves an error on the thread, which torch would report for its next
+        kernel.
         """
         self._attach()
         cudart = self._torch.cuda.cudart()
@@ -228,7 +229,7 @@ class CudaDriver(Driver):
             self._thread.attached = True
 
     def _relax(self) -> None:
-        """Let the calling thread query events while another thread captures a CUDA graph, which would fail otherwise."""
+        """Let the calling thread query events while another thread captures a CUDA graph; CUDA forbids it by default."""
         if not getattr(self._thread, "relaxed", False):
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
             self._thread.relaxed = True
@@ -277,7 +278,7 @@ def _from_page(memory: Tensor, length_bytes: int) -> Tensor:
 
 
 def in_own_thread(call: Callable[[], T]) -> T:
-    """Return the result of `call` in a new thread, which has no pending CUDA errors and no memory pool of other code."""
+    """Run `call` in a new thread, free of CUDA errors and memory pools of other code. Return its result."""
     future: Future[T] = Future()
 
     def run() -> None:

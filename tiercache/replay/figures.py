@@ -25,7 +25,7 @@ class Quantiles:
         self._buckets[round(math.log(value, _STEP)) if value > 1e-9 else -(10**6)] += 1
 
     def at(self, part: float) -> float:
-        """Return the value that `part` (0..1) of all do not exceed; 0 if there is none."""
+        """Return the quantile `part` (0..1) of the added values; 0 if there are none."""
         seen = 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
@@ -49,12 +49,12 @@ class Figures:
     flash_blocks: int = 0
     """Blocks read from flash by a waiting request, within the contiguous prefix."""
     wanted_blocks: int = 0
-    """Blocks in the contiguous prefix of RAM and flash at the request's arrival, the most that a prefetch could load."""
+    """Blocks of the contiguous prefix that RAM and flash together hold at arrival: the upper bound of a perfect prefetch."""
     saved_s: float = 0.0
     """Prefill seconds avoided by hits, less the seconds to load them."""
     ttft: Quantiles = field(default_factory=Quantiles)
     inserted_blocks: int = 0
-    """Blocks inserted into RAM by demand in the whole run, which is what a single cache of this size would write."""
+    """Blocks that demand, not prefetch, inserted into RAM in the whole run: the writes of a single cache of this size."""
     flash_written_blocks: int = 0
     """Blocks written to flash in the whole run."""
     governed_blocks: int = 0
@@ -66,7 +66,7 @@ class Figures:
 
     @property
     def hit(self) -> float:
-        """Part of the contiguous prefixes' blocks that was loaded from RAM or flash."""
+        """Fraction of all requested blocks that was loaded from RAM or flash."""
         return (self.ram_blocks + self.flash_blocks) / self.blocks if self.blocks else 0.0
 
     @property
@@ -75,5 +75,5 @@ class Figures:
 
     @property
     def ready(self) -> float:
-        """Part of the cached blocks of a request that was in RAM at its arrival."""
+        """Fraction of the requests' cached blocks that was in RAM at their arrival."""
         return self.ram_blocks / self.wanted_blocks if self.wanted_blocks else 0.0

@@ -39,26 +39,26 @@ class Setting:
     admission: str = "all"
     flash_bytes_per_day: float = 0.0
     prefetch: tuple[str, ...] = ()
-    """Predictors: a selection of hints and sessions."""
+    """Predictors to use: `hints`, `sessions` or both."""
     prefetch_bytes_per_s: float = 0.0
     """Rate limit of prefetches; 0 means the rate of the flash."""
     prefetch_share: float = 0.5
-    """Part of the hot cache for prefetched chunks without an access."""
+    """Largest fraction of the hot cache for prefetched chunks that have not been accessed yet."""
     hint_lead_s: float = 10.0
-    """Time between a program's announcement of the next turn and the turn, unless the request gives its own.
+    """Time from a program's announcement of its next turn to that turn, unless the request gives its own lead.
 
     The announcement is never earlier than the end of the last turn."""
     hint_error: float = 0.0
-    """Largest error of an announced time as a part of the lead, uniformly distributed in both directions."""
+    """Largest error of an announced time, as a fraction of the lead. Errors are uniform in both directions."""
     noisy: float = 0.0
-    """Blocks that another tenant stores per block of the trace, each only once."""
+    """Blocks that a second, scanning tenant stores per block of the trace. It stores each block only once."""
     quotas: bool = False
     """Limit each tenant to half of RAM and half of the flash."""
     hardware: Hardware = Hardware()
 
 
 def parse_size(text: str, block_bytes: int, unique_blocks: int | None) -> int | None:
-    """Return the blocks of `text`: `10%` (of unique blocks), `64GB`, `12000`, or `all` (None). Raises SettingError."""
+    """Convert a size to blocks: `10%` (of unique blocks), `64GB`, `12000`, or `all` (None). Raises SettingError."""
     text = text.strip()
     if text.lower() in ("all", "infinite"):
         return None

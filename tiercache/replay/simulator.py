@@ -1,9 +1,9 @@
 """Simulate the cache by discrete events: real policies and indexes, simulated bytes and time.
 
-The contents of a tier change at a request's arrival, in the order of the trace, so that hit rates depend on the policy
-and not on speeds; they change in the order of the live cache, as `tiercache replay --real` verifies. Time decides when
-a demand read or a prefetch is done, how long a request waits, and when a turn has ended. Demand reads precede
-prefetches, block by block.
+The contents of a tier change only when a request arrives, in the order of the trace, so hit rates depend on the policy
+and not on speeds. They change in the same order as in the live cache, which `tiercache replay --real` verifies. Time
+decides when a demand read or a prefetch is done, how long a request waits, and when a turn has ended. Demand reads go
+before prefetches, block by block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ram:
     """The hot cache: blocks of equal size, and optionally a quota of blocks for each tenant."""
 
     def __init__(self, policy: str, blocks: int, quota_blocks: int = 0) -> None:
-        """`quota_blocks` 0 means none."""
+        """Create an empty cache; `quota_blocks` 0 means no quota."""
         self.blocks = blocks
         self._order: LeafLru = LeafLru(policy, by_tenant=quota_blocks > 0)
         self._shares = Shares(quota_blocks) if quota_blocks else None
@@ -71,7 +71,7 @@ class Ram:
         self._order.leased(entry)
 
     def unpin(self, key: ChunkKey) -> None:
-        """Let a block be evicted again, if it is pinned."""
+        """Make a block evictable again. Does nothing if the block is absent or not pinned."""
         entry = self.entries.get(key)
         if entry is not None and entry.leases:
             entry.leases = 0
@@ -140,7 +140,7 @@ class Simulator:
             self.ram.unpin(key)
 
     def _prefetch(self, plan: PrefetchPlan, until_s: float) -> None:
-        """Prefetch block by block, while no demand read uses the flash. Blocks not read by `until_s` are late for it."""
+        """Prefetch block by block while no demand read uses the flash. A block not read by `until_s` comes too late."""
         assert self.flash is not None
         block_s = self.block_bytes / self.setting.hardware.flash_read_bytes_per_s
         now_s = max(self._prefetched_s, self._flash_free_s)
@@ -163,7 +163,7 @@ class Simulator:
         self._prefetched_s = now_s
 
     def _promote(self, plan: PrefetchPlan, promotion: Promotion) -> None:
-        """Insert a block that has been read, pinned until its access or until it is no longer expected."""
+        """Insert a block that has been read, and pin it until it is accessed or no longer expected."""
         key = promotion.key
         if self.flash is not None:
             self.flash.touch(key)
@@ -174,7 +174,7 @@ class Simulator:
             self.ram.pin(key)
 
     def _pin_hot(self, key: ChunkKey, pin: bool) -> bool | None:
-        """Called by the plan for an expected block; see `PrefetchPlan.next`."""
+        """Answer the plan about an expected block, and pin it if `pin`; see `hot` of `PrefetchPlan.next`."""
         if key in self.ram:
             if pin:
                 self.ram.pin(key)
@@ -182,7 +182,7 @@ class Simulator:
         return None if self.flash is not None and key in self.flash else False
 
     def _scan(self, request: Request) -> None:
-        """Store the other tenant's blocks before that request. They are not counted."""
+        """Store the scanning tenant's blocks that precede this request. No figure counts them."""
         self._to_scan += self.setting.noisy * len(request.keys)
         while self._to_scan >= _NOISY_BLOCKS:
             self._to_scan -= _NOISY_BLOCKS
@@ -223,7 +223,7 @@ class Simulator:
         return position
 
     def _on_flash(self, keys: list[ChunkKey], hot: int, found: int) -> int:
-        """Return the number of found blocks that have to be read."""
+        """Return how many of the found blocks have to be read from flash."""
         ram = self.ram.entries
         return sum(key not in ram for key in keys[hot:found])
 
@@ -277,14 +277,14 @@ class Simulator:
         """Deliver one batched get."""
         entries, part = self.ram.entries, keys[begin:end]
         time = self.ram.access(part)
-        # The reads are decided before the first insertion: a block evicted meanwhile has been delivered.
+        # Decide all reads before the first insertion: a block that an insertion evicts was delivered before.
         for place in [place for place in range(begin, end) if keys[place] not in entries]:
             self._into_ram(keys[place], keys[place - 1] if place else None, time - (place - begin))
         if self.flash is not None:
             self.flash.touch_prefix(part)
             if self.setting.admission == "all":
                 return  # it was written at its put, and is not written again after its eviction
-            # A block evicted for others of the same request is not written.
+            # Do not write blocks that insertions for this same request evicted.
             for key in [key for key in part if key not in self.flash and key in entries]:
                 self._write(key, self.flash, now_s)
 

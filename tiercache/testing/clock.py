@@ -1,4 +1,4 @@
-"""An event loop with a virtual clock that jumps to the next timer when nothing else happens: tests wait for no deadline."""
+"""An event loop whose virtual clock jumps to the next timer when all threads wait, so that tests need no real waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 _GRACE_S = 0.03
-"""Real seconds, at most the time to the next timer, without an event before the clock jumps."""
+"""Real seconds without an event before the clock jumps; less if the next timer is nearer."""
 _BEGAN_S = 1_000.0
 
 
@@ -33,17 +33,16 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 def _others_wait() -> bool:
-    """Return True if each other thread of this process waits for a lock, an event or another process.
+    """Return True if every other thread sleeps: none computes, and none waits for a processor or a disk.
 
-    Such threads neither compute nor wait for a processor or a disk. A thread may wake another between two checks, so
-    both checks must have the same result.
+    A thread may wake another one during a check, so two checks must give the same result.
     """
     first = _waiting_threads()
     return first is not None and first == _waiting_threads()
 
 
 def _waiting_threads() -> dict[str, list[str]] | None:
-    """Return the number of switches of each other thread, or None if any of them runs."""
+    """Return the context-switch counts of each other thread; None if one of them runs or waits for a disk."""
     own = str(threading.get_native_id())
     switches = {}
     for thread in os.listdir("/proc/self/task"):
@@ -62,9 +61,8 @@ def _waiting_threads() -> dict[str, list[str]] | None:
 class JumpingClockLoop(asyncio.SelectorEventLoop):
     """Use with `asyncio.Runner(loop_factory=JumpingClockLoop)`. Timers fire in order, at once.
 
-    The clock is purely virtual: real time does not move it, however slow the machine is. It stands while threads
-    compute or use a disk, and while `busy` returns True, which a test sets if threads wait for another process that
-    will answer.
+    The clock is purely virtual: real time does not move it, however slow the machine is. It stands still while threads
+    compute or use a disk, and while `busy` returns True. A test sets `busy` if threads wait for another process.
     """
 
     def __init__(self) -> None:

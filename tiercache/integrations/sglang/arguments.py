@@ -1,7 +1,7 @@
 """Select the arguments of SGLang's server that may change KV: all except those known to be harmless.
 
-Arguments of new versions are included by default. A superfluous argument costs hits after a change; a missing argument
-would cost correct answers.
+Arguments of new versions are included by default. A needless argument costs hits when it changes; a missing argument
+would cause wrong answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_CONTENT = (
 """Arguments whose files are identified by content in the layout (`identity.py`)."""
 
 _IN_LAYOUT = ("page_size", "tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
-"""Arguments whose effect is in the layout: the page, and the part of the KV that a rank holds."""
+"""Arguments that the layout covers already: the page size, and how the KV is split among ranks."""
 
 _HARMLESS = """
     host port grpc_port grpc_mode grpc_worker_threads grpc_response_timeout_secs smg_grpc_mode smg_http_sidecar_port
@@ -104,8 +104,9 @@ _HARMLESS = """
     allowed_media_domains media_url_max_file_size_mb mm_preprocess_cache_size_mb limit_mm_data_per_request
     enable_mm_global_cache mm_global_cache_backend mm_feature_transport
 """
-"""Addresses, names and keys; templates and sampling, which change tokens and not their KV; logs and metrics; scheduling
-and memory sizes; storage; CUDA graphs; loading of weights; other servers; media."""
+"""Arguments that do not change the KV of given tokens: addresses, names and keys; templates and sampling (they only choose
+the tokens); logs and metrics; scheduling and memory sizes; storage; CUDA graphs; loading of weights; other servers; media.
+"""
 DO_NOT_COUNT = frozenset((*_BY_CONTENT, *_IN_LAYOUT, *_HARMLESS.split()))
 
 _PATHS = ("_path", "_file", "_config", "_location", "_map")
@@ -113,7 +114,7 @@ _PATHS = ("_path", "_file", "_config", "_location", "_map")
 
 
 def arguments_in_effect() -> Mapping[str, Any] | None:
-    """Return SGLang's resolved arguments of this process; None in a program that only uses SGLang's parts."""
+    """Return the resolved arguments of this process's SGLang server; None if the process runs no server."""
     try:
         from sglang.srt.runtime_context import get_context
 
@@ -124,7 +125,7 @@ def arguments_in_effect() -> Mapping[str, Any] | None:
 
 
 def digest_of(arguments: Mapping[str, Any]) -> str:
-    """Return 32 hex digits over all included arguments and the contents that they name. Raises OSError."""
+    """Return 32 hex digits over all included arguments and the contents of the files that they name. Raises OSError."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(arguments.keys() - DO_NOT_COUNT):
         value = arguments[name]
@@ -144,7 +145,7 @@ def _ordered(value: Any) -> Any:
 
 
 def _contents(name: str, value: Any) -> list[str]:
-    """Return digests of the contents at a path, since the file there may change."""
+    """Return digests of the files that a value names, since their contents may change under the same path."""
     texts = value if isinstance(value, (list, tuple)) else [value]
     named = [text for text in texts if isinstance(text, str) and (os.sep in text or name.endswith(_PATHS))]
     found = []

@@ -1,9 +1,9 @@
 """KV events: tell routers which blocks of the engine our tiers hold.
 
 The workers report which chunks come and go in which tier (`Residency`, `Change`). The scheduler's half knows the blocks
-of a chunk (`ChunkBlocks`) from the request that stored or loaded it. `AnnouncedBlocks` makes of both the fewest events
-that keep a router right: a block is stored in a medium when the first chunk that contains it is there on all ranks, and
-removed when the last one is gone.
+of a chunk (`ChunkBlocks`) from the request that stored or loaded it. `AnnouncedBlocks` combines both into as few events as
+a router needs: a block is announced as stored in a medium when the first chunk that contains it is there on all ranks, and
+as removed when the last such chunk is gone.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MEDIA = {"cpu": "CPU", "shared_memory": "STORAGE", "disk": "STORAGE", "gds": "STORAGE"}
-"""The tiers of this host, and vLLM's names for what they are. Others are reached by every engine alike, which tells a router
-nothing, and what leaves them is not known here."""
+"""The tiers of this host, and vLLM's names of their media. Every engine reaches the other tiers equally well, so they do not
+help a router, and this process does not see which chunks leave them."""
 MOST_CHUNKS = 65536
-"""The most chunks that are announced at a time. Each takes about 2 KiB for 256 tokens in blocks of 16."""
+"""Limit of the chunks announced at the same time. Each takes about 2 KiB for 256 tokens in blocks of 16."""
 _MOST_AT_ONCE = 8192
-"""Changes that a step carries; the rest goes with the next one."""
+"""Limit of the changes reported with one step; the rest follows with the next."""
 _LINGER_S = 1.0
-"""The time for which steps are asked for after the last report, while a worker is busy."""
+"""How long after the last report further steps are requested while a worker is busy."""
 _FIELDS = frozenset(BlockStored.__struct_fields__)
 _LOCALITY = {"locality": "LOCAL"} if "locality" in _FIELDS else {}
-"""Older vLLMs say nothing about that."""
+"""Events of older vLLMs have no such field."""
 
 
 class Change(NamedTuple):
@@ -54,7 +54,7 @@ class Change(NamedTuple):
     there: bool
     rank: int
     part: int
-    """The one of the chunk's `parts` that the rank has there: ranks that share a tier may have the same."""
+    """Index of the part that the rank has there, of the chunk's `parts`. Ranks that share a tier may have the same part."""
     parts: int
 
 
@@ -64,7 +64,7 @@ class Report(NamedTuple):
     rank: int
     changes: list[Change]
     is_busy: bool
-    """More may follow soon, without a request: chunks are being written."""
+    """More changes may follow soon without a request, since chunks are being written."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class ChunkBlocks:
     """The engine's blocks in a chunk, as vLLM's own events have them."""
 
     hashes: tuple[bytes, ...]
-    """The engine's, of each block; not the names under which we store."""
+    """The engine's hash of each block, which is not the name under which tiercache stores it."""
     parent: bytes | None
-    """The hash of the block before them."""
+    """The hash of the block before the first; None at the start of a prompt."""
     tokens: array[int]
     block_tokens: int
     group: int = 0
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
-    """The things that vLLM hashed besides the tokens of each block: images, cache salt, adapter."""
+    """Inputs of vLLM's hash of each block besides its tokens: images, cache salt, adapter."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Stored:
     medium: str
     chunk: ChunkBlocks
     first: int
-    """The blocks from this one on; those before it were stored already."""
+    """Index of the first block to announce; earlier blocks are announced already."""
 
 
 @dataclass
@@ -103,21 +103,23 @@ class Removed:
 class _Chunk:
     blocks: ChunkBlocks
     ranks: dict[str, dict[int, int]] = field(default_factory=dict)
-    """The part that each rank has, by tier."""
+    """The part that each rank has, by tier and rank."""
     media: set[str] = field(default_factory=set)
     """The media in which the chunk is announced."""
 
 
 class AnnouncedBlocks:
-    """Bounded by `most` chunks. The one that was named longest ago goes, and is announced as removed though it may be there:
-    a router that knows less sends a request elsewhere, and one that knows more sends it in vain.
+    """Turns changes of chunks into events about blocks. Knows at most `most` chunks.
+
+    The least recently named chunk is forgotten first, and announced as removed even if it is still there. A router that
+    misses a chunk only sends a request elsewhere; one that expects a missing chunk sends it here in vain.
     """
 
     def __init__(self, most: int = MOST_CHUNKS) -> None:
         self._most = most
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
         self._heads: dict[tuple[int, bytes], list[bytes]] = {}
-        """Chunks that begin with the same block: tails of different lengths, and what they became."""
+        """Chunks that begin with the same block: tails of different lengths, and the full chunk that they became."""
         self._events: list[Stored | Removed] = []
         self._watching: dict[bytes, bool] = {}
 
@@ -125,14 +127,14 @@ class AnnouncedBlocks:
         return len(self._chunks)
 
     def knows(self, name: bytes) -> bool:
-        """Return True if the chunk is known. It counts as named now."""
+        """Return True if the chunk is known, and mark it as the most recently named."""
         if name not in self._chunks:
             return False
         self._chunks.move_to_end(name)
         return True
 
     def know(self, name: bytes, blocks: ChunkBlocks) -> None:
-        """A chunk that a request has stored or loads; where it is, the workers are to say."""
+        """Add a chunk that a request stores or loads. The workers will report where it is."""
         if self.knows(name):
             return
         self._chunks[name] = _Chunk(blocks)
@@ -156,12 +158,12 @@ class AnnouncedBlocks:
             self._settle(change.name, chunk, MEDIA[change.tier], change.parts)
 
     def forget_everything(self) -> None:
-        """No request finds what was stored so far."""
+        """Forget all chunks and announce them as removed, since no request finds them any more."""
         while self._chunks:
             self._forget(next(iter(self._chunks)))
 
     def take_watching(self) -> dict[bytes, bool]:
-        """Chunks that the workers have to watch from now on (True), or no longer; since the last call."""
+        """Return the chunks that the workers have to start (True) or stop (False) watching, since the last call."""
         watching, self._watching = self._watching, {}
         return watching
 
@@ -171,7 +173,7 @@ class AnnouncedBlocks:
         return events
 
     def _settle(self, name: bytes, chunk: _Chunk, medium: str, parts: int) -> None:
-        """The file tiers of a host all have the same parts."""
+        """Announce a chunk that came or went. `parts` fits every tier of the medium: all file tiers have the same parts."""
         there = any(MEDIA[tier] == medium and len(set(ranks.values())) == parts for tier, ranks in chunk.ranks.items())
         if there and medium not in chunk.media:
             shared = self._shared(name, chunk, medium)
@@ -181,7 +183,7 @@ class AnnouncedBlocks:
         elif not there and medium in chunk.media:
             self._remove(name, chunk, medium)
             if not chunk.media:
-                self._chunks.move_to_end(name, last=False)  # nothing is lost with it
+                self._chunks.move_to_end(name, last=False)  # forget it first: it is nowhere
 
     def _remove(self, name: bytes, chunk: _Chunk, medium: str) -> None:
         chunk.media.discard(medium)
@@ -204,7 +206,7 @@ class AnnouncedBlocks:
         self._watching[name] = False
 
     def _shared(self, name: bytes, chunk: _Chunk, medium: str) -> int:
-        """Return how many of its first blocks another chunk holds in that medium."""
+        """Return how many of the chunk's first blocks another chunk holds in that medium."""
         most = 0
         for other in self._heads[chunk.blocks.group, chunk.blocks.hashes[0]]:
             if other != name and medium in self._chunks[other].media:
@@ -213,7 +215,7 @@ class AnnouncedBlocks:
 
 
 def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """The length of the longest prefix of both."""
+    """Return the length of the longest common prefix."""
     for position, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return position
@@ -221,22 +223,24 @@ def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 
 
 class KvEvents:
-    """The scheduler's half. Of groups with a window nothing is told: what they keep is of use at the end of a hit only."""
+    """The scheduler's half. Does not announce groups with a window, whose blocks are useful only at the end of a hit."""
 
     def __init__(self, geometry: BlockGeometry, hash_tokens: int) -> None:
-        """Each of a request's block hashes stands for `hash_tokens`."""
+        """`hash_tokens` is the number of tokens that each of a request's block hashes covers."""
         self.announced = AnnouncedBlocks()
         self._geometry = geometry
         self._hash_tokens = hash_tokens
         self._kinds = {group.index: _kind_of(group) for group in geometry.groups}
         self._busy: set[int] = set()
-        """Ranks that may soon have more to say."""
+        """Ranks that may soon report more changes."""
         self._reported_s = 0.0
 
     @property
     def wants_step(self) -> bool:
-        """One more step is worth having, though no request needs it: events go out with steps, and what was written since
-        the last one, and evicted for it, would be told only with the next request. Not for long where a tier hangs.
+        """Return True if the engine should make one more step to send events, even though no request needs it.
+
+        Events go out with steps, so changes after the last one would wait for the next request. False some time after the
+        last report, in case a tier hangs.
         """
         return bool(self._busy) and time.monotonic() - self._reported_s < _LINGER_S
 
@@ -248,13 +252,13 @@ class KvEvents:
 
     @survives(lambda: None)
     def moves(self, request: Request, names: Sequence[bytes], first: int, transfers: Sequence[BlockTransfer]) -> None:
-        """A request stores or loads these chunks, of which none lies before block `first`."""
+        """Add the chunks that a request stores or loads. None of them lies before block `first`."""
         geometry = self._geometry
         start = geometry.whole_chunks(first)
         ends = {name: end for end, name in enumerate(names[start:], start + 1)} if transfers else {}
         for transfer in transfers:
             group = geometry.groups[transfer.group]
-            # Of the parts of a rank, which come and go together, the last says it for all.
+            # The parts of a rank come and go together, so only the last one is announced.
             tells = group.window_tokens is None and (geometry.parts is None or group.part == geometry.parts.here - 1)
             if tells and not self.announced.knows(transfer.name):
                 end = ends[transfer.name.removesuffix(suffix_of(transfer.group, geometry))]
@@ -268,7 +272,7 @@ class KvEvents:
         ]
 
     def _described(self, request: Request, position: int, start: int, end: int) -> ChunkBlocks:
-        """Blocks `start` .. `end` of the geometry's, as the group counts them."""
+        """Describe the geometry's blocks `start` .. `end` as blocks of the group."""
         group = self._geometry.groups[position]
         first_token, end_token = start * self._geometry.block_tokens, end * self._geometry.block_tokens
         step = group.block_tokens // self._hash_tokens
@@ -294,7 +298,7 @@ class KvEvents:
 
 
 def _kind_of(group: KvGroup) -> dict[str, str]:
-    """Return the fields by which vLLM's events describe such blocks."""
+    """Return the fields by which vLLM's events describe the kind of the group's blocks."""
     if group.spec is None or "kv_cache_spec_kind" not in _FIELDS:
         return {}
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
@@ -314,7 +318,7 @@ def _stored(event: Stored, kind: dict[str, str]) -> KVCacheEvent:
         lora_id=chunk.lora_id,
         medium=event.medium,
         lora_name=chunk.lora_name,
-        # What the engine says of its own blocks has an entry a block, None for nothing.
+        # One entry per block, as in the engine's own events; None if a block has no extra keys.
         extra_keys=untagged(chunk.extra_keys[first:] if chunk.extra_keys else [None] * (len(chunk.hashes) - first)),
         group_idx=chunk.group,
         **kind,
@@ -328,16 +332,16 @@ def _removed(event: Removed) -> KVCacheEvent:
 
 
 class ChunkWatch:
-    """Follows in which tiers of this host watched chunks are. All but the methods with an underscore are called by the
-    engine's thread and do not wait; those belong to the loop.
+    """Tracks in which tiers of this host watched chunks are.
 
-    Of what happens to a chunk between two calls of `take` only the last counts, so nothing here is larger than what is
-    watched.
+    The engine's thread calls the public methods, which do not wait; the work is done on the cache's loop. Only the last
+    change of a chunk between two calls of `take` is kept, so memory is bounded by the number of watched chunks.
     """
 
     def __init__(self, thread: CacheThread, place_of: Callable[[Tier], str], most: int | None = None) -> None:
-        """`place_of` names a tier; tiers of one name count as one place. Only the `most` chunks that were named last are
-        watched: the others are told as gone.
+        """`place_of` names a tier; tiers with the same name count as one place.
+
+        Only the `most` chunks that were watched last are tracked. Older ones are reported as gone.
         """
         self._thread = thread
         self._place_of = place_of
@@ -354,20 +358,20 @@ class ChunkWatch:
         return bool(self._changes)
 
     def watch(self, names: Mapping[ChunkKey, bytes]) -> None:
-        """Tell of these chunks: where they are, and when they come and go."""
+        """Report where these chunks are, and when they come and go."""
         if names:
             self._call(self._watch, names)
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
-        """Watch these no longer. Nothing is told of that."""
+        """Stop watching these chunks, without a report."""
         self._call(self._drop, keys)
 
     def forget_everything(self) -> None:
-        """Tell all as gone, wherever they are: no request finds them any more."""
+        """Report all chunks as gone, wherever they are, since no request finds them any more."""
         self._call(self._shrink, 0)
 
     def take(self, most: int | None = None) -> dict[tuple[bytes, str], bool]:
-        """Return what changed since the last call, or `most` of it: whether a name's chunk is in a place."""
+        """Return up to `most` changes since the last call: True if the named chunk is now in the place."""
         with self._lock:
             taken = dict(islice(self._changes.items(), most))
             for change in taken:
@@ -419,13 +423,13 @@ class ChunkWatch:
 
 
 def local_tiers(cache: TierCache) -> list[Tier]:
-    """Return the tiers of this host. A hot cache that keeps nothing is on the way, and no place for chunks."""
+    """Return the tiers of this host, without a hot cache that keeps nothing: chunks only pass through it."""
     tiers: list[Tier] = [*([cache.cpu] if cache.cpu.keep else []), *cache.tiers]
     return [tier for tier in tiers if tier.name in MEDIA]
 
 
 class Residency:
-    """The worker's half of KV events: which watched chunks are in which tier of this rank, and what changed."""
+    """The worker's half of KV events: reports in which tiers of this rank the watched chunks are."""
 
     def __init__(self, thread: CacheThread, layout: Layout, geometry: BlockGeometry) -> None:
         cache = thread.cache
@@ -437,17 +441,18 @@ class Residency:
         self._was_busy = False
 
     def watch(self, watching: Mapping[bytes, bool]) -> None:
-        """Watch these chunks, by name, from now on; or, with False, no longer."""
+        """Start (True) or stop (False) watching chunks, by name."""
         if watching:
             keys = keys_of(self._namespace, list(watching), self._geometry)
-            self._chunks.drop(keys)  # what is watched anew is told anew
+            self._chunks.drop(keys)  # a chunk that is watched again is reported again
             self._chunks.watch({key: name for key, name in zip(keys, watching, strict=True) if watching[name]})
 
     def take(self, *, is_storing: bool) -> Report | None:
-        """Return what changed since the last call, or a part of it; None where there is no news. `is_storing`: blocks are on
-        their way into the hot cache.
+        """Return changes since the last call, at most `_MOST_AT_ONCE`; None if there is no news.
+
+        `is_storing` means that blocks are on their way into the hot cache.
         """
-        # The lengths of two dictionaries a tier, which may be looked at from here.
+        # `pending` only reads the lengths of two dictionaries, which is safe in this thread.
         is_busy = is_storing or any(writer.pending for writer in self._writers)
         if not self._chunks.has_news and is_busy == self._was_busy:
             return None

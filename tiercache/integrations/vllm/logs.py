@@ -21,8 +21,9 @@ _complained: set[str] = set()
 
 
 def show_our_log() -> None:
-    """vLLM sets up its own loggers only; without a handler of ours INFO lines would vanish in its processes. Where some
-    library has given the root logger one, as `logging.warning` does, that is used. A level that was set stays.
+    """Make tiercache's INFO lines visible, since vLLM sets up a handler for its own loggers only.
+
+    Uses the root logger's handler if it has one. Changes nothing if tiercache's logger has a handler or a level already.
     """
     ours = logging.getLogger("tiercache")
     if ours.handlers or ours.level:
@@ -38,7 +39,7 @@ def show_our_log() -> None:
 
 
 def survives(instead: Callable[[], Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """An exception becomes `instead()`, and one log line per method and kind."""
+    """Turn an exception of the method into the result `instead()`. Log it once per method and exception type."""
 
     def decorate(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
@@ -49,7 +50,7 @@ def survives(instead: Callable[[], Any]) -> Callable[[Callable[..., R]], Callabl
                 kind = f"{method.__name__}: {type(error).__name__}"
                 if kind not in _complained:
                     _complained.add(kind)
-                    logger.exception("the cache is of no use for a moment (said once): %s", kind)
+                    logger.exception("tiercache failed, and the engine goes on without it (logged once): %s", kind)
                 substitute: R = instead()
                 return substitute
 
@@ -75,10 +76,10 @@ def trace_of(request: Any) -> Trace | None:
 
 
 def add_span(name: str, of: Trace | None, began_s: float, **attributes: str | int | float) -> None:
-    """One that began at `began_s` (of `time.monotonic`) and ends now. Any thread may call this, and it never raises."""
+    """Export a span that began at `began_s` (`time.monotonic`) and ends now. Thread-safe; never raises."""
     if of is None or trace is None:
         return
-    with contextlib.suppress(Exception):  # a trace is worth no request
+    with contextlib.suppress(Exception):  # a failed trace must not fail the request
         end_ns = time.time_ns()
         span = trace.get_tracer("tiercache").start_span(
             f"tiercache.{name}",

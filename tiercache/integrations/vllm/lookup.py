@@ -1,17 +1,17 @@
-"""Lookups: the scheduler's half asks the workers' caches what they have of requests, and never waits for the answer.
+"""Lookups: the scheduler's half asks the workers' caches which blocks of requests they have, without waiting for answers.
 
 `LookupClient` sends all questions of a step at once: to the worker's loop if that is in this process, else through a Unix
-socket to each worker. The answer for several workers is what all of them have. The scheduler's thread shares Python's lock
-with the threads that ask and answer: 64 lookups that were begun one by one, each with a wake-up, once cost it 5 ms.
+socket to each worker. With several workers the answer is the hit that all of them have. Questions are sent together
+because each wake-up of another thread makes the scheduler's thread compete for Python's lock.
 
-`LookupServer` answers in a worker. `Claims` keep what lookups have promised hot (or mapped) until it is loaded: a load of
-several groups that fails in part sends its request back to the first token, so a lookup promises only what has been read
-and verified. Only a part of the hot cache is held. What comes on top of it was verified, and may have to be read again.
+`LookupServer` answers in a worker. `Claims` keep the promised chunks in the hot cache (or mapped) until they are loaded.
+With several groups a load that fails in part sends its request back to the first token, so a lookup promises only chunks
+that were read and verified. At most a part of the hot cache is held; chunks beyond it may have to be read again.
 
-A synchronous load must not fail at all, because requests that share its blocks go on with them (see `SchedulerSide`). So
-only what is held up to the last chunk is loaded like that, and from these leases.
+A synchronous load must not fail at all, because other requests that share its blocks go on with them (see
+`SchedulerSide`). So a load is synchronous only if all of its chunks are held, and it reads from these leases.
 
-`AnnouncedPrompts` finds the chunks of a prompt that was announced by its token ids: a request of these tokens needs them.
+`AnnouncedPrompts` finds the chunks that a request for a prompt announced by its token ids will need.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ logger = logging.getLogger("tiercache.vllm")
 LARGEST_MESSAGE_BYTES = 64 << 20
 
 _PART_FOR_PROMOTING = 0.8
-"""The part of `lookup_timeout_ms` in which chunks may come to the hot cache."""
+"""Fraction of `lookup_timeout_ms` that may be spent on bringing chunks into the hot cache."""
 _MOST_QUESTIONS = 256
-"""The most questions for one hit. Recurrent states may be stored in few places. Each is answered from memory, but
-where a shared tier has to be asked."""
+"""Limit of the questions for one hit: if only few recurrent states are stored, many are needed. Each is answered from
+memory, unless a shared tier has to be asked."""
 
 local: dict[tuple[str, int], LookupServer] = {}
 """The servers of workers that live in this process, by engine and rank."""
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """Messages are lists of these, and of answers: what a step asks in one, and what is answered together in one."""
+    """A question about one request. A message is a list of questions, or a list of answers."""
 
     number: int
-    """The question's number in its connection, where answers come in any order."""
+    """Identifies the question in its connection, since answers come in any order."""
     names: list[bytes]
     claim: str = ""
 
@@ -83,25 +83,25 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 class Lookup:
     """A question about one request to the caches: asked by the scheduler's thread, answered by another.
 
-    A `concurrent.futures.Future` does the same for 6 us, of which a step with 64 arrivals has many.
+    Cheaper than a `concurrent.futures.Future`, since a step may begin many lookups.
     """
 
     __slots__ = ("_wake", "answers", "claim", "given_up", "match", "names")
 
     def __init__(self, names: list[bytes], claim: str = "") -> None:
-        """`names`: one a block."""
+        """`names` has one name per block."""
         self.names = names
         self.claim = claim
         self.answers: dict[int, Match] = {}
         """The answers so far, by rank."""
         self.match: Match | None = None
-        """The answer, which stays as it is."""
+        """The answer. It is set once."""
         self.given_up = False
         self._wake: threading.Event | None = None
 
     @property
     def is_open(self) -> bool:
-        """Return True if an answer is wanted and not there yet."""
+        """Return True if the lookup has no answer yet and was not given up."""
         return self.match is None and not self.given_up
 
     def give(self, match: Match) -> None:
@@ -111,15 +111,15 @@ class Lookup:
             wake.set()
 
     def wait(self, timeout_s: float) -> Match | None:
-        """The answer, if it is there by then."""
+        """Block the calling thread until there is an answer; return None if there is none after `timeout_s`."""
         if self.match is None:
             self._wake = threading.Event()
-            if self.match is None:  # it may have come between the two
+            if self.match is None:  # the answer may have come before the event was set up
                 self._wake.wait(timeout_s)
         return self.match
 
     def give_up(self) -> None:
-        """The answer is not wanted any more: a lookup that is not asked yet is not asked."""
+        """Drop the answer, which is no longer wanted. A lookup that was not sent yet is never sent."""
         self.given_up = True
 
 
@@ -131,9 +131,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
-    """Return how many blocks of a request the cache has, and the chunks of the longest hit that all groups agree on: full
-    ones, then the longest tail. Of windows only what the hit needs is asked for. `names` has one name a block. All questions
-    together take no longer than `lookup_timeout_ms`; what a tier has not said by then counts as missing.
+    """Return how many blocks of a request the cache has, and the keys of the longest hit that every group can serve.
+
+    The keys are those of the full chunks, then of the longest tail. For groups with a window only the chunks that the hit
+    needs are looked up. `names` has one name per block. All questions together take at most `lookup_timeout_ms`; chunks that
+    a tier has not reported by then count as missing.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + cache.config.lookup_timeout_ms / 1000
@@ -148,7 +150,7 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
             return Match(), []
         keys = keys_of(cache.namespace, names_of(search.question, names, geometry), geometry)
         hit = await cache.lookup_keys(keys, deadline_s=max(0.0, until_s - loop.time()))
-        # Chunks of the layers that see every token are asked for first, and it counts where they lie.
+        # The first question is about the layers that see every token; the hit is attributed to their tiers.
         found = found or keys
         tokens = tokens or {tier: count * geometry.chunk_tokens for tier, count in hit.by_tier.items()}
         search.answer(hit.chunks)
@@ -168,7 +170,7 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
 
 
 class LookupServer:
-    """Answers lookups from another process. Lives on the worker's cache thread."""
+    """Answers lookups of the scheduler, from this or another process. Runs on the worker's cache thread."""
 
     def __init__(self, engine: str, rank: int, thread: CacheThread, geometry: BlockGeometry) -> None:
         self.thread = thread
@@ -177,20 +179,20 @@ class LookupServer:
         self._key = (engine, rank)
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._finding: set[asyncio.Task[None]] = set()
-        """Lookups for this process."""
+        """Lookups that the scheduler in this process began."""
         local[self._key] = self
         cache = thread.cache
-        # Of several groups all has to come to the hot cache for that.
+        # With several groups, every chunk must pass through the hot cache to be held.
         useful = not cache.config.enable_async_loading if geometry.plain else not self._direct
         self.claims = Claims(cache, geometry) if useful and cache.ahead.promotes else None
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str = "") -> Match:
-        """`locate`, for a request that is here. A lookup that fails is a miss.
+        """Return the match that `locate` finds for a waiting request. A lookup that fails is a miss.
 
-        With a `claim`, what is found is in the hot cache when this returns, and held for the request, as far as there is
-        room for that and time until then. Where it is not, it is prefetched, so that reading overlaps with the request's
-        wait in the engine's queue; but for what a tier reads into the device by itself, if that is where it will be wanted.
+        With a `claim`, the chunks found are in the hot cache when this returns and are held for the request, as far as room
+        and time allow. Otherwise they are prefetched, so that reading overlaps with the request's wait in the engine's
+        queue. Chunks that a tier reads directly into the device are not prefetched.
         """
         try:
             return await self._find(names, claim)
@@ -200,7 +202,7 @@ class LookupServer:
 
     @property
     def _direct(self) -> list[Tier]:
-        """Return the tiers that read into the device by themselves."""
+        """Return the tiers that read directly into the device."""
         cache = self.thread.cache
         return [tier for tier in cache.tiers if tier.serves_device] if cache.parts.on_device is not None else []
 
@@ -227,14 +229,14 @@ class LookupServer:
         self.thread.loop.call_soon_threadsafe(self._begin, asked)
 
     def release(self, claims: Iterable[str]) -> None:
-        """Let go of chunks that are loaded, or not wanted any more. Called by the engine's thread."""
+        """Release chunks that are loaded or no longer wanted. Called by the engine's thread."""
         if self.claims is not None and (over := tuple(claims)):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is held
                 self.thread.loop.call_soon_threadsafe(self.claims.release, *over)
 
     @property
     def held(self) -> Mapping[ChunkKey, Lease]:
-        """Return the leases of all requests. Belongs to the cache's loop."""
+        """Return the leases of all requests. Call it only on the cache's loop."""
         return self.claims.leases if self.claims is not None else {}
 
     def close(self) -> None:
@@ -288,7 +290,7 @@ class LookupServer:
                     answering.add(task)
                     task.add_done_callback(answering.discard)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ControlError):
-            pass  # the scheduler's process ended, or another program spoke
+            pass  # the scheduler's process ended, or another program connected
         finally:
             for task in answering:
                 task.cancel()
@@ -301,9 +303,7 @@ class LookupServer:
 
 
 class _Answers:
-    """Sends all answers of one round of the loop in one message: each costs the scheduler's process a turn of Python's
-    lock.
-    """
+    """Sends all answers of one round of the loop in one message, since each message costs the scheduler Python's lock."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -321,17 +321,17 @@ class _Answers:
 
 
 def socket_path(engine: str, rank: int) -> Path:
-    """Short whatever the engine is called: a Unix socket's path may have 107 characters."""
+    """Return the path of a worker's socket. The engine's name is hashed, since the path may have only 107 bytes."""
     name = hashlib.blake2b(engine.encode(), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir()) / f"tiercache-{os.getuid()}" / f"{name}.{rank}.sock"
 
 
 _NAMES_A_MESSAGE = 1 << 14
-"""Half a megabyte: a longer one would hold the worker's loop while it is unpacked."""
+"""Names per message, half a megabyte: unpacking a longer message would hold up the worker's loop."""
 
 
 class LookupClient:
-    """`begin`, `send` and `close` are called by one thread, the scheduler's, which polls what `begin` returned."""
+    """Asks all workers. The scheduler's thread calls `begin`, `send` and `close`, and polls the lookups."""
 
     def __init__(self, engine: str, ranks: int, geometry: BlockGeometry, timeout_s: float) -> None:
         self._engine = engine
@@ -344,15 +344,17 @@ class LookupClient:
         self._connections: dict[int, _Connection] = {}
 
     def begin(self, names: Sequence[bytes], claim: str = "") -> Lookup:
-        """Asked with the next `send`. It is answered in any case, by a failed Match where a worker does not answer in time.
-        What is found may be held for the request, until `LookupServer.release`.
+        """Return a lookup that the next `send` sends.
+
+        It always gets an answer: a failed Match if a worker does not answer in time. With a `claim`, the chunks found may be
+        held for the request until `LookupServer.release`.
         """
         one = Lookup(list(names), claim)
         self._unsent.append(one)
         return one
 
     def send(self) -> None:
-        """Ask all that was begun. Never waits."""
+        """Send all lookups begun since the last call. Never waits."""
         if not self._unsent:
             return
         asked, self._unsent = [one for one in self._unsent if one.is_open], []
@@ -361,7 +363,7 @@ class LookupClient:
                 worker.ask(asked)
                 return
             self._running().call_soon_threadsafe(self._ask, asked)
-        except RuntimeError as error:  # no thread is to be had, or the loop is closed
+        except RuntimeError as error:  # no thread could be started, or the loop is closed
             _miss(asked, error)
 
     def close(self) -> None:
@@ -378,7 +380,7 @@ class LookupClient:
             try:
                 thread.start()
             except RuntimeError:
-                loop.close()  # not kept: what is given to a loop that does not run would never end
+                loop.close()  # not kept: lookups given to a loop that does not run would never end
                 raise
             self._loop, self._thread = loop, thread
         return self._loop
@@ -388,7 +390,7 @@ class LookupClient:
     async def _hang_up(self) -> None:
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
         loop = asyncio.get_running_loop()
-        loop.call_soon(loop.stop)  # in that round the transports are closed
+        loop.call_soon(loop.stop)  # the transports close in the same round, before the loop stops
 
     def _ask(self, asked: list[Lookup]) -> None:
         asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, asked)
@@ -415,7 +417,7 @@ class LookupClient:
         if self._geometry.plain or all(match.blocks == least.blocks for match in answers):
             one.give(agreed(answers, self._geometry))
             return
-        # Windows have to be there for the hit as it is: a worker that has more may not have them.
+        # Windows are needed at the end of this exact hit, and a worker with a longer hit may lack them: ask again.
         one.names = one.names[: least.blocks]
         one.answers.clear()
         for again in range(self._ranks):
@@ -423,7 +425,7 @@ class LookupClient:
 
 
 class _Connection:
-    """To one worker; answers may come in any order."""
+    """A connection to one worker; answers may come in any order."""
 
     def __init__(self, client: LookupClient, rank: int, path: Path) -> None:
         self._client = client
@@ -442,7 +444,7 @@ class _Connection:
             self._send(numbered)
 
     def forget_ended(self) -> None:
-        """Forget lookups that have an answer or want none any more: this worker may never give one."""
+        """Forget lookups that are answered or given up, since this worker may never answer them."""
         self._waiting = {number: one for number, one in self._waiting.items() if one.is_open}
 
     async def close(self) -> None:
@@ -484,7 +486,7 @@ class _Connection:
 
 
 def _miss(asked: Sequence[Lookup], error: Exception) -> None:
-    """Make misses of lookups that have no answer."""
+    """Answer the lookups that are still open with a miss."""
     unanswered = [one for one in asked if one.is_open]
     if unanswered:
         logger.warning("%d lookups got no answer from the workers: %r", len(unanswered), error)
@@ -494,11 +496,12 @@ def _miss(asked: Sequence[Lookup], error: Exception) -> None:
 
 _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0
-"""The longest time that chunks are held for a request, which may wait for blocks, or have ended without a word."""
+"""Longest time that chunks are held for a request, which may still wait for blocks, or have ended unnoticed."""
 _OVER_FOR_S = 10.0
-"""The time after its release in which a lookup may begin. One that begins later claims until it expires as above."""
+"""How long a released name is remembered beyond a lookup's time limit. A lookup that comes later holds its chunks until
+they expire as above."""
 HELD_FOR_S = 30.0
-"""The time after the question for which held chunks are counted on. The load has as long again to begin."""
+"""How long after the question the scheduler relies on held chunks. The load has as long again to begin."""
 
 
 @dataclass
@@ -508,7 +511,7 @@ class _Claim:
 
 
 class Claims:
-    """All methods belong to the cache's event loop."""
+    """Leases on chunks for the requests that looked them up. Call all methods on the cache's event loop."""
 
     def __init__(self, cache: TierCache, geometry: BlockGeometry) -> None:
         self._cache = cache
@@ -516,7 +519,7 @@ class Claims:
         self._geometry = geometry
         self._claims: dict[str, _Claim] = {}
         self._over: dict[str, float] = {}
-        """Names that were released, until when that is remembered, oldest first."""
+        """Released names, each with the loop time until which it is remembered; oldest first."""
         self._times: dict[ChunkKey, int] = {}
         """The number of claims on each chunk."""
         self.leases: dict[ChunkKey, Lease] = {}
@@ -524,14 +527,15 @@ class Claims:
 
     @property
     def held(self) -> int:
-        """Chunks."""
+        """Return the number of chunks that are held."""
         return len(self.leases)
 
     async def claim_prefix(self, name: str, keys: Sequence[ChunkKey], until_s: float) -> int | None:
-        """Bring these chunks, which follow one another, into the hot cache and hold them for the request. Returns how many
-        of the first ones are held; that is fewer where one cannot be read, or computing is quicker by now. None, and nothing
-        is held, where there is no room to hold them all, or no time until `until_s` (a loop time), or when it is cancelled
-        or `name` was released, even before this was called.
+        """Bring consecutive chunks into the hot cache and hold them for the request. Return how many of the first are held.
+
+        That is not all of them if a chunk cannot be read, or if computing has become quicker than waiting. Returns None and
+        holds nothing if there is no room for all, if `until_s` (a loop time) has passed, or if `name` was released, even
+        before this call. Holds nothing if cancelled.
         """
         self._drop(name)
         if len(self.leases) + sum(key not in self.leases for key in keys) > self._most:
@@ -552,8 +556,10 @@ class Claims:
         return len(taken) if self._remember(name, taken) else None
 
     async def claim(self, name: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
-        """Bring the chunks of `match` into the hot cache and hold them for the request; what is not there by `until_s` (a
-        loop time) makes the hit shorter. Cancelled, or after `name` was released, it holds nothing.
+        """Bring the chunks of `match` into the hot cache and hold them for the request. Return the match that is there.
+
+        Chunks that are not there by `until_s` (a loop time) shorten the match. Holds nothing if cancelled, or if `name` was
+        released.
         """
         self._drop(name)
         geometry = self._geometry
@@ -574,7 +580,7 @@ class Claims:
         return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
 
     def release(self, *names_of_claims: str) -> None:
-        """Nothing is held under these names from now on, nor by lookups that come to it later: a name has one lookup."""
+        """Release all chunks held under these names. Their lookups, if still under way, hold nothing later."""
         now_s = asyncio.get_running_loop().time()
         longest_s = self._cache.config.lookup_timeout_ms / 1000
         while self._over and next(iter(self._over.values())) <= now_s:
@@ -588,7 +594,7 @@ class Claims:
             self._drop(name)
 
     def _remember(self, name: str, taken: list[ChunkKey]) -> bool:
-        """False: the name was released meanwhile, and nothing is held."""
+        """Keep `taken` under the name. Return False and hold nothing if the name was released meanwhile."""
         if name in self._over:
             self._let_go(taken)
             return False
@@ -604,7 +610,7 @@ class Claims:
             self._let_go(claim.keys)
 
     async def _take(self, keys: Sequence[ChunkKey], taken: list[ChunkKey], until_s: float) -> int:
-        """Return how many of `keys` may be promised, up to the first that may not. Add to `taken` what is held."""
+        """Return how many of the first `keys` may be promised. Add the keys now held to `taken`."""
         room = max(0, self._most - len(self.leases))
         new = [key for key in keys if key not in self.leases][:room]
         left_s = until_s - asyncio.get_running_loop().time()
@@ -630,7 +636,7 @@ class Claims:
             if found is None:
                 return False
             if lease is not None:
-                lease.release()  # it was removed, and is there again
+                lease.release()  # the leased copy was removed, and the chunk is there again
             self.leases[key] = found
         self._times[key] = self._times.get(key, 0) + 1
         return True
@@ -644,16 +650,14 @@ class Claims:
 
 
 class AnnouncedPrompts:
-    """The connector's `Naming`. `names` is the worker's own, which follows the scheduler's through resets."""
+    """The connector's `Naming`. `names` is the worker's copy, which follows the resets of the scheduler's names."""
 
     def __init__(self, names: BlockNames, geometry: BlockGeometry) -> None:
         self.names = names
         self._geometry = geometry
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
-        """Return keys as a request finds them: full chunks as far as there are any, the longest tail behind them, then
-        what is missing.
-        """
+        """Return keys in a request's order: full chunks that are present, the longest tail after them, then missing ones."""
         if (given := given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)

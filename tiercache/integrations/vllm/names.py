@@ -3,13 +3,13 @@
 vLLM has such names (`request.block_hashes`): SHA-256 over the block before, the token ids, and what else changes the KV
 (name and path of the LoRA adapter, multimodal items with their place, cache salt, prompt embeddings). Their seed is fixed
 unless PYTHONHASHSEED is set. This module adds the content of the adapter, and the tag of the tenant for a request with a
-salt. A hash that is not cryptographic has a random seed in each process, and prefixes can be made to collide; then this
-module hashes what vLLM would have hashed.
+salt. If vLLM is set to a hash that is not cryptographic, its seed differs between processes and an attacker can make
+prefixes collide, so this module hashes the same inputs itself.
 
-vLLM assumes that an adapter's content never changes under its name and path, which holds while an engine lives. A cache
-outlives engines. So the content is part of the names, if it is certain that the engine has loaded the present files: they
-were changed last before the engine began. Other adapters get names that no other engine finds, and this engine only while
-the files stay as they are. Files are looked at in a thread for each request, since they may change at any time.
+vLLM assumes that an adapter's content never changes under its name and path. That holds while an engine lives, but a cache
+outlives engines. So the content is part of the names if the engine has certainly loaded the present files, that is, if
+they last changed before the engine began. Other adapters get names that only this engine finds, and only until the files
+change. A thread checks the files for each request, since they may change at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _AT_ONCE = 32
-"""Blocks that are named without letting others run."""
+"""Blocks that are named in a row before other tasks of the loop may run."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 
@@ -64,7 +64,7 @@ class _Announced:
 
 
 class BlockNames:
-    """`extend` brings a request's list of names up to date, at a cost that grows with the new blocks only."""
+    """Gives blocks their names. `extend` adds those that a request's list lacks; its cost grows with the new blocks only."""
 
     def __init__(
         self,
@@ -74,8 +74,9 @@ class BlockNames:
         adapters: Adapters | None = None,
         tenant_salt: str = "",
     ) -> None:
-        """The engine hashes every `hash_tokens` tokens, of which blocks are multiples; by default every block. `tenant_salt`
-        is the whole cache's, which the namespace has.
+        """`hash_tokens` is the number of tokens per hash of the engine, by default a block; blocks are multiples of it.
+
+        `tenant_salt` is the salt of the whole cache, which is also in the namespace.
         """
         self.from_engine = hash_algorithm in CRYPTOGRAPHIC
         self._block_tokens = block_tokens
@@ -87,19 +88,19 @@ class BlockNames:
         self.adapters = adapters or Adapters(place_of)
 
     def forget_everything(self) -> bytes:
-        """Give only names that were never given before, here or elsewhere. Return the generation that makes them so."""
+        """Begin a new generation, whose names no process has given before. Return the generation."""
         self._generation = os.urandom(16)
         return self._generation
 
     def follow(self, generation: bytes) -> None:
-        """Give the names that another process gives since its `forget_everything` returned `generation`."""
+        """Use the `generation` that another process's `forget_everything` returned, so that both give the same names."""
         self._generation = generation
 
     async def of_tokens(self, tokens: Sequence[int], cache_salt: str, lora: tuple[str, str] | None) -> list[bytes]:
-        """The names that a request of these tokens gets, with its salt and its adapter (name and path), if any.
+        """Return the names that a request with these tokens, this salt and this adapter (name and path) gets.
 
-        By vLLM's own hashing. Lets others run on the loop between blocks. Requests with images, audio or embeddings have
-        other names, which cannot be known from tokens.
+        Uses vLLM's own hashing, and lets other tasks of the loop run between blocks. Requests with images, audio or
+        embeddings have other names, which cannot be computed from tokens.
         """
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import (
@@ -123,7 +124,7 @@ class BlockNames:
         return self.extend([], request, adapter)
 
     def extend(self, names: list[bytes], request: Request, adapter: bytes = b"") -> list[bytes]:
-        """Append the names of the blocks that `names` lacks; returns `names`. `adapter`: what `Adapters` knows of its."""
+        """Append the names of the blocks that `names` lacks; return `names`. `adapter` is the key from `Adapters.key_of`."""
         key = self._generation + adapter
         tag = tenant_tag(self._tenant_salt, request.cache_salt) if request.cache_salt else self._tag
         if not self.from_engine:
@@ -149,17 +150,17 @@ class BlockNames:
 
 
 _CLOCK_GRAIN_NS = 2_000_000_000
-"""The most by which clocks of file systems are taken to be wrong."""
+"""Largest error that is assumed of a file system's clock."""
 _MOST_WAITING = 10_000
-"""The most requests that wait for one thread: while a mount hangs they do not come to an end."""
+"""Limit of the requests that wait for the thread, since none of them ends while a mount hangs."""
 Stamps = tuple[tuple[str, Stamp], ...]
 
 
 class Adapters:
-    """`key_of` never waits. Thread-safe."""
+    """Identifies LoRA adapters by content, in a thread: `key_of` never waits. Thread-safe."""
 
     def __init__(self, place_of: Callable[[str], Path | None], since_ns: int | None = None) -> None:
-        """`place_of` finds the directory of an adapter's path. `since_ns`: the engine loads adapters from then on."""
+        """`place_of` finds the directory of an adapter's path. The engine loads none before `since_ns` (default: now)."""
         self._place_of = place_of
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._secret = os.urandom(16)
@@ -169,8 +170,9 @@ class Adapters:
         self._is_answering = False
 
     def key_of(self, path: str) -> Future[bytes]:
-        """Return what blocks of the adapter at `path` are named with besides vLLM's hash. The future has no exception. While
-        the adapters' mount hangs it has no result either, so wait for it with a time limit.
+        """Return a future for the key that enters the names of the adapter's blocks besides vLLM's hash.
+
+        The future never has an exception. It has no result while the adapters' mount hangs: wait with a time limit.
         """
         future: Future[bytes] = Future()
         with self._lock:
@@ -197,7 +199,7 @@ class Adapters:
                 path, future = self._waiting.popleft()
             try:
                 key = self._find(path)
-            except Exception:  # what cannot be read is not known
+            except Exception:  # an adapter that cannot be read is unknown
                 key = nobodys_key()
             if future.set_running_or_notify_cancel():
                 future.set_result(key)
@@ -219,7 +221,7 @@ class Adapters:
 
 
 def nobodys_key() -> bytes:
-    """Return a key for an adapter of which nothing is known: nothing is ever found by it."""
+    """Return a random key for an unknown adapter. No other request has it, so nothing is ever found by it."""
     return os.urandom(24)
 
 

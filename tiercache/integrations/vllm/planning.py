@@ -1,18 +1,18 @@
-"""Decide which blocks of a request make which chunks, what to load and what to save. Pure: no vLLM, no asyncio.
+"""Decide how a request's blocks form chunks, which chunks to load and which to save. Pure: no vLLM, no asyncio.
 
-A chunk is `blocks_per_chunk` engine blocks, counted from the start of the request; a tail is shorter. Both are named by
-the name of their last block, which is chained over the whole prefix, so the position distinguishes a tail from a full
-chunk.
+A chunk is `blocks_per_chunk` engine blocks, counted from the start of the request; a tail is shorter. A chunk has the name
+of its last block. Block names are chained over the whole prefix, so a tail never has the name of a full chunk.
 
 Some models have several groups of layers. Some groups keep only a window (Gemma 3, gpt-oss) or a recurrent state (Granite
-4, LFM2, Qwen3-Next). Each group has its own blocks and block table. A chunk has the same tokens in all groups, and its
-part of each group is stored by itself, under the chunk's name and the group's position. A hit of n chunks needs all of
-them of a group that sees every token. Of a group with a window it needs those with a block that the engine keeps at that
-position: the blocks before them are not read any more. If a window is shorter than a chunk, only the end of the chunk can
-be needed, and only that is stored.
+4, LFM2, Qwen3-Next). Each group has its own blocks and block table. A chunk covers the same tokens in all groups. Each
+group's part of it is stored separately, under the chunk's name and the group's position. A hit of n chunks needs all n
+parts from a group that sees every token. From a group with a window it needs only the parts with a block that the engine
+still keeps at the end of the hit, since earlier blocks are not read any more. If a window is shorter than a chunk, only
+the end of the chunk can be needed, and only that is stored.
 
-A recurrent state is like a window of one block, the last. It exists only where a step of the engine ended, which the
-engine reports (vLLM's boundary states). So chunks are single blocks if there are states: the last one of a prompt counts.
+A recurrent state is like a window of one block, the last. It exists only where a step of the engine ended, and the engine
+reports where (vLLM's boundary states). Models with states have chunks of a single block, so that a hit can end at the last
+state of a prompt.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers that share block tables. A block of one group and a block of another have nothing to do with each other."""
+    """Layers that share block tables. Blocks of different groups are unrelated."""
 
     index: int
-    """The number of the group's block table among those of a request."""
+    """Index of the group's block table in a request's `Tables`."""
     block_tokens: int
     layers: tuple[str, ...] = ()
-    """Empty: all of the model's."""
+    """Names of the layers; empty means all layers of the model."""
     window_tokens: int | None = None
-    """The engine keeps the last so many tokens less one, which the next token sees besides itself; None: all."""
+    """Tokens that a token sees, itself included: the engine keeps the last `window_tokens - 1`. None: all."""
     spec: Any = field(default=None, compare=False, repr=False)
     """vLLM's own description of the KV."""
     part: int = 0
-    """The number of this part of the heads among those of this rank, where heads are cut into parts."""
+    """Index of this part of the KV heads among the rank's parts, if heads are cut into parts (`HeadParts`)."""
     recurrent: bool = False
-    """A block holds one state for all tokens up to its end, and only where a step ended there. To the next token that is
-    what a window of two tokens is: one block, the last."""
+    """A block holds one state for all tokens up to its end, and only if a step ended there. Such a group has a window of two
+    tokens, since the next token needs one block, the last."""
 
     def first_block(self, computed_tokens: int) -> int:
-        """Return the first block that is kept when so many tokens are computed (vLLM's `get_num_skipped_tokens`)."""
+        """Return the first block kept after `computed_tokens` tokens are computed (vLLM's `get_num_skipped_tokens`)."""
         if self.window_tokens is None:
             return 0
         return max(0, computed_tokens - self.window_tokens + 1) // self.block_tokens
@@ -56,8 +56,8 @@ class KvGroup:
 
 @dataclass(frozen=True)
 class HeadParts:
-    """Into how many parts the KV heads of all ranks are cut, how many of them a rank has, and which is the first of this
-    rank. To the scheduler all ranks are the first.
+    """How KV heads are cut: `all` parts over all ranks, `here` parts on each rank, and `first`, the index of this rank's
+    first part. The scheduler uses `first` 0 for every rank.
     """
 
     all: int
@@ -67,22 +67,22 @@ class HeadParts:
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """`block_tokens` is what the blocks of all groups divide."""
+    """Sizes of blocks and chunks. `block_tokens` is a multiple of every group's block size."""
 
     block_tokens: int
     blocks_per_chunk: int
     save_tails: bool = False
-    """Only where the geometry is plain."""
+    """Store tails. Needs a plain geometry."""
     groups: tuple[KvGroup, ...] = ()
     """The default is one group that keeps every token."""
     parts: HeadParts | None = None
-    """If set, `groups` has every group once for each part of a rank."""
+    """If set, `groups` repeats every group for each part of a rank."""
 
     @classmethod
     def for_chunk_size(
         cls, chunk_tokens: int, block_tokens: int, save_tails: bool, groups: tuple[KvGroup, ...] = ()
     ) -> BlockGeometry:
-        """`chunk_tokens` rounded to whole blocks, at least one; one where there are recurrent states."""
+        """Round `chunk_tokens` to whole blocks, at least one. With recurrent states a chunk is one block."""
         blocks = 1 if any(group.recurrent for group in groups) else max(1, round(chunk_tokens / block_tokens))
         geometry = cls(block_tokens, blocks, groups=groups)
         return replace(geometry, save_tails=save_tails and geometry.plain)
@@ -93,8 +93,9 @@ class BlockGeometry:
 
     @cached_property
     def plain(self) -> bool:
-        """True if all layers keep every token in blocks of one table, and heads are not cut into parts. Then a hit may be
-        shortened anywhere, tails count, and the engine can be told of single blocks that could not be loaded.
+        """True if all layers keep every token in blocks of one table, and heads are not cut into parts.
+
+        Then a hit may be shortened anywhere, tails can be stored, and the engine accepts single blocks that failed to load.
         """
         first = self.groups[0]
         alone = len(self.groups) == 1 and not first.layers
@@ -105,11 +106,11 @@ class BlockGeometry:
         return self.block_tokens * self.blocks_per_chunk
 
     def whole_chunks(self, blocks: int) -> int:
-        """`blocks` less the tail."""
+        """Return `blocks` rounded down to whole chunks."""
         return blocks - blocks % self.blocks_per_chunk
 
     def chunks_in(self, blocks: int) -> int:
-        """Return how many chunks hold `blocks` blocks: full ones, and the tail where tails are stored."""
+        """Return how many chunks hold `blocks` blocks: the full ones, and the tail if tails are stored."""
         return -(-blocks // self.blocks_per_chunk) if self.save_tails else blocks // self.blocks_per_chunk
 
 
@@ -124,7 +125,7 @@ class BlockTransfer(NamedTuple):
     skip: int
     blocks: tuple[int, ...]
     group: int = 0
-    """Whose blocks: a position in the geometry's groups."""
+    """Position in the geometry's `groups` of the group that has the blocks."""
 
 
 @dataclass
@@ -134,12 +135,12 @@ class Match:
     blocks: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     failed: bool = False
-    """There was no answer."""
+    """No answer came, which counts as a miss."""
     held: bool = False
-    """All of it is in RAM, and stays there for `HELD_FOR_S` from the question on: loading it cannot fail."""
+    """All blocks are in RAM and stay there for `HELD_FOR_S` after the question, so loading them cannot fail."""
 
     def shortened(self, blocks: int, geometry: BlockGeometry) -> Match:
-        """To the first `blocks` blocks, of which those of the first tiers that are named count first."""
+        """Return the match cut to its first `blocks` blocks. Tokens are taken from the first tiers first."""
         left, tokens = blocks * geometry.block_tokens, {}
         for tier, count in self.tokens_by_tier.items():
             tokens[tier] = min(left, count)
@@ -148,10 +149,10 @@ class Match:
 
 
 def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
-    """Return what all workers have, each of which answered for itself.
+    """Return the match that all workers have, given one answer per worker.
 
-    A worker that has more need not have the tail of one that has less: it may have only the full chunk that this tail
-    became. Unless all have the same, tails do not count.
+    A worker with a longer match may lack the tail of a shorter one: it may have only the full chunk that this tail became.
+    So tails count only if all matches are equally long.
     """
     match = min(answers, key=lambda match: match.blocks)
     if any(answer.blocks != match.blocks for answer in answers):
@@ -160,7 +161,7 @@ def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
 
 
 def tail_lengths(blocks: int, matched_blocks: int, geometry: BlockGeometry) -> range:
-    """Lengths (in blocks) that a stored tail behind `matched_blocks` of full chunks may have, the longest first."""
+    """Return the possible lengths (in blocks) of a tail stored after `matched_blocks` of full chunks, longest first."""
     if not geometry.save_tails:
         return range(0)
     return range(min(blocks - matched_blocks, geometry.blocks_per_chunk - 1), 0, -1)
@@ -169,20 +170,21 @@ def tail_lengths(blocks: int, matched_blocks: int, geometry: BlockGeometry) -> r
 def loadable_tokens(
     match: Match, request_tokens: int, computed_tokens: int, least_tokens: int, geometry: BlockGeometry
 ) -> int:
-    """Tokens to load beyond the `computed_tokens` (whole blocks) that the engine has.
+    """Return how many tokens to load beyond the `computed_tokens` (whole blocks) that the engine has.
 
-    Whole blocks, and never all of the request, since the last token has to be computed to get logits (vLLM's own prefix
-    cache does the same). 0 where the hit is shorter than `least_tokens`.
+    They are whole blocks and never the whole request, since the last token has to be computed to get logits (vLLM's own
+    prefix cache does the same). Returns 0 if the hit is shorter than `least_tokens`.
     """
     usable = min(match.blocks, (request_tokens - 1) // geometry.block_tokens) * geometry.block_tokens
     if not geometry.plain and usable < match.blocks * geometry.block_tokens:
-        return 0  # windows were found for the hit as it is, and not for a shorter one
+        return 0  # windows were looked up for the end of this hit, not of a shorter one
     return max(0, usable - computed_tokens) if usable >= least_tokens else 0
 
 
 def end_of_saves(ready_blocks: int, geometry: BlockGeometry, *, last: bool) -> int:
-    """Return how many of the first `ready_blocks` blocks can be saved. `last` says that no further block is expected soon,
-    so that a tail is worth keeping (if `save_tails`).
+    """Return how many of the first `ready_blocks` blocks can be saved.
+
+    `last` means that no further block is expected soon, so a tail is saved too (if `save_tails`).
     """
     return ready_blocks if last and geometry.save_tails else geometry.whole_chunks(ready_blocks)
 
@@ -198,18 +200,18 @@ NULL_BLOCK = 0
 _TAGGED_BYTES = NAME_BYTES + TAG_BYTES
 """The length of a block's name with its tenant's tag."""
 _SUFFIX_BYTES = 2
-"""The length of the group's number behind a chunk's name."""
+"""The length of the group's number at the end of a chunk's name."""
 _MOST_EMPTY = 0.1
 _LEAST_PART = 4
-"""The least part of the `chunk_size` that was asked for. Small chunks cost more a token."""
+"""Largest divisor of the configured `chunk_size`, since small chunks cost more per token."""
 
 
 GroupChunk = tuple[int, int]
-"""A group's part of a chunk: the group's position among the geometry's, and the number of the chunk."""
+"""A group's part of a chunk: the group's position in the geometry's `groups`, and the number of the chunk."""
 
 
 def suffix_of(group: int, geometry: BlockGeometry) -> bytes:
-    """Return what is behind a chunk's name for a group's part of it. One group alone has the chunk to itself."""
+    """Return the suffix of a chunk's name for one group's part; empty if there is only one part."""
     return group.to_bytes(_SUFFIX_BYTES, "big") if len(geometry.groups) > 1 or geometry.parts is not None else b""
 
 
@@ -220,8 +222,10 @@ def in_parts(geometry: BlockGeometry, groups: Sequence[KvGroup], parts: HeadPart
 
 
 def keys_of(namespace: bytes, names: Sequence[bytes], geometry: BlockGeometry) -> list[ChunkKey]:
-    """The keys of a worker's chunks. In names, which are the same to all workers, its parts are counted from its first; in
-    keys from the first of all ranks. A tenant's tag comes from the name to the end of the key.
+    """Return the keys of a worker's chunks.
+
+    Names are the same on all workers and number each rank's parts from 0. Keys number the parts of all ranks. A tenant's
+    tag moves from inside the name to the end of the key.
     """
     if (parts := geometry.parts) is not None:
         names = [_counted_from_the_first_of_all(name, parts) for name in names]
@@ -248,7 +252,7 @@ def full_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
 
 
 def window_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """Return the chunks that groups with a window need for a hit of so many chunks, the last first."""
+    """Return the chunks that groups with a window need for a hit of `chunks` chunks, the last one first."""
     end = chunks * geometry.chunk_tokens
     firsts = {
         position: group.first_block(end) * group.block_tokens // geometry.chunk_tokens
@@ -265,10 +269,10 @@ def window_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
 
 
 class HitSearch:
-    """The longest hit that all groups agree on, by questions about chunks.
+    """Finds the longest hit that every group can serve, by repeated questions about chunks.
 
-    `question` has the chunks that `chunks` (the longest hit that is still possible) needs and of which nothing is known;
-    `answer` says how many of them there are before the first that is missing. When `question` is empty, `chunks` is the hit.
+    `chunks` is the longest hit still possible, and `question` the chunks to look up for it. Call `answer` with the number of
+    them present before the first missing one. When `question` is empty, `chunks` is the hit.
     """
 
     def __init__(self, chunks: int, geometry: BlockGeometry) -> None:
@@ -289,15 +293,16 @@ class HitSearch:
 
 
 def needed_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """Return all that a hit of so many chunks needs."""
+    """Return the parts of all groups that a hit of `chunks` chunks needs."""
     return full_chunks(chunks, geometry) + window_chunks(chunks, geometry)
 
 
 def names_of(
     chunks: Sequence[GroupChunk], names: Sequence[bytes], geometry: BlockGeometry, blocks: int | None = None
 ) -> list[bytes]:
-    """Return the names of `chunks`. `names` has one a block; a chunk that ends behind the first `blocks` of them is a tail,
-    which ends with them.
+    """Return the names of `chunks`, where `names` has one name per block.
+
+    A chunk that would extend past the first `blocks` blocks is a tail, which ends with them.
     """
     step, end = geometry.blocks_per_chunk, len(names) if blocks is None else blocks
     tail = end // step
@@ -306,7 +311,7 @@ def names_of(
 
 
 def held_names(names: Sequence[bytes], blocks: int, geometry: BlockGeometry) -> list[bytes]:
-    """Return the names of the chunks that a request needs which goes on behind the first `blocks` blocks."""
+    """Return the names of the chunks that a request needs to continue after its first `blocks` blocks."""
     return names_of(needed_chunks(geometry.chunks_in(blocks), geometry), names, geometry, blocks)
 
 
@@ -319,8 +324,9 @@ def all_names(names: Sequence[bytes], geometry: BlockGeometry) -> list[bytes]:
 
 
 def part_of(group: KvGroup, first: int, end: int, geometry: BlockGeometry) -> range:
-    """Return the blocks of the group, counted from the start of the request, that are stored for a chunk which is the
-    geometry's blocks `first` .. `end`.
+    """Return the group's blocks that are stored for the chunk of the geometry's blocks `first` .. `end`.
+
+    Both count from the start of the request.
     """
     a_block = geometry.block_tokens // group.block_tokens
     start, stop = first * a_block, end * a_block
@@ -332,8 +338,9 @@ def part_of(group: KvGroup, first: int, end: int, geometry: BlockGeometry) -> ra
 def named_parts(
     position: int, chunks: range, names: Sequence[bytes], blocks: int, geometry: BlockGeometry
 ) -> Iterator[tuple[bytes, range]]:
-    """Yield name and part (see `part_of`) of a group's chunks. The request has `blocks` blocks: a chunk that ends behind
-    them is a tail, which ends with them.
+    """Yield the name and the part (see `part_of`) of each of a group's chunks.
+
+    A chunk that would extend past the request's `blocks` blocks is a tail, which ends with them.
     """
     group, suffix, step = geometry.groups[position], suffix_of(position, geometry), geometry.blocks_per_chunk
     for chunk in chunks:
@@ -342,22 +349,25 @@ def named_parts(
 
 
 def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
-    """Return the most blocks that are stored for a chunk."""
+    """Return the largest number of the group's blocks that are stored for a chunk."""
     step = geometry.blocks_per_chunk
     return max(len(part_of(group, chunk * step, (chunk + 1) * step, geometry)) for chunk in range(2))
 
 
 def empty_part(geometry: BlockGeometry, block_bytes: Sequence[int]) -> float:
-    """Return the part of the hot cache that stays empty with as many chunks of each group: a slot holds one of any.
-    `block_bytes` of each group.
+    """Return the fraction of the hot cache that stays empty if it holds equally many chunks of each group.
+
+    Every slot is as large as the largest chunk. `block_bytes` has the size of each group's block.
     """
     stored = [part_blocks(group, geometry) * size for group, size in zip(geometry.groups, block_bytes, strict=True)]
     return 1 - sum(stored) / (max(stored) * len(stored)) if stored else 0.0
 
 
 def fitted(geometry: BlockGeometry) -> BlockGeometry:
-    """Return the geometry with chunks halved until hardly any of the hot cache stays empty: of a chunk that is longer than a
-    window, that group stores the end only. If halving does not suffice, as little as possible stays empty.
+    """Return the geometry with chunks halved until hardly any of the hot cache stays empty.
+
+    A group with a window shorter than a chunk stores only the chunk's end, and the rest of its slot stays empty. If halving
+    does not suffice, the result is the size with the least empty space.
     """
     block_bytes = [_block_bytes(group) for group in geometry.groups]
     parts = [
@@ -372,7 +382,7 @@ def fitted(geometry: BlockGeometry) -> BlockGeometry:
 
 
 def _block_bytes(group: KvGroup) -> int:
-    """Return the bytes of a block as the engine counts them. Without its word, all groups have equal blocks."""
+    """Return the bytes of a block in all layers. If the engine gives no size, a block counts 1 per layer."""
     return getattr(group.spec, "page_size_bytes", 1) * max(1, len(group.layers))
 
 
@@ -384,11 +394,11 @@ def plan_loads(
     tables: Tables,
     geometry: BlockGeometry,
 ) -> list[BlockTransfer]:
-    """Return transfers that fill what the engine keeps of tokens `first_token` .. `end_token` (multiples of a block).
+    """Return transfers that fill the blocks kept for tokens `first_token` .. `end_token` (multiples of a block).
 
-    `names[i]` names the prefix that ends with block `i`; `matched_blocks` is how far the cache reaches, which decides
-    whether the last chunk is a tail. Of a group with a window these are the last blocks only, in chunks that may begin
-    before them. Raises ValueError where a block that has to be filled is null, not there, or not to be filled whole.
+    `names[i]` names the prefix that ends with block `i`. `matched_blocks` is the length of the hit, which decides whether
+    the last chunk is a tail. Groups with a window load only the blocks that the engine keeps; the first chunk may begin
+    before them. Raises ValueError if a block to fill is null, missing, or would be filled only in part.
     """
     if first_token % geometry.block_tokens or end_token % geometry.block_tokens:
         raise ValueError(
@@ -412,8 +422,9 @@ def plan_loads(
 
 
 def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry) -> set[int]:
-    """Return blocks that do not hold the first `computed_tokens` tokens, which the engine found in its own cache or has had
-    loaded.
+    """Return the blocks after the first `computed_tokens` tokens.
+
+    The engine found those tokens in its own cache, or they were loaded.
     """
     sizes = {group.index: group.block_tokens for group in geometry.groups}
     behind = {
@@ -425,8 +436,10 @@ def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry)
 
 
 def given_away(output: SchedulerOutput, geometry: BlockGeometry) -> set[int]:
-    """Blocks that requests get in a step. A window's may have been another request's a step ago, and be on their way into
-    the cache still.
+    """Return the blocks that requests get in a step.
+
+    With windows, such a block may have been another request's one step ago, and its old contents may still be on their
+    way into the cache.
     """
     cached, given = output.scheduled_cached_reqs, set()
     for new in output.scheduled_new_reqs:
@@ -450,11 +463,10 @@ def plan_saves(
     last: bool,
     states: Collection[tuple[int, int, int]] = (),
 ) -> tuple[list[BlockTransfer], int]:
-    """Return transfers for the chunks that became whole (blocks `saved_blocks` .. `ready_blocks`), and the new
-    `saved_blocks`. `last` is as for `end_of_saves`.
+    """Return transfers for the chunks completed by blocks `saved_blocks` .. `ready_blocks`, and the new `saved_blocks`.
 
-    Chunks of which a window has left a block behind already are not stored. `states` are those that the engine has: group,
-    block, and the tokens after which it is the state.
+    `last` is as for `end_of_saves`. A chunk is not stored if the engine has already dropped one of its blocks from a window.
+    `states` lists the recurrent states that the engine has: group, block, and the number of tokens that the state covers.
     """
     ready = min(ready_blocks, len(names))
     for group in geometry.groups:

@@ -1,7 +1,7 @@
 """The scheduler's half: decide what to load when a request is admitted, and what to save after each step.
 
-It keeps the state of each request, and asks the workers' caches about its prompt while the engine does other things. It
-waits for an answer only as long as the configuration allows.
+It keeps the state of each request, and looks up its prompt in the workers' caches while the engine does other things. A
+request waits for the answer only as long as the configuration allows.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ class TrackedRequest:
     """The name under which the lookup's chunks may be held."""
     asked_at_s: float = 0.0
     ask_again_at_s: float = 0.0
-    """The earliest time of the next lookup, where more is expected than was found."""
+    """The earliest time of the next lookup, if more is expected than was found."""
     pause_s: float = 0.0
     put_off_at_s: float | None = None
-    """When the engine was first told to come again for the answer."""
+    """The time at which the engine was first told to ask again later."""
     match: Match | None = None
     admitted: bool = False
     logged: bool = False
     load_from: int = 0
     loads_later: bool = True
-    """While other requests compute, as the engine was told when it was told how much there is."""
+    """The load runs while other requests compute. `matched_tokens` told the engine so, together with the tokens."""
     loaded_blocks: frozenset[int] = frozenset()
     load_failed: bool = False
     receiving: bool = False
     """An asynchronous load is under way: the engine holds the blocks until it has ended."""
     saved_blocks: int = 0
-    """This many blocks from the start need no save: they are saved, or came out of the cache."""
+    """Number of first blocks that need no save: they are saved, or were found in the cache."""
     tail_saved: bool = False
     saves_begun: int = 0
     saves_ended: int = 0
@@ -77,24 +77,24 @@ class TrackedRequest:
     arrived_s: float = field(default_factory=time.monotonic)
     adapter: concurrent.futures.Future[bytes] | None = None
     adapter_key: bytes = b""
-    """The part of its LoRA adapter in the names of its blocks, once any were given."""
+    """The key of its LoRA adapter in the names of its blocks; empty until the first are given."""
     began: bool = False
-    """The workers were told of it, if it wishes anything."""
+    """The workers were told of its beginning, if it belongs to a session."""
     stale: bool = False
     """Its KV was computed before the cache was reset, perhaps with other weights."""
 
 
 _WAIT_A_STEP_S = 0.0005
-"""The time that the scheduler waits for all answers before a step. Requests without one wait for the whole step."""
+"""Longest wait for answers before a step, all requests together. A request without an answer waits for the next step."""
 _WAITS_FOR = 4
-"""The most open lookups that are waited for: a thread that answers many keeps Python's lock for up to 5 ms."""
+"""Do not wait if more lookups than this are open: a thread that answers many keeps Python's lock for long."""
 _ASK_AGAIN_S = 0.005
-"""The pause before chunks that another engine is storing are looked for again. It grows up to the next one."""
+"""First pause before another lookup of chunks that another engine is storing. It doubles up to `_LONGEST_PAUSE_S`."""
 _LONGEST_PAUSE_S = 0.05
 
 
 class Asking:
-    """All methods are called by the engine's scheduler thread, and wait for no more than `_WAIT_A_STEP_S` a step."""
+    """Looks up requests. The engine's scheduler thread calls all methods; they wait for at most `_WAIT_A_STEP_S` a step."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Asking:
         client: LookupClient,
         release: Callable[[str], None],
     ) -> None:
-        """`release` is told of lookups of which nothing will be loaded, by their `TrackedRequest.claim`."""
+        """`release` is called with the `TrackedRequest.claim` of each lookup that will not be loaded."""
         self._config = config
         self._geometry = geometry
         self._names = names
@@ -131,30 +131,32 @@ class Asking:
         return tracked
 
     def awaits_adapter(self, tracked: TrackedRequest) -> bool:
-        """Its blocks cannot be named yet: what its adapter holds is being found out, as long as a lookup may take."""
+        """Return True while its adapter's files are read, at most as long as a lookup: its blocks have no names yet."""
         if tracked.adapter is None or tracked.adapter_key or tracked.adapter.done():
             return False
         return time.monotonic() - tracked.arrived_s < self._longest_s
 
     def names_of(self, tracked: TrackedRequest) -> list[bytes]:
-        """Return the names of its full blocks, as many as there are by now."""
+        """Return the names of the full blocks that it has so far."""
         if tracked.adapter is not None and not tracked.adapter_key:
             tracked.adapter_key = tracked.adapter.result() if tracked.adapter.done() else nobodys_key()
         return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
 
     def begin(self, tracked: TrackedRequest) -> None:
-        """The first since the last step is asked at once; those behind it together, when an answer is wanted or the step is
-        planned.
+        """Begin a lookup.
+
+        The first one since the last step is sent at once. Later ones are sent together, when an answer is wanted or the
+        step is planned.
         """
         tracked.asked_at_s = time.monotonic()
         names = list(self.names_of(tracked))
         if not self._geometry.plain:
-            # The last token has to be computed, and windows are there for a hit as it is found or not at all.
+            # The last token has to be computed, and a hit with windows cannot be shortened afterwards.
             del names[(tracked.request.num_tokens - 1) // self._geometry.block_tokens :]
         if not names:
             tracked.match = Match()
             return
-        # Each has a name of its own: what is let go of an earlier one is nothing that this one holds.
+        # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
         tracked.claim = f"{tracked.request.request_id}#{next(self._numbers)}"
         tracked.lookup = self._client.begin(names, tracked.claim)
         self._begun.append(tracked.lookup)
@@ -162,7 +164,7 @@ class Asking:
             self._client.send()
 
     def answer(self, tracked: TrackedRequest) -> Match | None:
-        """None: there is none yet."""
+        """Return the answer, or None if there is none yet. Begins the next lookup if one is due."""
         if tracked.match is not None:
             return tracked.match
         if tracked.lookup is None:
@@ -177,7 +179,7 @@ class Asking:
         return tracked.match
 
     def let_go(self, tracked: TrackedRequest) -> None:
-        """Give up a lookup, and release what it holds or may still hold: it is not going to be loaded."""
+        """Give up a lookup that will not be loaded, and release the chunks that it holds or may still hold."""
         if tracked.lookup is not None:
             tracked.lookup.give_up()
             self._release(tracked.claim)
@@ -207,7 +209,7 @@ class Asking:
         self._patience_s -= time.monotonic() - began_s
 
     def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:
-        """Return True if more of the prompt was announced (`tiercache.expect_tokens`), and there is time to look again."""
+        """Return True if more was announced (`tiercache.expect_tokens`) than found, and there is time to look again."""
         now_s = time.monotonic()
         expected = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1) // self._geometry.block_tokens
         if not self._geometry.save_tails:
@@ -215,7 +217,7 @@ class Asking:
         if match.failed or match.blocks >= expected:
             return False
         if now_s - tracked.arrived_s >= self._longest_s:
-            logger.info("request %s: not all that it was to find has come in time", tracked.request.request_id)
+            logger.info("request %s: not all tokens announced for it were stored in time", tracked.request.request_id)
             return False
         tracked.pause_s = min(2 * tracked.pause_s, _LONGEST_PAUSE_S) if tracked.pause_s else _ASK_AGAIN_S
         tracked.ask_again_at_s = now_s + tracked.pause_s
@@ -229,8 +231,9 @@ class SchedulerSide:
         self, config: Config, geometry: BlockGeometry, names: BlockNames, client: LookupClient, workers: int,
         kv_events: KvEvents | None = None, role: str = "kv_both",
     ) -> None:  # fmt: skip
-        """`kv_events`: where routers are to be told which blocks the tiers have. `role`: a "kv_consumer" stores nothing, a
-        "kv_producer" says of each request what it has stored.
+        """`kv_events` is set if routers are told which blocks the tiers have.
+
+        `role` "kv_consumer" stores nothing; "kv_producer" adds the number of stored tokens to each answer.
         """
         self.kv_events = kv_events
         self.config = config
@@ -252,7 +255,7 @@ class SchedulerSide:
     # Loading
 
     def on_new_request(self, request: Request) -> None:
-        """Ask at once: by the time the request is scheduled the answer is often there."""
+        """Begin the lookup at once, so that the answer has often come by the time the request is scheduled."""
         tracked = self._track(request)
         if request.skip_reading_prefix_cache:
             tracked.match = Match()
@@ -268,15 +271,15 @@ class SchedulerSide:
             return None, False
         self._say_beginning(tracked)
         if tracked.admitted:
-            # Preempted or rolled back: what was found then may be gone.
+            # Preempted or rolled back: chunks found before may be gone.
             tracked.admitted = False
             self._asking.forget(tracked)
         if tracked.load_failed:
-            # Once is enough: the same chunk may fail again, each time for a whole deadline.
+            # Do not load again: the same chunk may fail again, each time after a whole deadline.
             return 0, False
         match = self._asking.answer(tracked)
         if match is None and computed_tokens >= (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens:
-            # The engine has all that there could be.
+            # The engine already has all tokens that could be loaded.
             self._asking.forget(tracked)
             if not tracked.logged:
                 tracked.logged = True
@@ -293,14 +296,16 @@ class SchedulerSide:
         return tokens, tracked.loads_later and tokens > 0
 
     def _loads_later(self, tracked: TrackedRequest, match: Match) -> bool:
-        """Unless the load cannot fail. A synchronous one must not: where several requests share its blocks, vLLM 0.32 lets
-        all but the first go on before those are computed; and it takes bad blocks from a single group alone.
+        """Return True if the load has to be asynchronous: a synchronous load must not fail, so its chunks must be held.
+
+        If several requests share blocks that failed to load, vLLM 0.32 lets all but the first go on before the blocks are
+        recomputed. It also accepts failed blocks only from models with a single group.
         """
         kept = match.held and time.monotonic() - tracked.asked_at_s < HELD_FOR_S
         return self.config.enable_async_loading or not self.geometry.plain or not kept
 
     def after_allocation(self, request: Request, tables: Tables, external_tokens: int) -> None:
-        """`tables` are all block ids of the request where `external_tokens` are to be loaded."""
+        """Plan the load of `external_tokens`. If there are any, `tables` has all block ids of the request."""
         tracked = self._track(request)
         tracked.admitted = True
         match = tracked.match or Match()
@@ -340,7 +345,7 @@ class SchedulerSide:
         self._work.loads.append(load)
 
     def _to_be_filled(self, tables: Tables, first_token: int, end_token: int) -> tuple[int, ...]:
-        """The blocks that the engine has set aside for these tokens: of a window, those that it keeps."""
+        """Return the blocks that the engine has set aside for these tokens; for a window only those that it keeps."""
         return tuple(
             block
             for group in self.geometry.groups
@@ -349,7 +354,7 @@ class SchedulerSide:
         )
 
     def tokens_by_tier(self, request: Request, tokens: int) -> dict[str, int]:
-        """Return the tiers of so many of the tokens that were found. Those of the first tiers count first."""
+        """Return how many of the first `tokens` found tokens each tier has. Tokens are taken from the first tiers first."""
         tracked = self._requests.get(request.request_id)
         match = tracked.match if tracked is not None else None
         return match.shortened(tokens // self.geometry.block_tokens, self.geometry).tokens_by_tier if match else {}
@@ -357,7 +362,7 @@ class SchedulerSide:
     # Saving
 
     def step_work(self, output: SchedulerOutput) -> StepWork:
-        """The loads planned since the last step, and the chunks that this step completes."""
+        """Return the loads planned since the last step, and the saves of the chunks that this step completes."""
         work, self._work = self._work, StepWork()
         work.preempted = set(output.preempted_req_ids or ())
         for request_id in work.preempted:
@@ -391,15 +396,17 @@ class SchedulerSide:
                 tracked.receiving = False
 
     def loads_failed(self, blocks: Collection[int], request_ids: Collection[str] = ()) -> None:
-        """These blocks are recomputed, and so are all behind them, whose chunks are saved anew; these requests begin again
-        from their first token, and find no blocks filled.
+        """Note failed loads, so that all chunks of the requests concerned are saved anew.
+
+        The engine recomputes `blocks` and all blocks after them. The requests in `request_ids` begin again from their first
+        token, with no block filled.
         """
         for request_id, tracked in self._requests.items():
             if request_id in request_ids or not tracked.loaded_blocks.isdisjoint(blocks):
                 tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
 
     def finished(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the request's blocks have to stay until its saves have ended, and what its answer is to say."""
+        """Return True if the request's blocks have to stay until its saves have ended, and the fields for its answer."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False, None
@@ -412,12 +419,12 @@ class SchedulerSide:
         if not tracked.admitted:
             self._asking.let_go(tracked)
         if tracked.receiving:
-            # The engine holds the blocks for the load already, and nothing was computed into them.
+            # The engine holds the blocks for the load already, and there is nothing to save: none was computed.
             self._say_end(tracked)
             return False
         try:
             if not self._unconfirmed:
-                # What is in flight may still be rolled back.
+                # Tokens in flight may still be rolled back.
                 ready = request.num_computed_tokens - request.num_in_flight_tokens
                 self._plan_save(self._work, tracked, ready, lambda: tables, last=True)
         except Exception:
@@ -431,16 +438,16 @@ class SchedulerSide:
 
     @property
     def holds_blocks(self) -> bool:
-        """Blocks of finished requests come free as soon as they are copied."""
+        """Return True if blocks of finished requests are still being copied; they come free after that."""
         return bool(self._finishing)
 
     @property
     def has_news(self) -> bool:
-        """The workers have to be told something, even if nothing is to be computed."""
+        """Return True if the workers have to be told something, even if there is nothing to compute."""
         return bool(self._work.turns or self._work.released) or self._work.forget_hot
 
     def reset(self) -> None:
-        """Nothing stored so far is found again: the engine resets caches when its weights have changed."""
+        """Let no request find chunks stored so far: the engine resets caches when its weights have changed."""
         self._work.generation = self.names.forget_everything()
         for tracked in self._requests.values():
             tracked.names = []
@@ -451,14 +458,16 @@ class SchedulerSide:
             self.kv_events.announced.forget_everything()
 
     def _measure(self, work: StepWork, output: SchedulerOutput) -> None:
-        """Tell the workers how quick the engine is, for them to know what is worth loading."""
+        """Tell the workers how fast the engine computes, so that they can decide which loads are worthwhile."""
         tokens = output.num_scheduled_tokens
         self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
         work.token_s = self._prefill.news()
 
     def _plan_saves(self, work: StepWork, output: SchedulerOutput) -> None:
-        """Only called when no synchronous load is unconfirmed: what a step computes beside a load that fails is wrong, for
-        every request that shares blocks with it, and must not be stored. What is left out now is stored with a later step.
+        """Plan the saves of a step. Call it only if no synchronous load is unconfirmed.
+
+        If such a load fails, the step computes wrong KV for every request that shares its blocks, and that must not be
+        stored. Chunks left out now are stored with a later step.
         """
         state: Any = output.kv_connector_block_state
         states: dict[str, Any] = getattr(state, "boundary_state_offloads", {})
@@ -479,7 +488,7 @@ class SchedulerSide:
     def _plan_save(
         self, work: StepWork, tracked: TrackedRequest, ready_tokens: int, tables: Any, *, last: bool, states: Any = ()
     ) -> None:
-        """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""
+        """Plan saves of new chunks among the first `ready_tokens`. `last`: no token follows. Cheap if nothing is new."""
         request = tracked.request
         if not self._stores or tracked.stale:
             return
@@ -507,7 +516,7 @@ class SchedulerSide:
     # Turns
 
     def _say_beginning(self, tracked: TrackedRequest) -> None:
-        """Once, when its blocks can be named."""
+        """Read the request's wishes and report the beginning of its turn; once, when its blocks can be named."""
         began, tracked.began = tracked.began, True
         if not began and (said := said_by(tracked.request)):
             tracked.wishes = wishes_of(said, self._warned)
@@ -524,7 +533,7 @@ class SchedulerSide:
             held = [] if tracked.stale else held_names(names, min(tracked.saved_blocks, len(names)), self.geometry)
             self._work.turns.append(RequestEnded(tracked.request.request_id, tracked.wishes, held))
         except Exception:
-            logger.exception("what request %s says about its end has no effect", tracked.request.request_id)
+            logger.exception("the hints of request %s for its end have no effect", tracked.request.request_id)
 
     def _track(self, request: Request) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)

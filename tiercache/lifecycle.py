@@ -260,7 +260,8 @@ async def by_deadline(
         await _call_off(work, undo, call_off, give_up_s or _CALL_OFF_S)
         raise
     if not work.done():
-        await _call_off(work, undo, call_off, _CALL_OFF_S)
+        if await _call_off(work, undo, call_off, _CALL_OFF_S):
+            raise asyncio.CancelledError
         raise ConfigError(f"{late} within {timeout_s:.0f} s; does a device, a mount or a server hang, or a lock's owner?")
     return work.result()
 
@@ -270,7 +271,8 @@ async def _call_off(
     undo: Callable[[T], asyncio.Future[Any] | None],
     call_off: Callable[[], object],
     give_up_s: float,
-) -> None:
+) -> bool:
+    """Return True if a cancellation came meanwhile."""
     undoing: list[asyncio.Future[Any]] = []
 
     def ended() -> None:
@@ -278,9 +280,9 @@ async def _call_off(
             undoing.append(undone)
 
     call_off()
-    await wait_uncancelled([work], give_up_s)
+    cancelled = await wait_uncancelled([work], give_up_s)
     once_ended([work], ended)
-    await wait_uncancelled(undoing, give_up_s)
+    return await wait_uncancelled(undoing, give_up_s) or cancelled
 
 
 def in_thread(option: str, make: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:

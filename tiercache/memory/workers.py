@@ -228,19 +228,22 @@ async def wait_shielded(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -
         raise
 
 
-async def wait_uncancelled(works: Sequence[asyncio.Future[Any]], timeout_s: float) -> None:
+async def wait_uncancelled(works: Sequence[asyncio.Future[Any]], timeout_s: float) -> bool:
     """Wait until all of `works` have ended, for `timeout_s` at most.
 
-    Cancellation does not end the wait, and is dropped: a caller that handles a cancellation already raises it.
-    Exceptions of `works` count as retrieved.
+    Cancellation does not end the wait. Returns True if there was one, which the caller has to raise. Exceptions of `works`
+    count as retrieved.
     """
-    loop = asyncio.get_running_loop()
+    cancelled, loop = False, asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
     while (left := [work for work in works if not work.done()]) and (left_s := until_s - loop.time()) > 0:
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.wait(left, timeout=left_s)
+        except asyncio.CancelledError:
+            cancelled = True
     for work in works:
         work.add_done_callback(retrieve_exception)
+    return cancelled
 
 
 def once_ended(works: Sequence[asyncio.Future[Any]], call: Callable[[], object]) -> None:

@@ -123,6 +123,7 @@ class Ingest:
                 before, batch = batch, None
         except BaseException as error:
             begun = [each for each in (before, batch) if each is not None and not each.published]
+            cancelled = False
             try:
                 copies = [copy for each in begun for copy in each.copies]
                 for copy in copies:
@@ -130,10 +131,12 @@ class Ingest:
                         retrieve_exception(copy)
                 if not isinstance(error, GeneratorExit):  # a closed coroutine cannot wait
                     left_s = put.wait_budget.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
-                    await wait_uncancelled(copies, min(GIVE_UP_S, left_s))
+                    cancelled = await wait_uncancelled(copies, min(GIVE_UP_S, left_s))
             finally:
                 for each in begun:
                     self._drop(each)
+            if cancelled and not isinstance(error, asyncio.CancelledError):
+                raise asyncio.CancelledError from error
             raise
 
     def _reserve(self, items: Sequence[Item], put: _Put) -> dict[ChunkKey, Slot]:

@@ -1,12 +1,12 @@
 """The engine's paged KV: its groups of layers, the ranks that share it, and the copies between blocks and chunks.
 
-Blocks move as opaque bytes. What lies inside a block (on the CPU a K half and a V half for each head) is the engine's
-business and part of the layout's fingerprint.
+Blocks move as opaque bytes. The engine determines their inner order (on the CPU a K half and a V half for each head),
+which is part of the layout's fingerprint.
 
 In host memory a chunk's payload is (layers, blocks, block bytes), contiguous. On vLLM's CPU platform all layers lie in
 one storage at equal distances, (layers, blocks, block bytes) with strides, so one `numpy.copyto` moves a run of
 consecutive blocks of all layers: few, large calls that release the GIL. Many small copies on a thread beside the engine's
-took up to 50 times longer (the GIL convoy).
+took up to 50 times longer, since the threads contend for the GIL.
 
 In device memory a chunk's payload is (blocks, layers, block bytes), contiguous. vLLM 0.32 views every layer's KV as
 (kernel blocks, heads, tokens, K and V of a token), in any order of memory (`vllm/v1/kv_cache_layout.py`; FlashAttention,
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 STATE_TOKENS = 2
-"""The window that a recurrent state is like."""
+"""Window size that represents a recurrent state."""
 _POLL_S = 0.0005
-"""Between two looks at the events of a device."""
+"""Interval in seconds between two queries of a device's events."""
 
 
 def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvGroup, ...]:
-    """The groups whose KV is cached. Raises LayoutError for models with layers that were not verified."""
+    """Return the groups whose KV is cached. Raises LayoutError for models with layers that were not verified."""
     _check_engine(config)
     found = kv_cache_config.kv_cache_groups
     for group in found:
@@ -64,7 +64,7 @@ def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvG
 
 
 def what_they_keep(groups: tuple[KvGroup, ...]) -> str:
-    """Return in words, for the log, which groups keep less than every token."""
+    """Return a text for the log about the groups that keep less than every token."""
     windows = [group.window_tokens for group in groups if group.window_tokens is not None and not group.recurrent]
     states = sum(group.recurrent for group in groups)
     sizes = ", ".join(map(str, sorted(set(windows))))
@@ -74,7 +74,7 @@ def what_they_keep(groups: tuple[KvGroup, ...]) -> str:
 
 
 def block_sizes(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
-    """Return what hits are multiples of, and how many tokens each of a request's block hashes stands for."""
+    """Return the tokens that a hit is a multiple of, and the tokens that each of a request's block hashes covers."""
     if len(kv_cache_config.kv_cache_groups) == 1:
         block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         return block_tokens, block_tokens
@@ -116,7 +116,7 @@ def _group_of(index: int, group: Any) -> KvGroup:
 
 
 def _check_state(spec: Any) -> None:
-    """A state is found again where the engine leaves it at the end of a block. Raises LayoutError where it does not."""
+    """Raise LayoutError unless the engine leaves recurrent states at the ends of blocks, where they can be found."""
     from vllm.v1.core.sched import output
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -155,10 +155,10 @@ def _check_engine(config: VllmConfig) -> None:
 
 
 def replicas_of(config: VllmConfig, specs: Iterable[Any]) -> int:
-    """Return how many consecutive ranks hold the same bytes of every layer, whose specifications are `specs`. 1: unknown, or
-    each has its own.
+    """Return how many consecutive ranks hold the same bytes of every layer; 1 if each has its own, or if unknown.
 
-    1 also where the ranks may be on several hosts: each chunk is written by one of them, and a disk is seen by one host.
+    `specs` are the specifications of the layers. Also returns 1 if the ranks may be on several hosts: only one rank
+    writes each chunk, and other hosts may not see its disk.
     """
     parallel = config.parallel_config
     ranks = parallel.tensor_parallel_size
@@ -169,7 +169,7 @@ def replicas_of(config: VllmConfig, specs: Iterable[Any]) -> int:
 
 
 def head_parts(config: VllmConfig, groups: Sequence[KvGroup], wanted: int) -> HeadParts | None:
-    """The parts of this rank for `kv_head_parts`, which `wanted` is. Raises ConfigError where heads cannot be cut so."""
+    """Return the parts of this rank; `wanted` is `kv_head_parts`. Raises ConfigError if the heads cannot be cut so."""
     if not wanted:
         return None
     parallel, heads = config.parallel_config, _kv_heads(config)
@@ -200,7 +200,7 @@ def _has_heads(group: KvGroup) -> bool:
 
 def _replicas(spec: Any, ranks: int, heads: int | None) -> int:
     if (shards := getattr(spec, "max_tp_shards", None)) is not None:
-        # vLLM's own word. MLA has one latent for all heads, which every rank computes.
+        # vLLM states it for MLA, which has one latent for all heads that every rank computes.
         return max(1, ranks // int(shards))
     if not hasattr(spec, "num_kv_heads"):
         return ranks if spec.tp_replicated else 1  # a recurrent state
@@ -211,7 +211,7 @@ def _replicas(spec: Any, ranks: int, heads: int | None) -> int:
 
 
 def _kv_heads(config: VllmConfig) -> int | None:
-    """Return the KV heads of each layer over all ranks; None if layers have unlike numbers, or a draft model has layers."""
+    """Return the KV heads of each layer over all ranks; None if layers may differ, or if there is a draft model."""
     model, speculative = config.model_config, config.speculative_config
     if speculative is not None and getattr(speculative, "draft_model_config", None) is not None:
         return None
@@ -228,11 +228,11 @@ def _kv_heads(config: VllmConfig) -> int | None:
 
 
 class _LayerTensors:
-    """The common part of KV in host memory and in device memory: one tensor a layer, all of one shape, strides and dtype.
+    """The common part of KV in host and device memory: one tensor per layer, all of one shape, strides and dtype.
 
-    Expected of each tensor: shape (kernel blocks, heads, tokens, K and V of a token). `blocks` and `block_tokens` are those
-    of the engine's block manager; a token has `content_bytes` in each of `heads`. Of recurrent states (`states`) there is
-    one in the place of the tokens. Raises LayoutError for another shape, which was not verified.
+    Each tensor has the shape (kernel blocks, heads, tokens, K and V of a token). `blocks` and `block_tokens` are those
+    of the engine's block manager; a token has `content_bytes` in each of `heads`. With `states` a block has one
+    recurrent state in place of the tokens. Raises LayoutError for other shapes, which were not verified.
     """
 
     bytes_per_block: int
@@ -279,8 +279,8 @@ class _LayerTensors:
 class KvBlocks(_LayerTensors):
     """KV in host memory. Raises LayoutError for an arrangement that was not verified.
 
-    Blocks are whole and dense. With `part` the tensors are views of a part of the heads; behind these, and behind a
-    recurrent state, there may be room before the next block.
+    Blocks are whole and dense. With `part` the tensors are views of a part of the heads. A gap may follow such a part,
+    or a recurrent state, before the next block.
     """
 
     def __init__(self, tensors: Mapping[str, Any], *, part: bool = False, states: bool = False, **sizes: int) -> None:
@@ -288,7 +288,7 @@ class KvBlocks(_LayerTensors):
         self._part = part
         size = next(iter(tensors.values())).element_size()
         dense = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(4))
-        # How far the next one would be does not matter where there is only one, as with MLA's heads.
+        # The stride of an axis with one entry does not matter, as with MLA's heads.
         inside = list(zip(self.shape, self.strides, dense, strict=True))[part or states :]
         spread = any(count > 1 and found != stride for count, found, stride in inside)
         if spread or self.strides[0] < dense[0] or self.shape[0] != self.blocks:
@@ -301,7 +301,7 @@ class KvBlocks(_LayerTensors):
         self._planes = _planes(list(tensors.values()), self.blocks, self.block_bytes, self.strides[0] * size)
 
     def describe(self) -> str:
-        """Return the byte format, for the layout's fingerprint. Of a part it does not say how far apart blocks lie."""
+        """Return the byte format, for the layout's fingerprint. It leaves out the strides of a part of the heads."""
         if self._part:
             return f"vllm-blocks(layers,blocks,bytes) part={self.shape[1:]} dtype={self.dtype}"
         return f"vllm-blocks(layers,blocks,bytes) shape={self.shape[1:]} strides={self.strides} dtype={self.dtype}"
@@ -319,7 +319,7 @@ class KvBlocks(_LayerTensors):
     def scatter(self, payload: np.ndarray, chunk_blocks: int, skip: int, blocks: Sequence[int]) -> None:
         """Copy blocks `skip` .. `skip + len(blocks)` of a chunk of `chunk_blocks` blocks to `blocks` of all layers.
 
-        Raises LayoutError when the payload is not that long.
+        Raises LayoutError if the payload has another length.
         """
         if payload.nbytes != chunk_blocks * self.bytes_per_block:
             raise LayoutError(f"chunk: expected {chunk_blocks * self.bytes_per_block} bytes, found {payload.nbytes}")
@@ -333,8 +333,9 @@ class KvBlocks(_LayerTensors):
 
 
 def _planes(tensors: list[Any], blocks: int, block_bytes: int, stride: int) -> list[np.ndarray]:
-    """uint8 views (layers, blocks, block bytes) that together cover all layers: one where they lie at equal distances in
-    one storage, else one a layer.
+    """Return uint8 views (layers, blocks, block bytes) that together cover all layers.
+
+    There is one view if the layers lie at equal distances in one storage, otherwise one per layer.
     """
     starts = [tensor.data_ptr() for tensor in tensors]
     distance = starts[1] - starts[0] if len(starts) > 1 else 0
@@ -351,7 +352,7 @@ def _planes(tensors: list[Any], blocks: int, block_bytes: int, stride: int) -> l
 
 
 def _bytes_of(tensor: Any) -> np.ndarray:
-    """The tensor's storage from its first element on."""
+    """Return the tensor's storage from its first element on, as bytes."""
     import torch
 
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -360,7 +361,7 @@ def _bytes_of(tensor: Any) -> np.ndarray:
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, first block id) of the runs of consecutive ids."""
+    """Yield (start, stop, first block id) for each run of consecutive ids."""
     start = 0
     for position in range(1, len(blocks) + 1):
         if position == len(blocks) or blocks[position] != blocks[position - 1] + 1:
@@ -369,7 +370,7 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class DeviceKvBlocks(_LayerTensors):
-    """KV in device memory, in any order. Raises LayoutError for a shape that was not verified, or blocks that overlap."""
+    """KV in device memory, in any order. Raises LayoutError for unverified shapes and for overlapping blocks."""
 
     def __init__(self, driver: Driver, tensors: Mapping[str, Any], *, states: bool = False, **sizes: int) -> None:
         super().__init__(tensors, states=states, **sizes)
@@ -381,7 +382,7 @@ class DeviceKvBlocks(_LayerTensors):
         self.bytes_per_block = self.kv.block_bytes
 
     def describe(self) -> str:
-        """Return the byte format, for the layout's fingerprint. Where the blocks lie is no part of it."""
+        """Return the byte format, for the layout's fingerprint. It is independent of the places of the blocks."""
         return f"vllm-device-{self.kv.describe()}"
 
 
@@ -390,15 +391,14 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
 
 
 class TakenBack(Exception):
-    """The engine took its blocks back: they must not be touched any more."""
+    """Raised if the engine has taken its blocks back: they must not be read or written any more."""
 
 
 class Lending:
-    """The engine's blocks, lent to copying threads for one transfer. A copy runs inside `with lending`; after `take_back`
-    none begins, and it waits for those that run.
+    """Lends the engine's blocks to copying threads for one transfer. Each copy runs inside `with lending`.
 
-    Without it a copy that comes too late would write into a block that the engine has given to another request, or store
-    that request's bytes under this one's key.
+    After `take_back` no copy begins. A late copy would write into a block that the engine has given to another request,
+    or store that request's bytes under this transfer's key.
     """
 
     def __init__(self) -> None:
@@ -418,7 +418,7 @@ class Lending:
             self._condition.notify_all()
 
     def reading(self, source: Source) -> Source:
-        """Return `source`, which reads what is lent, as a source that raises TakenBack."""
+        """Return `source`, which reads the lent blocks, as a source that raises TakenBack if they are taken back."""
 
         def fill(slot: np.ndarray) -> None:
             with self:
@@ -428,27 +428,28 @@ class Lending:
         return fill
 
     def check(self) -> None:
-        """Raise TakenBack when what was just read may have been overwritten meanwhile."""
+        """Raise TakenBack if the blocks were taken back: bytes that were just read may have been overwritten."""
         if self._taken_back:
             raise TakenBack
 
     def take_back(self, wait_s: float) -> bool:
-        """Return False when a copy is still running after `wait_s` seconds."""
+        """Let no copy begin, and wait for running ones. Return False if one still runs after `wait_s` seconds."""
         with self._condition:
             self._taken_back = True
             return self._condition.wait_for(lambda: not self._copying, max(0.0, wait_s))
 
 
 class Move:
-    """Chunks on their way between the engine's blocks and the cache. Public methods are called by the engine's thread.
+    """A transfer of chunks between the engine's blocks and the cache.
 
-    Each copy runs on a thread of the cache, inside `lending`. In device memory that only enqueues it, behind what the engine
-    had enqueued when the move began (`after`), and an event behind it says when it has ended. So a save lets go of the
-    engine's blocks as soon as they are gathered, long before the chunks have come to the host or a file.
+    The engine's thread calls the public methods, except `copy`, which runs on a thread of the cache. In device memory
+    `copy` only enqueues its work, after the work that the engine had enqueued when the move began (`after`), and an
+    event tells when it has ended. So a save releases the engine's blocks as soon as they are gathered, long before the
+    chunks arrive in the host's memory or a file.
     """
 
     future: concurrent.futures.Future[int]
-    """Ends with the number of chunks that are in the cache, or (of the contiguous prefix) in the blocks."""
+    """Ends with the number of chunks in the cache (saves), or in the blocks (loads; a contiguous prefix)."""
 
     def __init__(self, driver: Driver | None, thread: CacheThread, copies: int) -> None:
         self._driver = driver
@@ -457,23 +458,23 @@ class Move:
         self._task: asyncio.Task[int] | None = None
         self._lock = threading.Lock()
         self._to_come = copies
-        """Copies that have not run, or have failed."""
+        """Number of copies that have not run, or have failed."""
         self._last_has_run = threading.Event()
-        """Set when no further copy will run: all have, the cache is done, or the blocks were taken back."""
+        """Set when no further copy will run: all have run, the operation has ended, or the blocks were taken back."""
         self._behind: dict[Stream, Event] = {}
-        """The last event of each stream, as long as it may not have happened."""
+        """The last event of each stream, kept until it is known to have happened."""
         self.after = driver.record(driver.current_stream()) if driver is not None else None
 
     def begin(self, operation: Callable[[], Coroutine[Any, Any, int]]) -> None:
-        """Run the cache's part. Raises CacheClosed."""
+        """Run `operation` on the cache's loop. Raises CacheClosed."""
         self.future = self._thread.submit(self._run(operation))
 
     def is_off_blocks(self) -> bool:
-        """Return True if the blocks are not touched any more. May be true long before `future` is done."""
+        """Return True if the move no longer uses the blocks. It may be long before `future` is done."""
         return self._last_has_run.is_set() and self._have_ended()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return `is_off_blocks`, after waiting for that."""
+        """Wait until the move no longer uses the blocks. Return False if it still does after `timeout_s` seconds."""
         until_s = time.monotonic() + timeout_s
         if not self._last_has_run.wait(timeout_s):
             return False
@@ -484,9 +485,7 @@ class Move:
         return True
 
     def take_back(self, wait_s: float) -> bool:
-        """Let no further copy begin, and wait for those that run. Return False when one still runs after `wait_s`
-        seconds.
-        """
+        """Let no copy begin, and wait up to `2 * wait_s` seconds for running ones. Return False if one may still run."""
         returned = self._lending.take_back(wait_s)
         self._last_has_run.set()
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -494,7 +493,7 @@ class Move:
         if returned and self.wait(wait_s):
             return True
         with self._lock, contextlib.suppress(DeviceError):
-            # At least whatever the engine enqueues from now on comes after them.
+            # At least order the engine's later work after these copies.
             for event in self._behind.values():
                 assert self._driver is not None
                 self._driver.wait(self._driver.current_stream(), event)
@@ -507,7 +506,7 @@ class Move:
                 copy()
             finally:
                 if self._driver is not None:
-                    # Also a copy that failed may have been enqueued in part.
+                    # A copy that failed may have been enqueued in part.
                     event = self._driver.record(stream)
                     with self._lock:
                         self._behind[stream] = event
@@ -526,18 +525,18 @@ class Move:
             self._last_has_run.set()
 
     def _cancel(self) -> None:
-        """Called on the cache's loop. `future` ends with the operation, which may still be at work on a slot."""
+        """Called on the cache's loop. `future` ends when the operation does, which may still use a slot."""
         if self._task is not None:
             self._task.cancel()
 
     def _have_ended(self) -> bool:
-        """Return True if all copies that have run by now have ended: in device memory they run on."""
+        """Return True if all copies enqueued so far have ended on the device. Always true without a driver."""
         with self._lock:
             try:
                 if self._driver is not None and not all(self._driver.query(event) for event in self._behind.values()):
                     return False
             except DeviceError:
-                # The device is lost, or about to be. Every wait for this has a time limit.
+                # The device is failing. Every wait for this method has a time limit.
                 return False
             self._behind.clear()
             return True
@@ -558,11 +557,12 @@ class _LentChunk(PagedChunk):
 
 
 class Mover:
-    """Begins moves between one worker's KV blocks and its cache. All methods are called by the engine's thread."""
+    """Begins moves between one worker's KV blocks and its cache. The engine's thread calls all public methods."""
 
     def __init__(self, kvs: Sequence[KvBlocks | DeviceKvBlocks], windows: Iterable[int] = ()) -> None:
-        """`kvs` by group, as `BlockTransfer.group` counts them; their tensors may share memory. `windows`: groups with a
-        window, whose chunks do not follow one another in a prefix: the last are worth most.
+        """Take `kvs` by group, as numbered by `BlockTransfer.group`; their tensors may share memory.
+
+        `windows` are the groups with a window: their chunks do not form a prefix, and the last ones are worth most.
         """
         self.kvs = kvs
         self.driver: Driver | None = getattr(kvs[0], "driver", None)
@@ -572,7 +572,7 @@ class Mover:
     def put(
         self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
-        """Store blocks as chunks. They are read when all that the engine has begun by now is done."""
+        """Store blocks as chunks. In device memory they are read after the work that the engine has enqueued by now."""
         move, cache = Move(self.driver, thread, len(transfers)), thread.cache
         chunks = [self._chunk(move, transfer) for transfer in transfers]
 
@@ -599,16 +599,16 @@ class Mover:
         deadline_s: float,
         held: Mapping[ChunkKey, Lease] | None = None,
     ) -> Move:
-        """Load chunks into blocks. They are written when all that the engine has begun by now is done. `held` as for
-        `TierCache.get_to`.
+        """Load chunks into blocks. In device memory the writes come after the work that the engine has enqueued by now.
 
-        Chunks of several groups: all of them are needed, so what one lacks leaves the others uncounted.
+        `held` is as for `TierCache.get_to`. With several groups the result is the sum of their prefixes, which is of
+        use only if it counts all chunks.
         """
         move, cache = Move(self.driver, thread, len(transfers)), thread.cache
         chunks = [self._chunk(move, transfer, load=True) for transfer in transfers]
 
         def get_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
-            # Of a window the last first: eviction keeps what is named before rather than what follows.
+            # Name the last chunks of a window first: eviction keeps chunks named earlier rather than later ones.
             ordered = positions[::-1] if window else positions
             some_keys, some = [keys[one] for one in ordered], [chunks[one] for one in ordered]
             if self.driver is None:
@@ -622,7 +622,7 @@ class Mover:
         return transfer.chunk_blocks * self.kvs[transfer.group].bytes_per_block
 
     def _chunk(self, move: Move, transfer: BlockTransfer, *, load: bool = False) -> Any:
-        """Return what the cache copies to or from: a source or a sink of host memory, or a chunk of a device's."""
+        """Return the cache's end of a copy: a source or a sink in host memory, or a chunk in device memory."""
         kv, blocks = self.kvs[transfer.group], transfer.blocks
         if isinstance(kv, DeviceKvBlocks):
             return _LentChunk(move, kv, transfer)
@@ -635,8 +635,9 @@ class Mover:
         transfers: Sequence[BlockTransfer],
         move: Callable[[Sequence[int], bool], Coroutine[Any, Any, int]],
     ) -> int:
-        """Run `move` for the positions of each group's transfers, side by side, saying whether it has a window. Return the
-        sum of what they return; where one fails, the others are ended first.
+        """Run `move` concurrently for each group, with the positions of its transfers and True if it has a window.
+
+        Return the sum of the results. If one fails, cancel the others, and raise when they have ended.
         """
         groups: dict[int, list[int]] = {}
         for position, transfer in enumerate(transfers):
@@ -652,8 +653,9 @@ class Mover:
 def make_mover(
     config: Config, tensors: Mapping[str, Any], blocks: int, groups: Sequence[KvGroup], parts: HeadParts | None = None
 ) -> Mover:
-    """`groups` as the geometry has them. Raises LayoutError for KV that cannot be moved from where it lies
-    or was not verified; DeviceError without driver.
+    """Return the mover for the engine's KV. `groups` are those of the geometry.
+
+    Raises LayoutError for KV in unsupported memory or of unverified shape, and DeviceError without a driver.
     """
     driver = _driver_of(config, tensors)
     kvs: list[KvBlocks | DeviceKvBlocks] = []
@@ -676,7 +678,7 @@ def make_mover(
 
 
 def _tensors_of(group: KvGroup, tensors: Mapping[str, Any], parts: HeadParts | None) -> Mapping[str, Any]:
-    """Return the group's tensors; of its part of the heads, views."""
+    """Return the group's tensors, or views of its part of the heads."""
     if group.layers:
         tensors = {name: tensors[name] for name in group.layers if name in tensors}
     if parts is None:

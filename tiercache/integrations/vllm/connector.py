@@ -1,7 +1,7 @@
-"""TierCacheConnector: vLLM's KV connector interface (0.30 to 0.32), passed on to the two halves.
+"""TierCacheConnector: passes the calls of vLLM's KV connector interface (0.30 to 0.32) on to the two halves.
 
-Every failure in this package is a miss or a chunk that is not stored, never an engine that stops: each method that vLLM
-calls in service catches the errors that it can survive, and logs them once per kind.
+A failure in this package is a miss or a chunk that is not stored, and does not stop the engine: methods that vLLM calls
+in service catch the errors that they can survive, and log them once per kind.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Loaded by `kv_connector_module_path: tiercache.integrations.vllm`.
 
     Configuration comes from `TIERCACHE_CONFIG_FILE` / `LMCACHE_CONFIG_FILE`, the environment, and
-    `kv_connector_extra_config` (same keys). Raises ConfigError or LayoutError at start for what cannot work.
+    `kv_connector_extra_config` (same keys). Raises ConfigError or LayoutError at start if they cannot work.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -65,7 +65,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         show_our_log()
         check_version(vllm.__version__)
         transfer = vllm_config.kv_transfer_config
-        # Of the halves, and of many workers, one is enough to warn of what is not honoured.
+        # Only the scheduler's half warns of settings without effect; every worker would repeat it.
         quiet = role != KVConnectorRole.SCHEDULER
         self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}), quiet=quiet)
         parallel = vllm_config.parallel_config
@@ -104,7 +104,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "; save_unfull_chunk is off: hits are whole chunks" if self._config.save_unfull_chunk else "",
             )
         if transfer.kv_load_failure_policy != "recompute":
-            # vLLM reads this after it has made the connector. "fail" would end a request for a chunk that went missing.
+            # vLLM reads this after it has made the connector. "fail" would end a request if a chunk is missing.
             logger.info("kv_load_failure_policy is set to recompute: a chunk that cannot be loaded is computed instead")
             transfer.kv_load_failure_policy = "recompute"
         names = self._names()
@@ -127,7 +127,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a chunk that is not stored is a later miss, not an error."""
+        """Return False: a chunk that is not stored is a later miss, not an error."""
         return False
 
     # Worker
@@ -169,10 +169,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.load(self._step_work())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole before the forward begins."""
+        """Do nothing: loads have ended before the forward pass begins."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are saved after the step, all layers at once."""
+        """Do nothing: blocks are saved after the step, all layers at once."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -241,7 +241,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @survives(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """BlockStored and BlockRemoved of the tiers of this host, since the last call."""
+        """Return the BlockStored and BlockRemoved events of this host's tiers since the last call."""
         if self._scheduler is None or self._scheduler.kv_events is None:
             return ()
         return self._scheduler.kv_events.take()
@@ -252,17 +252,20 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A producer's answer says what others are to find of the prompt; a request that is sent to them says it again."""
+        """Return True if the blocks must stay, and fields of a producer's answer.
+
+        The fields tell how much of the prompt other engines will find; a request sent to them repeats the fields.
+        """
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
-        """True: blocks come free within milliseconds, which is cheaper than a preemption."""
+        """Return True if blocks come free soon, when their saves end: waiting is then cheaper than a preemption."""
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def has_pending_push_work(self) -> bool:
-        """True: one more step is wanted, since with a step the workers are told what requests said and that all is reset,
-        and routers what the tiers have.
+        """Return True if another step is needed: to pass hints, released claims or a reset to the workers, or to report
+        the chunks of the tiers to routers.
         """
         if self._scheduler is None:
             return False
@@ -271,7 +274,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @survives(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Return tokens by the tier in which their chunks lay when they were found. Chunks in RAM count first."""
+        """Return tokens by the tier that had their chunks at the lookup. Tokens of the first tiers count first."""
         assert self._scheduler is not None
         sources: Counter[CacheHitSource] = Counter()
         for tier, tokens in self._scheduler.tokens_by_tier(request, num_external_tokens).items():
@@ -282,7 +285,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @survives(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return the new figures of either half, each step; None if there are none."""
+        """Return this half's new figures since the last call; None if there are none."""
         half = self._worker or self._scheduler
         return half.figures.take() if half is not None else None
 
@@ -301,7 +304,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return TierCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
-        """Make everything stored so far unreachable for this engine: it asks for this when its weights have changed."""
+        """Make all chunks stored so far unreachable for this engine. vLLM calls this when the weights have changed."""
         if self._scheduler is not None:
             self._scheduler.reset()
             logger.info("the cache was reset: what was stored before is not used any more by this engine")
@@ -315,6 +318,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker.close()
 
 
-# Inside a MultiConnector, vLLM asks for the class whose figures came by its name alone.
+# Inside a MultiConnector, vLLM looks up the class of the figures by its name alone.
 with contextlib.suppress(ValueError):  # registered already
     KVConnectorFactory.register_connector(TierCacheConnector.__name__, __name__, TierCacheConnector.__name__)

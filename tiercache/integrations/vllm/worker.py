@@ -1,9 +1,9 @@
-"""The worker's half: it owns the cache, moves blocks, and reports what has ended.
+"""The worker's half: owns the cache, moves blocks, and reports which saves and loads have ended.
 
 Saves read the engine's blocks while the next steps run, on copying threads or streams of the device. That is safe because
 blocks that a save reads are not given away before its copies have ended: the scheduler holds finished requests, and
-`before_blocks_are_given_away` waits for preempted ones. How blocks are moved, and what orders that after the engine's own
-work, is the business of `Mover` (`blocks.py`).
+`before_blocks_are_given_away` waits for preempted ones. `Mover` (`blocks.py`) moves the blocks, and orders the copies
+after the engine's own work.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, k
 logger = logging.getLogger("tiercache.vllm")
 
 _MARGIN_S = 2.0
-"""The time that a wait for the cache's thread may take beyond the cache's own deadline."""
+"""Seconds for the cache's thread to answer, in addition to the cache's own deadline."""
 _PREEMPTION_WAIT_S = 1.0
-"""The wait for copies that have not begun. Running ones are always waited for: they take as long as a memcpy."""
+"""Longest wait for copies that have not begun. Running copies, which take as long as a memcpy, get more time."""
 _COPY_WAIT_S = 10.0
 
 
@@ -48,7 +48,7 @@ class _Saving:
 
 @dataclass
 class _Loading:
-    """Without a `move` it failed before it began."""
+    """A load. `move` is None if the load failed before it began."""
 
     load: Load
     began_s: float
@@ -61,7 +61,7 @@ class _Loading:
 
 
 class WorkerSide:
-    """All methods are called by the engine's thread."""
+    """The worker's half of the connector. All methods are called by the engine's thread."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class WorkerSide:
         *,
         kv_events: bool = False,
     ) -> None:
-        """`kv_events`: routers are to be told which chunks are where."""
+        """Open the cache. With `kv_events` the tiers of chunks are reported for routers."""
         self.config = config
         self.geometry = geometry
         self.mover = mover
@@ -93,23 +93,23 @@ class WorkerSide:
         self._saving: list[_Saving] = []
         self._turns = SessionTurns(self.thread, lambda names: keys_of(self._namespace, names, geometry))
         self._storing: dict[concurrent.futures.Future[int], str] = {}
-        """Saves that may be off the engine's blocks already and are not in the cache yet, with their requests."""
+        """Saves that are not in the cache yet, with their requests. They may no longer use the engine's blocks."""
         self._saves_ended: Counter[str] = Counter()
         self._loads_ended: set[str] = set()
         self._held: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
-        # An engine that just exits would leave its last chunks unwritten.
+        # An engine that exits without `shutdown` would not write its last chunks.
         atexit.register(self.close)
 
     def load(self, work: StepWork) -> None:
-        """Begin the step's loads; wait for the synchronous ones, until `blocking_timeout_secs` at the longest."""
+        """Begin the step's loads, and wait for the synchronous ones until their time limit."""
         if work.forget_hot:
             self._names.follow(work.generation)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         self._lookups.release(work.released)
         if work.token_s is not None:
-            # Of a window or a state few chunks stand for the whole prefix: they are worth at least as much.
+            # Groups with a window or a state need few chunks for a whole prefix, so each is worth at least as much.
             whole = sum(group.window_tokens is None for group in self.geometry.groups)
             chunk_s = work.token_s * self.geometry.chunk_tokens / max(1, whole)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.computing_takes, chunk_s)
@@ -135,7 +135,7 @@ class WorkerSide:
             self._turns.follow(work.turns, self._storing)
 
     def before_blocks_are_given_away(self, request_ids: Iterable[str], blocks: Collection[int] = ()) -> None:
-        """Wait until no save reads the blocks of preempted requests, nor these."""
+        """Wait until no save reads the blocks of preempted requests, nor `blocks`. Slow saves are cut short."""
         wanted = set(request_ids)
         until_s = time.monotonic() + _PREEMPTION_WAIT_S
         for saving in self._saving:
@@ -145,7 +145,7 @@ class WorkerSide:
                 logger.info("saving request %s was cut short: its blocks are given away", saving.save.request_id)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks may be freed since they are saved, and requests whose load has ended, well or not."""
+        """Return the requests whose blocks are saved and may be freed, and those whose load has ended or failed."""
         if self._saving:
             self._saving = [saving for saving in self._saving if not self._has_ended(saving)]
         sent: set[str] = set()
@@ -159,12 +159,12 @@ class WorkerSide:
         return sent, received
 
     def take_bad_blocks(self) -> set[int]:
-        """Blocks that could not be loaded since the last call: the engine recomputes them."""
+        """Return the blocks that could not be loaded since the last call. The engine recomputes them."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def take_failed(self) -> set[str]:
-        """Requests of which an asynchronous load has failed since the last call, with several groups."""
+        """Return the requests whose load has failed since the last call, if the geometry is not plain."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -176,17 +176,15 @@ class WorkerSide:
         return progress
 
     def take_residency(self) -> Report | None:
-        """Return what has come to the tiers and gone from them since the last call; None if nothing has, or routers
-        are not told.
-        """
+        """Return the chunks added to and removed from tiers since the last call; None without news or KV events."""
         return self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
 
     def close(self) -> None:
-        """Write what is under way and queued, for up to `close_timeout_s`, and end the cache. Idempotent."""
+        """Write the running and queued saves, for up to `close_timeout_s`, and close the cache. Idempotent."""
         atexit.unregister(self.close)
         until_s = time.monotonic() + self.config.close_timeout_s
         self._lookups.close()
-        # The engine's memory goes away after this.
+        # The engine may free its memory after this call.
         for loading in self._receiving.values():
             if loading.move is not None:
                 self._take_back(loading.move)
@@ -210,7 +208,7 @@ class WorkerSide:
             if load.asynchronous:
                 loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s)
             else:
-                # What is held is only copied. That may not fail, so it may take its time.
+                # Held chunks only need to be copied. This must not fail, so allow more time.
                 loading.until_s = began_s + max(limit_s, _COPY_WAIT_S) + _MARGIN_S
                 held = self._lookups.held
                 loading.move = self.mover.get(self.thread, keys, load.transfers, max(limit_s, _COPY_WAIT_S), held)
@@ -219,7 +217,7 @@ class WorkerSide:
         return loading
 
     def _end_load(self, loading: _Loading) -> None:
-        """Wait for what is left of its time, and note the blocks of every chunk that did not arrive."""
+        """Wait for the load until its time limit, and note the blocks of every chunk that did not arrive."""
         load, move = loading.load, loading.move
         arrived = 0
         try:
@@ -253,13 +251,13 @@ class WorkerSide:
             for transfer in load.transfers[arrived:]:
                 self._bad_blocks.update(transfer.blocks)
         elif not whole:
-            # All or nothing: the engine cannot be told of single blocks where there are several groups.
+            # With several groups single bad blocks cannot be reported to the engine, so the whole load fails.
             self._failed.add(load.request_id)
 
     # Saving
 
     def _begin_save(self, save: Save) -> None:
-        # A slot that does not come free soon is not worth holding the engine's blocks for.
+        # Waiting longer for a free slot is not worth holding the engine's blocks.
         wait_s = self.config.queue_wait_s
         began_s = time.monotonic()
         until_s = began_s + self.config.blocking_timeout_secs + _MARGIN_S
@@ -289,7 +287,7 @@ class WorkerSide:
         move.future.add_done_callback(ended)
 
     def _tokens_of(self, transfers: Sequence[BlockTransfer]) -> int:
-        """Return the tokens whose KV moves, in the group that has most."""
+        """Return the number of tokens whose KV moves, in the group with the most."""
         tokens = [0] * len(self.geometry.groups)
         for transfer in transfers:
             tokens[transfer.group] += len(transfer.blocks) * self.geometry.groups[transfer.group].block_tokens

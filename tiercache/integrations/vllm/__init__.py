@@ -1,6 +1,6 @@
 """The vLLM connector.
 
-For `--kv-transfer-config`:
+Pass it to `--kv-transfer-config`:
 
 ```json
 {"kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.integrations.vllm", "kv_role": "kv_both"}
@@ -20,7 +20,7 @@ __all__ = ["TierCacheConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """Importing vLLM takes many seconds; planning and block copies are of use, and tested, without it."""
+    """Import on first use: importing vLLM takes many seconds, and planning and block copies work without it."""
     if name != "TierCacheConnector":
         raise AttributeError(f"module 'tiercache.integrations.vllm' has no attribute {name!r}")
     with needed_vllm(name, TESTED):

@@ -1,9 +1,9 @@
-"""Hints about sessions: what a request says in its `kv_transfer_params`, and how the worker passes it to the cache.
+"""Hints about sessions: parse those in a request's `kv_transfer_params`, and pass them to the cache in the worker.
 
     {"tiercache.session": "chat-17", "tiercache.next_in_s": 20}
 
-The same may come as the payload of actions in vLLM's `kv_hints`, whose `session_id` is a session. The worker tells the
-cache about a turn when everything that the turn stored is in the cache.
+The same fields may come as the payload of actions in vLLM's `kv_hints`; a request's `session_id` is a session. The
+worker pins, prefetches or forgets the chunks of a turn when the turn's saves have ended, or after a time limit.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Wishes(msgspec.Struct, frozen=True):
-    """A field of this class is a parameter `tiercache.<field>`."""
+    """Parsed hints of a request. Each field is a parameter `tiercache.<field>`."""
 
     session: _Name = ""
-    """An id of the program's own: its turns predict one another."""
+    """An id chosen by the program. Turns of a session predict one another."""
     step: _Name = ""
     """Accepted without effect."""
     ended: _Name = ""
@@ -46,25 +46,27 @@ class Wishes(msgspec.Struct, frozen=True):
     next_in_s: _Seconds | None = None
     """The time in seconds after which the request's KV is needed again."""
     pin_s: _Seconds | None = None
-    """Keep it hot for so long."""
+    """The time in seconds for which the request's KV stays hot."""
     forget: bool = False
-    """Remove what the request stored when it has finished. What others had stored before stays, as far as memory and this
-    host's tiers know, and as the request's lookup found it: a chunk on a server that was not asked counts as new."""
+    """Remove the chunks that the request stored when it has finished. Earlier chunks stay if memory or this host's
+    tiers know them, or the request's lookup found them. A chunk on a server that was not asked counts as new.
+    """
     session_over: bool = False
     """No turn of the session follows this one."""
     expect_tokens: _Tokens = 0
-    """Another engine is storing so many of the prompt's first tokens just now: lookups wait for them, as long as
-    `lookup_timeout_ms` says."""
+    """Number of the prompt's first tokens that another engine is storing: lookups wait for them within
+    `lookup_timeout_ms`.
+    """
 
     @property
     def at_the_end(self) -> bool:
-        """Return True if there is anything to do when the request has finished."""
+        """True if there is anything to do when the request has finished."""
         return bool(self.session or self.forget or self.next_in_s is not None or self.pin_s is not None)
 
 
 @dataclass(frozen=True)
 class RequestBegan:
-    """A request of a session has come. `names` are those of its prompt's full chunks."""
+    """A request of a session has come. `names` are the names of its prompt's full chunks."""
 
     session: str
     names: list[bytes]
@@ -72,7 +74,7 @@ class RequestBegan:
 
 @dataclass(frozen=True)
 class RequestEnded:
-    """A request has finished. `names` are those of the chunks that hold its prefix now."""
+    """A request has finished. `names` are the names of the chunks that hold its prefix now."""
 
     request_id: str
     wishes: Wishes
@@ -83,7 +85,7 @@ Turn = RequestBegan | RequestEnded
 
 
 def said_by(request: Any) -> dict[str, Any]:
-    """Return the request's parameters. `kv_transfer_params` win over `kv_hints`, and these over `session_id`."""
+    """Return the request's hints. `kv_transfer_params` override `kv_hints`, and these override `session_id`."""
     said: dict[str, Any] = {}
     if session := getattr(request, "session_id", None):
         said[PREFIX + "session"] = session
@@ -100,9 +102,9 @@ def _is_ours(name: Any) -> bool:
 
 
 def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
-    """Return the wishes of valid parameters. An invalid one is ignored with one warning, and never fails a request.
+    """Return the hints in valid parameters. An invalid one is ignored with one warning, and never fails a request.
 
-    `warned` remembers what was warned about.
+    `warned` holds the names of parameters that were warned about.
     """
     found: dict[str, Any] = {}
     if not isinstance(parameters, Mapping):
@@ -128,18 +130,18 @@ _KINDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fi
 
 
 _STORING_S = 30.0
-"""The longest wait for a request's saves; what is not stored by then is not counted on."""
+"""Longest wait in seconds for a request's saves, after which its hints are applied anyway."""
 
 
 class SessionTurns:
-    """`follow` is called by the engine's thread and does not wait."""
+    """Passes hints of requests to the cache. The engine's thread calls `follow`, which does not wait."""
 
     def __init__(self, thread: CacheThread, keys_of: Callable[[list[bytes]], list[ChunkKey]]) -> None:
-        """`keys_of` the names of chunks."""
+        """Take `keys_of`, which returns the keys of named chunks."""
         self._thread = thread
         self._keys_of = keys_of
         self._new: dict[str, set[ChunkKey]] = {}
-        """Chunks that each request stores and no tier had before. Belongs to the loop."""
+        """Chunks that each request stores and no tier had before. Used only on the cache's loop."""
         self._warned = False
 
     def stores(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
@@ -153,12 +155,12 @@ class SessionTurns:
         self._new.setdefault(request_id, set()).update(new)
 
     def follow(self, turns: Sequence[Turn], storing: Mapping[concurrent.futures.Future[int], str]) -> None:
-        """`storing` are the saves under way, with the requests that they are for."""
+        """Apply the hints of `turns`, each after its saves. `storing` are the in-flight saves, with their requests."""
         for turn in turns:
             saves = []
             if isinstance(turn, RequestEnded):
                 saves = [save for save, request_id in list(storing.items()) if request_id == turn.request_id]
-            with contextlib.suppress(TierCacheError):  # closed: nothing is worth predicting any more
+            with contextlib.suppress(TierCacheError):  # closed, so predictions are useless
                 self._thread.submit(self._follow(turn, saves))
 
     async def _follow(self, turn: Turn, saves: list[concurrent.futures.Future[int]]) -> None:
@@ -167,13 +169,13 @@ class SessionTurns:
             if isinstance(turn, RequestBegan):
                 ahead.began(turn.session, keys)
                 return
-            # Without waiting: the session's next turn may begin before this one is stored, and must not overtake it.
+            # Do not wait here: the session's next turn may begin before this one is stored, and must come after it.
             if turn.wishes.session:
                 ahead.ended(turn.wishes.session, keys)
                 if turn.wishes.session_over:
                     ahead.over(turn.wishes.session)
             if saves:
-                # Waiting for them does not end them, and how they end is told elsewhere.
+                # A timeout does not cancel the saves, and their errors are logged elsewhere.
                 ended, _ = await asyncio.wait([asyncio.wrap_future(save) for save in saves], timeout=_STORING_S)
                 for save in ended:
                     _ = save.cancelled() or save.exception()

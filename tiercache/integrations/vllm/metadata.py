@@ -1,6 +1,4 @@
-"""Messages between the halves: what the scheduler's half tells the worker's half in each step, and the reply. vLLM
-pickles them.
-"""
+"""Messages between the halves: the work of a step for the workers, and their reports. vLLM pickles the messages."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ class Load:
     transfers: list[BlockTransfer]
     asynchronous: bool
     claim: str = ""
-    """The claim under which the chunks may be held until this has ended."""
+    """The claim under which the chunks may be held until the load has ended."""
     impossible: tuple[int, ...] = ()
-    """Blocks that the engine expects filled and that no transfer fills: something went wrong while planning."""
+    """Blocks that the engine expects to be filled, but no transfer fills, because planning failed."""
     trace: Trace | None = None
 
 
@@ -35,7 +33,7 @@ class Save:
     request_tokens: int
     trace: Trace | None = None
     to_be_forgotten: bool = False
-    """When the request has finished."""
+    """True if the stored chunks are to be forgotten when the request has finished."""
 
 
 @dataclass
@@ -43,23 +41,24 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
-    """Their blocks are given away in this step: saves from them must have ended."""
+    """Requests whose blocks are given away in this step: saves from these must have ended."""
     held: set[str] = field(default_factory=set)
-    """Finished requests whose blocks wait for their saves; to be reported as sent when those have ended."""
+    """Finished requests whose blocks stay until their saves have ended; the worker then reports them as sent."""
     given_away: set[int] = field(default_factory=set)
-    """Blocks that requests get in this step, where windows free blocks of running requests: saves from them must have
-    ended."""
+    """Blocks that requests get in this step, if windows free blocks of running requests: saves from these must have
+    ended.
+    """
     released: set[str] = field(default_factory=set)
-    """Claims of lookups of which nothing will be loaded."""
+    """Claims of lookups after which nothing will be loaded."""
     forget_hot: bool = False
     generation: bytes = b""
-    """The generation of names from now on, with `forget_hot`; see `BlockNames`."""
+    """The new generation of names, if `forget_hot` is set; see `BlockNames`."""
     token_s: float | None = None
-    """The engine's time for one more token, in seconds, when that has changed."""
+    """Seconds that the engine takes to compute one more token; None if that has not changed."""
     watching: dict[bytes, bool] = field(default_factory=dict)
-    """Chunks, by name, of which routers are told from now on where they are; with False, no longer."""
+    """Names of the chunks to start (True) or stop (False) watching for routers."""
     turns: list[Turn] = field(default_factory=list)
-    """Hints of requests, in the order in which they came and finished."""
+    """Hints of requests, in the order in which the requests came and finished."""
 
 
 @dataclass
@@ -69,7 +68,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     saves: dict[str, int]
     """The number of `Save`s of each request, summed over workers."""
     loads: set[str]
-    """Requests whose synchronous load has ended, well or not. Every worker ends it in the same step."""
+    """Requests whose synchronous load has ended or failed. Every worker ends it in the same step."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
@@ -80,7 +79,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class ResidencyChanges(KVConnectorKVEvents):  # type: ignore[misc]
-    """Reports of workers with a step. None has to wait for another one's."""
+    """Reports that workers send with a step. No report waits for those of other workers."""
 
     def __init__(self, report: Report) -> None:
         self._reports: list[Report] = [report]

@@ -485,7 +485,7 @@ class Move:
         return True
 
     def take_back(self, wait_s: float) -> bool:
-        """Let no copy begin, and wait up to `2 * wait_s` seconds for running ones. Return False if one may still run."""
+        """Let no copy begin, and wait up to `2 * wait_s` seconds for running ones. Return False if one may go on."""
         returned = self._lending.take_back(wait_s)
         self._last_has_run.set()
         with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -1,32 +1,32 @@
 """The identity of a model, and the layout that names its KV, from vLLM's configuration.
 
-*The model.* Two directories have the same identity if the same files with the same bytes make the KV: all weights, the
-indices that say which tensor lies where, and the files that say how weights and images are read. Names of commits, times,
-paths, tokenizers and licences do not count, and neither does `config.json`: what vLLM makes of it is part of the layout,
-with overrides.
+*The model.* Two directories have the same identity if the files that determine the KV have the same names and bytes:
+all weights, the indices that map tensors to files, and the files that tell how weights and images are read. Names of
+commits, times, paths, tokenizers and licences do not count. `config.json` does not count either: the configuration that
+vLLM makes of it, with overrides, is part of the layout.
 
-*The settings.* Of each part of vLLM's configuration every field counts but those that are known to change nothing, so
-that a field of a new version counts by itself. A field at its default does not count: versions with one field more share
-KV with earlier ones. What vLLM derives from the other fields and from the model does not count either, since it may not
-be derived yet.
+*The settings.* Every field of the relevant parts of vLLM's configuration counts, except those known to change nothing,
+so fields of new versions count by default. A field at its default does not count, so a version with an additional field
+shares KV with earlier ones. Fields that vLLM derives from other fields and from the model do not count either, since
+they may not be derived yet.
 
-*The code.* vLLM's version changes every two weeks, and the KV seldom does. In place of the version these count:
+*The code.* vLLM's version changes every two weeks, and the KV seldom does. These count instead of the version:
 
 - The bytes that an attention backend makes of K and V: their order in a block, packing for an instruction set, rounding,
   scales. `byte_format` lets the backend write a known K and V, and reads the block.
 - The model's own source text (`code_of_model`): its module, the modules of its base classes, and its rotary embeddings
   with their final parameters. Shared parts (matrix products, norms, attention kernels) are assumed to compute what they
-  are named after, up to rounding, which differs between batches as well. Models within models (the language model of one
-  that reads images) are made by name and not seen.
+  are named after, up to rounding, which differs between batches as well. Nested models (such as the language model of
+  one that reads images) are created by name, and are not covered.
 
 *Digests of weights* (`digests_of`) are kept beside the files, or in the user's cache if that directory is not writable. A
 kept digest is valid for a file with the same size, modification time, change time and inode. The kernel sets the change
 time whenever a file is written, and no program can set it back. A file that was changed within the resolution of the file
 system's clock before it was read is not kept. Files of the Hugging Face cache are named by their SHA-256 and are not read.
-Several processes may hash the same files. Each begins with another file, takes over what others have finished, and
-publishes its results with a rename; the last process to end knows everything.
+Several processes may hash the same files. Each reads them in a random order, takes over the digests that others have
+published, and publishes its own with a rename; the last process to end has all digests.
 
-Engines that serve the same model side by side (data parallelism) have one configuration and one layout.
+Engines that serve the same model in parallel (data parallelism) have one configuration and one layout.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache.vllm")
 
 _NULL_BLOCK = 0
-"""vLLM's: no request's KV ever lies in it. vLLM itself lets padding write there."""
+"""vLLM's null block, which never holds a request's KV. vLLM itself lets padding write to it."""
 _MODELS = "vllm.model_executor.models."
 _NOT_THE_MODELS_OWN = ("interfaces", "interfaces_base", "utils", "adapters")
-"""How models are loaded, split, adapted and pooled."""
+"""Modules that load, split, adapt and pool models."""
 
 
 def byte_format(layers: Mapping[str, Any], tensors: Mapping[str, Any], computed_in: Any, parts: int = 1) -> str | None:
-    """A digest of what the back ends write for known K and V; None where they cannot be asked. With `parts`, of what they
-    write for each of so many parts of the heads, which has to be the same.
+    """Return a digest of the bytes that the back ends write for known K and V; None if they cannot be inspected.
 
-    `layers` are attention layers, `tensors` their KV by the same names, (kernel blocks, heads, tokens, K and V of a token).
-    `computed_in` is torch's dtype of K and V before they are stored, which may be in fewer bits. The null block is written
-    to, and is afterwards what it was before; no step may be under way.
+    `layers` are attention layers, `tensors` their KV by the same names, (kernel blocks, heads, tokens, K and V of a
+    token). `computed_in` is torch's dtype of K and V before they are stored, which may take fewer bits. With `parts`
+    the digest covers one part of the heads, and all parts must get the same bytes. Writes to the null block and
+    restores it; no step may be in flight.
     """
     formats: dict[str, str] = {}
     try:
@@ -98,7 +98,7 @@ def _written(layer: Any, tensor: Any, computed_in: Any, parts: int) -> str:
 
     tokens, heads, head_size = tensor.shape[2], layer.num_kv_heads // parts, layer.head_size
     numbers = torch.arange(2 * tokens * heads * head_size) * 7919 % 251 - 125
-    # Whole numbers below 256 are exact in every type that KV is computed in.
+    # Integers below 256 are exact in every dtype that KV is computed in.
     key, value = numbers.to(computed_in).reshape(2, tokens, heads, head_size).repeat(1, 1, parts, 1).to(tensor.device)
     block = tensor[_NULL_BLOCK : _NULL_BLOCK + 1]
     before = block.clone()
@@ -117,8 +117,9 @@ def _written(layer: Any, tensor: Any, computed_in: Any, parts: int) -> str:
 
 
 def code_of_model(model_config: Any) -> str | None:
-    """A digest of the source text of what is the model's own, and of the rotary embeddings that this process has made.
-    None where there is no source, or another one than was expected.
+    """Return a digest of the model's own source text, and of the rotary embeddings that this process has made.
+
+    Returns None if the source is missing or has an unexpected form.
     """
     try:
         return _code_of_model(model_config)
@@ -141,7 +142,7 @@ def _code_of_model(model_config: Any) -> str:
     }
     parts: list[Any] = [model_class.__qualname__, sorted(sources.items()), sorted(map(_parameters, embeddings))]
     if any("max_model_len" in source for source in sources.values()):
-        # Some models choose a scaling by the longest prompt that they may get.
+        # Some models choose a scaling by the length of the longest prompt allowed.
         parts.append(model_config.max_model_len)
     if any(name.startswith(f"{_MODELS}transformers") for name in sources):
         import transformers
@@ -151,7 +152,7 @@ def _code_of_model(model_config: Any) -> str:
 
 
 def _modules_of(module: Any) -> dict[str, str]:
-    """The source text of the module and of those that its classes are derived from, by name."""
+    """Return the source text of the module and of the modules of its classes' base classes, by module name."""
     sources = {module.__name__: _source(module)}
     for _, found in inspect.getmembers(module, inspect.isclass):
         if found.__module__ != module.__name__:
@@ -172,13 +173,13 @@ def _source(module: Any) -> str:
 
 
 def _parameters(embedding: Any) -> str:
-    """The plain numbers and words of a rotary embedding: base, dimension, scaling, style."""
+    """Return the plain attributes of a rotary embedding: base, dimension, scaling, style."""
     plain = {name: value for name, value in vars(embedding).items() if isinstance(value, (int, float, str))}
     return f"{type(embedding).__qualname__} {json.dumps(plain, sort_keys=True)}"
 
 
 def digest(values: Any) -> str:
-    """24 hex digits for what has a `repr` that says all of it."""
+    """Return 24 hex digits for values whose `repr` identifies them completely."""
     return hashlib.blake2b(repr(values).encode(), digest_size=12).hexdigest()
 
 
@@ -187,9 +188,9 @@ _KEPT_FORMAT = 1
 _PART_BYTES = 1 << 20
 _MOST_THREADS = 16
 _STALL_S = 30.0
-"""The time without a byte after which the files' mount is taken to hang."""
+"""Seconds without a byte after which the files' mount is assumed to hang."""
 _GRAIN_NS = 2_000_000_000
-"""The coarsest clock of a file system that is still met: two seconds."""
+"""Coarsest resolution of a file system's clock that is still in use: two seconds."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Stamp = tuple[int, int, int, int]
@@ -197,14 +198,14 @@ Stamp = tuple[int, int, int, int]
 
 
 class FileChanged(OSError):
-    """A file was written to while it was read, so there is no digest of it."""
+    """Raised if a file was written to while it was read, so that it has no digest."""
 
 
 def digests_of(files: Mapping[str, Path], directory: Path) -> dict[str, str]:
-    """SHA-256 of each of `files`, as hex. Reads what is not known already, once, in threads.
+    """Return the SHA-256 of each of `files`, as hex. Reads the files without a kept digest, once, in threads.
 
-    `files` lie below `directory` and are known there by their names in the mapping. Raises OSError: a file cannot be read,
-    changes while it is (FileChanged), or does not come for 30 s (TimeoutError).
+    `files` lie below `directory`, and digests are kept by their names in the mapping. Raises OSError if a file cannot
+    be read, FileChanged if it is written to meanwhile, and TimeoutError if no bytes arrive for 30 s.
     """
     return _Digests(files, directory).all()
 
@@ -220,7 +221,7 @@ class _Digests:
         self._left: list[str] = []
         self._failed: OSError | None = None
         self._bytes_read = 0
-        """All threads add to it. It stands still while a mount hangs."""
+        """Sum over all threads. It does not grow while a mount hangs."""
 
     def all(self) -> dict[str, str]:
         for name, path in self._files.items():
@@ -233,14 +234,14 @@ class _Digests:
             self._read_all()
         kept = self._kept()
         if any(kept.get(name) != (stamp, self._found[name]) for name, stamp in self._stamps.items()):
-            # Another process has published without what we had added meanwhile.
+            # Another process has replaced the file without our digests.
             self._keep()
         return self._found
 
     def _read_all(self) -> None:
         began_s = time.monotonic()
         count = min(len(self._left), len(os.sched_getaffinity(0)), _MOST_THREADS)
-        # Daemons: a mount that hangs must not hang the engine's exit.
+        # Daemon threads, since a hanging mount must not block the engine's exit.
         threads = [threading.Thread(target=self._read, name="tiercache-digest", daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
@@ -258,7 +259,7 @@ class _Digests:
         logger.info("read %.2f GB of weights for their identity in %.1f s", self._bytes_read / 1e9, took_s)
 
     def _read(self) -> None:
-        """Read one file after the other, in a thread, as long as there are any and none has failed."""
+        """Read the remaining files one by one, in a thread, until none is left or one has failed."""
         while True:
             with self._lock:
                 if self._failed is not None or not self._left:
@@ -280,7 +281,7 @@ class _Digests:
                     self._keep()
 
     def _sha256(self, path: Path) -> tuple[str, Stamp, bool]:
-        """Digest and stamp of the file, and whether no change of it can be hidden from the stamp."""
+        """Return the file's digest, its stamp, and True if every later change would change the stamp."""
         part = memoryview(bytearray(_PART_BYTES))
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
@@ -299,14 +300,14 @@ class _Digests:
                 self._found[name], self._stamps[name] = digest, stamp
 
     def _kept(self) -> dict[str, tuple[Stamp, str]]:
-        """Return the digests that are kept in all places, the first of which counts."""
+        """Return the digests that are kept in all places. Earlier places have precedence."""
         kept: dict[str, tuple[Stamp, str]] = {}
         for place in reversed(self._places):
             kept |= _read_kept(place)
         return kept
 
     def _keep(self) -> None:
-        """Add what is known to the first place that can be written to."""
+        """Add the known digests to the first place that is writable."""
         for place in self._places:
             known = _read_kept(place)
             ours = {name: (stamp, self._found[name]) for name, stamp in self._stamps.items()}
@@ -328,7 +329,7 @@ def _places(directory: Path) -> Iterator[Path]:
 
 
 def _read_kept(place: Path) -> dict[str, tuple[Stamp, str]]:
-    """Empty where there is nothing, or something else than `_write_kept` wrote."""
+    """Return the digests kept in a file; empty if it is missing, or not in the form that `_write_kept` writes."""
     try:
         kept = json.loads(place.read_bytes())
         files = kept["files"]
@@ -361,13 +362,13 @@ def stamp_of(status: os.stat_result) -> Stamp:
 
 
 def _name_of_blob(path: Path) -> str | None:
-    """The SHA-256 in the name of a file of the Hugging Face cache: snapshots/COMMIT/NAME links to blobs/SHA256.
+    """Return the SHA-256 in the name of a Hugging Face file (snapshots/COMMIT/NAME links to blobs/SHA256), or None.
 
-    One link and no further: a blob may itself be a link, to a file that is named by another hash.
+    Follows one link only: a blob may itself be a link to a file that is named by another hash.
     """
     try:
         blob = path.parent / os.readlink(path)
-        # The link was made when the blob was whole. One that is newer was written to since, and its name is of no worth.
+        # The link was made when the blob was complete. A newer blob was written to since, so its name may be wrong.
         newer = path.stat().st_mtime_ns - path.lstat().st_mtime_ns > _GRAIN_NS
     except OSError:
         return None
@@ -379,24 +380,24 @@ def _name_of_blob(path: Path) -> str | None:
 _SAFETENSORS = "*.safetensors"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.gguf", "*.tensors")
 _NO_WEIGHTS = ("adapter_model.*", "training_args.bin", "optimizer.*", "scheduler.pt", "scaler.pt")
-"""Files of a LoRA that lies beside, and of training. vLLM leaves the latter out by name, too."""
+"""Files of a LoRA beside the model, and of training. vLLM also excludes the latter by name."""
 _READ_BESIDE = ("*.safetensors.index.json", "*quant*config.json", "*processor_config.json", "tekken.json")
-"""Which shard holds a tensor; how weights are quantised; how images and sound become embeddings."""
+"""Files that map tensors to shards, or tell how weights are quantised and how images and sound become embeddings."""
 _OF_ADAPTER = ("adapter_model.*", "adapter_config.json", "*.safetensors", "*.bin", "*.pt", "*.tensors")
 _CHECKPOINTS = ("checkpoint-*", "global_step*")
 _SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer")
-"""vLLM's load formats that read no other weights where there are safetensors."""
+"""vLLM's load formats that read no other weights if there are safetensors."""
 
 
 class NothingToRead(OSError):
-    """There are no weights where they were looked for."""
+    """Raised if a place has no weights."""
 
 
 def identity_of_model(model: Path, load_format: str = "auto", *, with_code: bool = False) -> str:
-    """32 hex digits for the directory or the single file (GGUF) `model`. `with_code`: its Python modules count as well.
+    """Return 32 hex digits for `model`, a directory or a single file (GGUF). With `with_code` its Python modules count.
 
-    Reads all weights that no digest is known of, at the speed of the disk or of SHA-256 (see `digests_of`). Raises
-    OSError where that cannot be done, NothingToRead where there are no weights.
+    Reads all weights without a known digest, at the speed of the disk or of SHA-256 (see `digests_of`). Raises OSError
+    if that fails, NothingToRead if there are no weights.
     """
     if model.is_file():
         return _identity_of_file(model)
@@ -412,7 +413,7 @@ def identity_of_model(model: Path, load_format: str = "auto", *, with_code: bool
 
 
 def identity_of_adapter(directory: Path) -> str:
-    """32 hex digits for a LoRA's directory. Raises as `identity_of_model` does."""
+    """Return 32 hex digits for a LoRA's directory. Raises the same errors as `identity_of_model`."""
     files = adapter_files(directory)
     if not files:
         raise NothingToRead(f"no adapter in {directory}")
@@ -427,7 +428,7 @@ def adapter_files(directory: Path) -> dict[str, Path]:
 
 
 def _identity_of_file(model: Path) -> str:
-    """Return the identity of one file, of any name, with its further parts and its images' file as llama.cpp names them."""
+    """Return the identity of a model file of any name, with its split parts and mmproj files (llama.cpp's names)."""
     prefix, parts = model.name, {model.name: model}
     if split := re.fullmatch(r"(.+)-\d{5}(-of-\d{5}\.gguf)", model.name):
         prefix = split[1]
@@ -439,7 +440,7 @@ def _identity_of_file(model: Path) -> str:
 
 def _identity(directory: Path, files: dict[str, Path], large: Iterable[str], small: Iterable[str]) -> str:
     digests = digests_of({name: files[name] for name in large}, directory)
-    # Read each time: it takes no longer than to find out whether they have changed.
+    # Read these each time, since that takes no longer than to check them for changes.
     digests |= {name: hashlib.sha256(files[name].read_bytes()).hexdigest() for name in small}
     return _combined(digests)
 
@@ -449,7 +450,7 @@ def _combined(digests: dict[str, str]) -> str:
 
 
 def _below(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Files by their names below `directory`, and below its directories: some models have parts in those."""
+    """Yield the names and paths of files in `directory` and its subdirectories, where some models have parts."""
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             continue
@@ -469,16 +470,16 @@ _FROM_DISK = (
 )  # fmt: skip
 """Load formats whose weights come from the model's directory and nowhere else."""
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Fields that say where and by what a configuration was written, and the dtype, which the layout has by itself."""
+"""Fields that tell where and by which program a configuration was written, and the dtype, a separate layout entry."""
 
 
 def model_of(config: VllmConfig, model: ModelConfig, load: LoadConfig) -> str:
-    """Return the words that stand for the model's weights in a layout: their content, or what is known of it."""
+    """Return the identity of the model's weights for a layout: by content if possible, otherwise by name or private."""
     load_format = str(load.load_format)
     if load_format == "dummy":
         import vllm
 
-        # Random numbers are vLLM's and torch's affair.
+        # vLLM's version stands for the code that makes the random weights.
         return f"dummy, seed {model.seed}, vllm {vllm.__version__}"
     name = f"{model.model} {model.revision or ''} {getattr(model.hf_config, '_commit_hash', None) or ''}"
     place = place_of(model.model, model.revision, load.download_dir)
@@ -499,7 +500,10 @@ def model_of(config: VllmConfig, model: ModelConfig, load: LoadConfig) -> str:
 
 
 def place_of(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """The file or directory, or the snapshot in the Hugging Face cache where `model` is a name. Asks no server."""
+    """Return the file or directory, or the snapshot in the Hugging Face cache if `model` is a name, or None.
+
+    Contacts no server.
+    """
     from vllm import envs
 
     place = Path(model).expanduser()
@@ -517,8 +521,9 @@ def place_of(model: str, revision: str | None = None, cache: str | None = None) 
 
 
 def effective_config(model: ModelConfig) -> str:
-    """A digest of the model's configuration as it is in effect: what config.json says, what was overridden, and what vLLM
-    changed. What is None may as well be absent, which it was before a version of transformers came to know of it.
+    """Return a digest of the model's configuration in effect: config.json with overrides and vLLM's changes.
+
+    Fields that are None are left out, since they are absent in versions of transformers that do not know them.
     """
     return digest(json.dumps(_without_names(model.hf_config.to_dict(), f"{model.model}--"), sort_keys=True))
 
@@ -530,34 +535,34 @@ def _without_names(value: Any, name: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_names(item, name) for item in value]
     if isinstance(value, str):
-        # Where classes come from a repository's own code, their names begin with the repository's.
+        # Names of classes in a repository's own code begin with the name of the repository.
         return value.removeprefix(name)
     return value if isinstance(value, (bool, int, float)) else repr(value)
 
 
 _OF_CACHE = frozenset({
-    # How much there is of it, and how much of the machine it takes.
+    # Sizes of the cache, and its share of the machine.
     "cpu_kvcache_space_bytes", "cpu_offload_gb", "gpu_memory_utilization", "kv_cache_memory_bytes",
     "kv_offloading_backend", "kv_offloading_size", "num_gpu_blocks_override", "swap_space", "swap_space_bytes",
-    # What is found and how long it stays.
+    # Hits of vLLM's own cache, and how long it keeps KV.
     "enable_prefix_caching", "prefix_cache_retention_interval",
-    # In the layout by themselves, or in the names of blocks.
+    # Separate entries of the layout, or parts of the names of blocks.
     "block_size", "cache_dtype", "prefix_caching_hash_algo",
 })  # fmt: skip
 _OF_STATES = frozenset(
     {"mamba_block_size", "mamba_cache_dtype", "mamba_cache_mode", "mamba_page_size_padded", "mamba_ssm_cache_dtype"}
 )
-"""vLLM changes them for models without any, one version in another way than the next."""
+"""vLLM changes these even for models without recurrent states, and not in the same way in all versions."""
 _OF_MODEL_SETTINGS = frozenset({
-    # In the layout by themselves: weights, configuration, type, quantization, images.
+    # Separate entries of the layout: weights, configuration, dtype, quantization, images.
     "config_format", "dtype", "hf_config_path", "hf_overrides", "model", "model_weights", "multimodal_config",
     "quantization", "quantization_config", "revision", "seed", "trust_remote_code",
-    # Before the tokens or behind the KV.
+    # Effects before the tokens exist, or after the KV is computed.
     "allowed_local_media_path", "allowed_media_domains", "enable_prompt_embeds", "generation_config",
     "io_processor_plugin", "logits_processors", "logprobs_mode", "max_logprobs", "override_generation_config",
     "pooler_config", "renderer_num_workers", "return_sampling_mask", "served_model_name", "skip_tokenizer_init",
     "tokenizer", "tokenizer_mode", "tokenizer_revision", "use_fp64_gumbel",
-    # How it runs, to rounding. Where embeddings scale by the longest prompt it is in the layout.
+    # Effects on rounding at most. If embeddings scale by the longest prompt, `code_of_model` adds its length.
     "allow_deprecated_quantization", "disable_cascade_attn", "enable_cumem_allocator", "enable_nccl_comm_suspend",
     "enable_sleep_mode", "enable_trace_replay", "enforce_eager", "hf_token", "max_model_len",
     "sleep_mode_backend", "sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "spec_target_max_model_len",
@@ -569,30 +574,31 @@ _OF_IMAGES = frozenset({
     "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc", "skip_mm_profiling",
 })  # fmt: skip
 _OF_ATTENTION = frozenset({
-    # The back ends that were chosen are in the layout, or what chose them is.
+    # The layout has the chosen back ends, or the settings that choose them.
     "backend", "backend_per_kind", "flash_attn_version", "mla_prefill_backend", "use_trtllm_attention",
     "minimax_m3_msa_decode_backend",
-    # Splits and sizes: rounding.
+    # Splits and sizes, with an effect on rounding only.
     "flash_attn_max_num_splits_for_cuda_graph", "flex_attn_block_m", "flex_attn_block_n", "flex_attn_kv_block_size",
     "flex_attn_q_block_size", "sparse_mla_force_mqa", "sparse_mla_prefill_workspace_factor",
     "tokenspeed_mla_min_split_kv", "tq_max_kv_splits_for_cuda_graph",
 })  # fmt: skip
 _OF_RECURRENCE = frozenset({"backend", "ssu_algorithm"})
 _OF_DRAFTS = frozenset({
-    # In the layout by themselves.
+    # Separate entries of the layout.
     "draft_load_config", "draft_model_config", "model", "quantization", "revision", "target_model_config",
-    # How it runs, to rounding.
+    # Effects on rounding at most.
     "disable_padded_drafter_batch", "draft_parallel_config", "draft_tensor_parallel_size", "enforce_eager",
     "max_model_len", "moe_backend", "target_parallel_config", "tensor_parallel_size", "use_local_argmax_reduction",
-    # Which of the drafted tokens stay.
+    # Choice of the drafted tokens that stay.
     "draft_sample_method", "enable_adaptive_verification", "rejection_sample_method", "synthetic_acceptance_length",
     "synthetic_acceptance_rates",
 })  # fmt: skip
 
 
 def settings_of(config: VllmConfig, *, states_are_known: bool) -> dict[str, str]:
-    """Return by name what belongs in the layout of an engine with this configuration. `states_are_known`: shapes and
-    dtypes of recurrent states are in it as they are.
+    """Return the entries, by name, that this configuration adds to a layout.
+
+    With `states_are_known` the layout has the actual shapes and dtypes of recurrent states elsewhere.
     """
     model, cache = config.model_config, config.cache_config
     return {
@@ -612,7 +618,7 @@ def settings_of(config: VllmConfig, *, states_are_known: bool) -> dict[str, str]
 
 
 def _draft_of(config: VllmConfig) -> str:
-    """A speculative decoder's own model, or layers: their KV lies in the same blocks. Of those that have none, nothing."""
+    """Describe a speculative decoder's own model or layers, whose KV lies in the same blocks; empty if it has none."""
     speculative = config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft is speculative.target_model_config:
@@ -630,7 +636,7 @@ def _quantization_of(model: Any) -> str:
 
 
 def _changed(part: Any, harmless: Collection[str]) -> str:
-    """A digest of the fields that are not at their defaults and not `harmless`; empty where there are none."""
+    """Return a digest of the fields that are neither at their defaults nor `harmless`; empty if there are none."""
     if part is None:
         return ""
     given = {field.name: field for field in fields(part) if field.init and field.name not in harmless}
@@ -645,7 +651,7 @@ def _changed(part: Any, harmless: Collection[str]) -> str:
 def _default_of(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
-    # pydantic's description of a field stands where its default would.
+    # The default of a pydantic field is an object that describes the field.
     described = getattr(field.default, "get_default", None)
     return described(call_default_factory=True) if described is not None else field.default
 
@@ -675,25 +681,27 @@ def make_layout(
     tensors: Mapping[str, Any],
     model_id: str | None = None,
 ) -> Layout:
-    """Everything that changes the bytes, and nothing else. LoRA, multimodal inputs and cache salts are in the names of the
-    blocks, which say by which algorithm they were made and cannot mean two things.
+    """Return the layout: everything that changes the bytes of the KV, and nothing else.
 
-    The number of tensor-parallel ranks is there as the number of shards: ranks that hold the same bytes share them, and
-    with one rank that holds them alone (which computed them in another order: they differ in the last digits, as they do
-    when a prefill is split in another way).
+    LoRA, multimodal inputs and cache salts are in the names of the blocks instead. The layout names the algorithm of
+    these hashes, so a name has one meaning.
 
-    `kvs` has one entry a group; `bytes_per_token` is that of the largest, which slots are made for. `tensors` are the
-    layers' KV by name, with nothing of a request in it. `model_id` stands for the model's content.
+    Tensor parallelism counts as the number of shards: ranks that hold the same bytes share them, also with a rank of
+    another engine that holds them alone. Its bytes differ in the last digits, since they are computed in another order,
+    as they do if a prefill is split differently.
+
+    `kvs` has one entry per group; `bytes_per_token` is that of the largest, since slots must fit it. `tensors` are the
+    layers' KV by name, before any request has used it. `model_id` stands for the model's content.
     """
     parts = geometry.parts
     spec = next((group.spec for group in groups if not group.recurrent), None)
     kv = max(kvs, key=lambda one: one.bytes_per_token)
     model, parallel = config.model_config, config.parallel_config
     layers = {name: config.compilation_config.static_forward_context.get(name) for name in tensors}
-    # How the CPU kernels order a block depends on the instruction set that vLLM chose (AMX tiles, AVX-512, NEON, ...).
+    # The order of a block in CPU kernels depends on the instruction set that vLLM chose (AMX, AVX-512, NEON, ...).
     backends = sorted({f"{_backend(layer)} {getattr(layer, 'isa', '')}" for layer in layers.values()})
     states = {name for group in groups if group.recurrent for name in group.layers}
-    # What kernels make of a state they cannot be asked.
+    # The byte format of recurrent states cannot be probed.
     here = parts.here if parts is not None else 1
     written = byte_format(layers, tensors, model.dtype, here) if not states else None
     code = code_of_model(model)
@@ -726,21 +734,21 @@ def make_layout(
 
 
 def _vllm_version() -> str:
-    """Return the version, for back ends and models that cannot be asked."""
+    """Return vLLM's version and the kind of machine, which stand for back ends and models that cannot be inspected."""
     import vllm
 
     return f"{vllm.__version__} {platform.machine()}"
 
 
 def _described_groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> list[tuple[str, str]]:
-    """Return the layers whose KV a chunk of each group holds, and how much of it."""
+    """Return an entry for the layout on the layers and sizes of each group's chunks; empty if the geometry is plain."""
     if geometry.plain:
         return []
     described = [
         (group.block_tokens, part_blocks(group, geometry), group.layers, kv.layers, kv.bytes_per_block, kv.describe())
         + ((group.spec.shapes, group.spec.dtypes, group.spec.mamba_type) if group.recurrent else ())
         for group, kv in zip(geometry.groups, kvs, strict=True)
-        if group.part == 0  # of the others the same is true, and how many a rank has does not matter
+        if group.part == 0  # other parts are alike, and their number on a rank does not matter
     ]
     return [("groups", digest(described))]
 
@@ -751,9 +759,9 @@ def _backend(layer: Any) -> str:
 
 
 def beside_others(config: Config, index: int, engines: int) -> Config:
-    """`config` with names of its own for the engine of that index, where an engine cannot share them.
+    """Return `config` with a control socket and shared memory name of its own for the engine of that index.
 
-    Of a dense model each engine is told that it is the only one (0 of 1), but for its index.
+    vLLM tells each engine of a dense model that it is the only one (`engines` is 1), so `index` alone may differ.
     """
     engine = (index, max(engines, index + 1))
     if config.control_socket is not None:

@@ -1,11 +1,11 @@
-"""The figures of a cache in vLLM's `/metrics`, under vLLM's own names if it has one for the same thing, else under ours.
+"""Export the figures of a cache in vLLM's `/metrics`, under vLLM's own names if it has them, otherwise under ours.
 
 vLLM's names, units and labels are those of its offloading connector
 (`vllm/distributed/kv_transfer/kv_connector/v1/offloading/metrics.py`, `vllm/v1/kv_offload/tiering/spec.py`).
 
-Each step vLLM asks both halves of the connector for news. A half returns its own counters at once. The cache's counters
-are read on the cache's thread, once a second at most, and returned by a later step: the engine's thread neither waits nor
-computes.
+In each step vLLM asks both halves of the connector for new figures. A half returns its own counters at once. The
+cache's thread reads the cache's counters, at most once a second, and a later step returns them, so that the engine's
+thread does not wait.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ SAMPLED = (
         lambda figures: [((), figures["statistics"]["puts_skipped"])],
     ),
 )
-"""Figures of a worker's cache; see `WorkerFigures`."""
+"""Figures that are read from a worker's cache; see `WorkerFigures`."""
 
 COUNTED = (
     *(LOAD_BYTES, LOAD_TIME, LOAD_SIZE, STORE_BYTES, STORE_TIME, STORE_SIZE, LOADS),
     *(LOOKUP_DELAY, CHUNK_QUERIES, CHUNK_HITS, QUERIED_TOKENS, HIT_TOKENS, LOOKUPS_FAILED, LOADS_SKIPPED),
 )
-"""Figures of the connector's two halves."""
+"""Figures that the connector's two halves count."""
 
 EXPORTED = {family.name: family for family in (*COUNTED, *SAMPLED)}
 
@@ -142,11 +142,12 @@ class TierCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     The shape of `data`:
 
-        {"counters": {name: {labels: what came since the last time}},
-         "distributions": {name: {labels: (counts, sums) of what came since the last time}},
+        {"counters": {name: {labels: increase since the last time}},
+         "distributions": {name: {labels: (counts, sums) added since the last time}},
          "gauges": {cache: {name: {labels: value}}}}
 
-    A cache is a worker's, so what several workers say of theirs adds up, and what one says later replaces what it said.
+    Each worker has one cache. Gauges are kept by cache: those of several caches add up, and a new value replaces the
+    cache's earlier one.
     """
 
     def __post_init__(self) -> None:
@@ -191,7 +192,7 @@ class TierCacheStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the log line: what came since the last one, and how much waits now. Tiers without news are left out."""
+        """Return the figures of a log line: increases since the last line, and the queue now. Leaves out idle tiers."""
         queried = self._counts(QUERIED_TOKENS.name)
         line: dict[str, int | float] = {"Queried tokens": max(queried.values(), default=0)}
         for (tier,), tokens in self._counts(HIT_TOKENS.name).items():
@@ -246,21 +247,21 @@ _EVERY_S = 1.0
 
 
 class WorkerFigures:
-    """`take` and `loaded` are called by the engine's thread, `stored` by any."""
+    """Collects the figures of a worker. The engine's thread calls `take` and `loaded`; any thread calls `stored`."""
 
     def __init__(self, thread: CacheThread, cache: str, every_s: float = _EVERY_S) -> None:
-        """`cache` is a name that no other worker's cache has."""
+        """Collect the figures of the cache of `thread`. `cache` is its name, unique among all workers."""
         self._thread = thread
         self._cache = cache
         self._every_s = every_s
         self._due_s = 0.0
         self._new: deque[TierCacheStats] = deque()
-        """The news of all threads, until a step takes them."""
+        """New figures of all threads, until a step takes them."""
         self._before: dict[tuple[str, Labels], float | Distribution] = {}
         self._shown: dict[str, dict[Labels, float]] = {}
 
     def loaded(self, payload_bytes: int, took_s: float, outcome: str) -> None:
-        """`outcome` is whole, part or failed."""
+        """Count a load. `outcome` is whole, part or failed."""
         new = TierCacheStats()
         new.count(LOADS.name, 1, (outcome,))
         if payload_bytes:
@@ -310,7 +311,7 @@ class WorkerFigures:
 
 
 class SchedulerFigures:
-    """Belongs to the engine's scheduler thread."""
+    """Collects the figures of lookups. Used only by the engine's scheduler thread."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -318,8 +319,10 @@ class SchedulerFigures:
         self._new = TierCacheStats()
 
     def looked_up(self, match: Match, request_tokens: int, put_off_s: float | None, *, skipped: bool) -> None:
-        """A request was looked up. A tier is asked for what those before it lack. `put_off_s`: how long the request waited
-        for that; None where it did not. `skipped`: the hit is too short to be loaded.
+        """Count the lookup of a request. Each tier is queried for the tokens that the tiers before it lack.
+
+        `put_off_s` is the time that the request waited for the lookup; None if it did not. `skipped` means that the hit
+        is too short to be loaded.
         """
         new, chunk = self._new, self._chunk_tokens
         self._tiers = tuple(match.tokens_by_tier) or self._tiers
@@ -355,14 +358,14 @@ def _note(new: TierCacheStats, payload_bytes: int, took_s: float, size: Family, 
 
 
 _registered: list[Any] = []
-"""Metrics under names of ours. vLLM takes its own out of the registry before it makes a new server's."""
+"""Registered metrics with our names. vLLM unregisters only its own before it makes those of a new server."""
 
 
 class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """One metric for each family, with vLLM's labels (model, engine) before the family's.
 
-    Made when the first figure comes, not at once: another connector of the same server (MultiConnector) may register the
-    same name, and would fail if it came second. Then the name is that connector's, and the family goes without.
+    Each is made when its first figure arrives: another connector of the same server (MultiConnector) may register the
+    same name, and would fail if it were second. If the name is taken by then, the family is not exported.
     """
 
     def __init__(
@@ -377,12 +380,12 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._gauges: dict[int, dict[str, dict[str, dict[Labels, float]]]] = {}
         """The latest value of each gauge, by engine and by its caches."""
         while _registered:
-            with contextlib.suppress(KeyError):  # not there, or not there any more
+            with contextlib.suppress(KeyError):  # not registered, or no longer
                 REGISTRY.unregister(_registered.pop())
 
     @survives(lambda: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Takes the `data` of a TierCacheStats."""
+        """Add the `data` of a TierCacheStats to the metrics of an engine."""
         for name, counts in transfer_stats_data["counters"].items():
             for labels, amount in counts.items():
                 if (metric := self._metric(name, engine_idx, labels)) is not None:
@@ -431,7 +434,10 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def _observe_all(metric: Any, bounds: tuple[float, ...], counts: list[int], sums: list[float]) -> None:
-    """A metric takes one amount at a time. The mean of a bucket lies in it, and so often the mean is the bucket's sum."""
+    """Observe the mean of each bucket, as often as the bucket counts: a metric takes one amount at a time.
+
+    The mean lies in the bucket, so counts and sums are right.
+    """
     for bound, count, total in zip((*bounds, math.inf), counts, sums, strict=True):
         for _ in range(count):
             metric.observe(min(total / count, bound))  # rounding may put it above

@@ -73,7 +73,7 @@ def make_layout(
     if __version__ not in TESTED:
         logger.warning("SGLang %s was not tested with this back end; tested were %s", __version__, ", ".join(TESTED))
     server = arguments_in_effect()
-    # Kind, rank and count of each way to divide the KV: part two of four differs between heads and layers.
+    # Kind, rank and count of each way to divide the KV: part two of four of the heads is not part two of the layers.
     parts = [("pp", config.pp_rank, config.pp_size), ("attn_cp", config.attn_cp_rank, config.attn_cp_size)]
     if not config.is_mla_model:
         parts.append(("tp", config.tp_rank, config.tp_size))
@@ -182,7 +182,7 @@ def _content(path: str, cache: str | None, since_ns: int) -> str:
 
 
 def began_ns() -> int:
-    """Return the start time of this process on the clock of file times."""
+    """Return the start time of this process in ns, on the clock of file times."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(ago_s * 1e9)

@@ -40,9 +40,9 @@ _BY_HEADS = ("MHATokenToKVPoolHost", "MHATokenToKOnlyPoolHost", "MambaPoolHost")
 
 
 class HostPool(ABC):
-    """A pool of SGLang by its registered name. `page_tokens` is the number of indices per page in a transfer.
+    """A pool of SGLang by its registered name. A transfer has `page_tokens` indices per page of `page_bytes` bytes.
 
-    `page_bytes` is the size of a page. Both are read once, since a pool does not change its layout.
+    Both are read once, since a pool does not change its layout.
     """
 
     def __init__(self, name: str, host: Any) -> None:
@@ -67,8 +67,9 @@ class HostPool(ABC):
         return [(self.page_bytes, partial(self._read, page)) for page in self._located(indices, pages)]
 
     def sinks(self, indices: Any, pages: int) -> list[Sink]:
-        """Return a call for each of the `pages` of `indices` that fills it from a chunk. Calls raise ValueError for a
-        wrong length.
+        """Return a call for each of the `pages` of `indices` that fills the page from a chunk.
+
+        The calls raise ValueError for a chunk of another length.
         """
         return [partial(self._fill, page) for page in self._located(indices, pages)]
 

@@ -63,9 +63,9 @@ _KEPT_SPEEDS = 1024
 class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types that mypy sees
     """Loaded by `module_path` and `class_name` of the extra configuration.
 
-    Its other keys are those of a tiercache.yaml; `TIERCACHE_CONFIG_FILE` and the environment apply as well. The cache
-    opens once SGLang has registered its pools, and raises ConfigError or LayoutError then. Later only `clear` raises: a
-    page that cannot be loaded or stored is a miss, with a line in the log.
+    The other keys there are those of a tiercache.yaml; `TIERCACHE_CONFIG_FILE` and the environment apply as well. The
+    cache opens when SGLang has registered its pools. ConfigError or LayoutError may be raised until then, and later only
+    `clear` raises: a page that cannot be loaded or stored is a miss, with a line in the log.
     """
 
     _generation: ClassVar[bytes] = b""
@@ -311,7 +311,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._add(stored.pool)
         if shares_pages(self._storage):
             logger.warning("cleared; ranks share pages (MLA), so nothing is stored or found until SGLang starts anew")
-        # A store with the earlier names could end after the removal.
+        # Otherwise a store with the earlier names could end after the removal.
         if not self._storing.acquire(timeout=_CLEAR_S):
             raise TierUnavailable(f"clear: pages were still being stored after {_CLEAR_S:.0f} s")
         self._storing.release()

@@ -29,14 +29,14 @@ logger = logging.getLogger("tiercache.vllm")
 _COPY_S = 60.0
 """Longest wait for copies in memory. An engine that continued would overwrite blocks that are still read."""
 _AT_ONCE_BYTES = 32 << 20
-"""Limit of a copy, since NumPy needs a second one in between."""
+"""Limit of a copy in bytes, since NumPy makes a temporary copy of the same size."""
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """Loaded by `"spec_name": "CpuTieringSpec", "spec_module_path": "tiercache.integrations.vllm_offloading"`.
 
-    vLLM's `TieringOffloadingSpec` with copies by a thread; identical to vLLM's on other platforms. Raises ConfigError
-    for `canonical_layout`, which the copies do not support.
+    Copies blocks in a thread on the CPU platform, and is identical to vLLM's `TieringOffloadingSpec` on others. Raises
+    ConfigError for `canonical_layout` on the CPU platform, since the copies do not support it.
     """
 
     _worker: OffloadingWorker | None
@@ -84,7 +84,7 @@ class _Part(NamedTuple):
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]
-    """Copies between the engine's blocks and rows of the CPU tier, in memory, by one thread and in order.
+    """Copies between the engine's blocks and rows of the CPU tier, in memory, in one thread and in order.
 
     A job copies many blocks of a layer in one call of NumPy, which releases the GIL.
     """

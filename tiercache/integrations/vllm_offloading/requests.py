@@ -1,4 +1,4 @@
-"""The state of a request in vLLM: its chunks that were asked for, and the answers. Pure, without vLLM.
+"""The state of a request in vLLM: the chunks that vLLM asks for, and the answers. Pure, without vLLM.
 
 vLLM asks for one chunk at a time, again in each step until all have an answer. Chunks that memory knows to be present
 are answered at once. The others are looked up together, once per step and request.
@@ -34,7 +34,8 @@ class TieredRequest:
     _answers: dict[Name, bool | None] = field(default_factory=dict, init=False)
     """True if a chunk is present; None while the lookup is in flight.
 
-    An answer stays until the request ends, so that a chunk that cannot be loaded is not retried again and again."""
+    An answer stays until the request ends, so that a chunk that cannot be loaded is not retried again and again.
+    """
 
     @property
     def names(self) -> list[Name]:
@@ -91,7 +92,7 @@ class TieredRequest:
             self.ends.update(ends)
 
     def reset(self) -> None:
-        """Mark the request as stale after a reset, since its KV may be from before it."""
+        """Mark the request as stale after a reset, since its KV may be older than the reset."""
         self.stale = True
         self.unasked = []
         self._answers = {}

@@ -1,4 +1,4 @@
-"""A tier below vLLM's CPU tier: vLLM's `SecondaryTierManager` (0.32).
+"""A tier below vLLM's CPU tier, as a `SecondaryTierManager` of vLLM 0.32.
 
 All methods run in the scheduler's thread and do not wait, except `drain_jobs` and `shutdown`. The cache runs on a loop
 thread of its own. A failure is a miss, or a chunk that is not stored.
@@ -89,8 +89,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     """Loaded by `"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm_offloading"` in
     `secondary_tiers`.
 
-    Reads `config_file` there (by default `TIERCACHE_CONFIG_FILE` / `LMCACHE_CONFIG_FILE`), the environment, and the
-    other keys beside it. Raises ConfigError at start for an invalid configuration.
+    Configuration comes from the file in that entry's `config_file` (by default `TIERCACHE_CONFIG_FILE` /
+    `LMCACHE_CONFIG_FILE`), the environment, and the entry's other keys. Raises ConfigError at start if it is invalid.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -354,7 +354,7 @@ def _result(future: concurrent.futures.Future[T], problem: str) -> T | None:
 
 
 def _nothing() -> concurrent.futures.Future[Any]:
-    """Return the end of a job without a transfer."""
+    """Return an ended future for a job without a transfer."""
     ended: concurrent.futures.Future[Any] = concurrent.futures.Future()
     ended.set_result(None)
     return ended

@@ -82,7 +82,8 @@ class _Copies:
 async def store(cache: TierCache, keys: Sequence[ChunkKey], rows: Sequence[np.ndarray], *, is_prefix: bool) -> Ended:
     """Copy rows into the cache, which writes them to the tiers below later. Raises only CancelledError.
 
-    `rows` are uint8 vectors, one per key, that no other code writes to. `is_prefix`: each chunk is followed by the next.
+    `rows` are uint8 vectors, one per key, that no other code writes to. With `is_prefix` each chunk follows the one
+    before it in the prompt.
     """
     began_s = time.monotonic()
     copies = _Copies(rows)
@@ -116,7 +117,7 @@ async def load(cache: TierCache, keys: Sequence[ChunkKey], rows: Sequence[np.nda
         while left and (left_s := until_s - time.monotonic()) > 0:
             sinks = [partial(copies.into_row, position) for position in left]
             found = await cache.get_to([keys[position] for position in left], sinks, deadline_s=left_s)
-            # The chunk at the gap is missing. Later chunks may be present, and may have been read already.
+            # The first chunk not found is missing. Later chunks may be present, and may have been copied already.
             left = [position for position in left[found + 1 :] if not copies.done[position]]
     except Exception as error:
         logger.warning("loading %d chunks failed: %r", len(keys), error)

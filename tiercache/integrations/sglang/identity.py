@@ -96,7 +96,7 @@ def make_layout(
 
 
 def model_of(name: str | None, server: Mapping[str, Any] | None) -> str:
-    """Return the identity of the model's weights: their contents, or what is known of them."""
+    """Return the identity of the model's weights: by contents if possible, otherwise by name. Raises ConfigError."""
     if server is not None:
         return _weights(server["model_path"], server.get("revision"), str(server["load_format"]), server)
     if not name:

@@ -64,7 +64,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     """Loaded by `module_path` and `class_name` of the extra configuration.
 
     The other keys there are those of a tiercache.yaml; `TIERCACHE_CONFIG_FILE` and the environment apply as well. The
-    cache opens when SGLang has registered its pools. ConfigError or LayoutError may be raised until then, and later only
+    cache opens when SGLang has registered its pools. ConfigError or LayoutError may be raised until then; later only
     `clear` raises: a page that cannot be loaded or stored is a miss, with a line in the log.
     """
 

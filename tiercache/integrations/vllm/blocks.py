@@ -470,7 +470,7 @@ class Move:
         self.future = self._thread.submit(self._run(operation))
 
     def is_off_blocks(self) -> bool:
-        """Return True if the move no longer uses the blocks. It may be long before `future` is done."""
+        """Return True if the move no longer uses the blocks. This may be true long before `future` is done."""
         return self._last_has_run.is_set() and self._have_ended()
 
     def wait(self, timeout_s: float) -> bool:

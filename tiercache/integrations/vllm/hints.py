@@ -60,7 +60,7 @@ class Wishes(msgspec.Struct, frozen=True):
 
     @property
     def at_the_end(self) -> bool:
-        """True if there is anything to do when the request has finished."""
+        """Return True if there is anything to do when the request has finished."""
         return bool(self.session or self.forget or self.next_in_s is not None or self.pin_s is not None)
 
 

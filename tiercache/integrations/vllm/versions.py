@@ -1,6 +1,6 @@
 """Differences between versions of vLLM, and the versions that the connector was tested with.
 
-vLLM 0.32 asks which tier a hit came from; 0.30 and 0.31 do not, and have no names for the answer. Otherwise all three
+vLLM 0.32 asks which tier a hit came from; 0.30 and 0.31 do not, and have no names for the answer. Otherwise the three
 have the same interface for this connector.
 """
 

@@ -30,8 +30,8 @@ logger = logging.getLogger("tiercache.vllm")
 def engine_config(engine_id: str) -> VllmConfig | None:
     """Return the configuration of the engine under construction from the calling frames, or None if no frame has it.
 
-    vLLM passes its offloading only a part of what determines the bytes: no revision, load format, overrides or
-    quantization. The code that makes the tier has the whole configuration.
+    vLLM passes its offloading only some of the settings that determine the bytes: no revision, load format, overrides
+    or quantization. The code that makes the tier has the whole configuration.
     """
     from vllm.config import VllmConfig
 

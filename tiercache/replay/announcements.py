@@ -20,7 +20,7 @@ class Announcements:
         self._running: Counter[str] = Counter()
 
     def at_s(self, request: Request) -> float:
-        """Return the time of the announcement if no answer is running. Call once per request, in the order of the trace."""
+        """Return the time of the announcement if no answer is running. Call once per request, in the trace's order."""
         if request.session is not None:
             self._coming.setdefault(request.session, deque()).append(request)
         return self._at_s(request)

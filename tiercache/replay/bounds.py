@@ -1,4 +1,4 @@
-"""Bounds for every policy: a first pass over the trace, and Belady's algorithm over its future."""
+"""Survey a trace, and compute a bound for the hit rate of every policy with Belady's algorithm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POSITION_BITS = 24
 
 @dataclass(frozen=True)
 class Survey:
-    """Totals of a whole trace. `unique_blocks` is None if not asked for (it takes 100 bytes a block)."""
+    """Totals of a whole trace. `unique_blocks` is None if not counted, since counting takes 100 bytes per block."""
 
     requests: int
     blocks: int
@@ -46,10 +46,10 @@ def survey(trace: Iterable[Request], *, unique: bool = True) -> Survey:
 
 
 def optimal_hits(trace: Iterable[Request], capacities: Iterable[int], measure_from: int) -> dict[int, float]:
-    """Return the hit rate of an optimal cache, as a part of all blocks, by capacity in blocks.
+    """Return the hit rate of an optimal cache for each capacity in blocks, as a fraction of all blocks.
 
-    Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), with bypass: the block whose next
-    use is the latest, or never, is evicted or not admitted. All blocks count, also after a gap, so that this is an
+    Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), with bypass: the block
+    with the latest next use, or without one, is evicted or not admitted. Hits after a gap count too, so that this is an
     upper bound. Holds 12 bytes per block of the trace, and 100 bytes per unique block.
     """
     numbers: dict[ChunkKey, int] = {}
@@ -64,7 +64,7 @@ def optimal_hits(trace: Iterable[Request], capacities: Iterable[int], measure_fr
 
 
 def _next_uses(blocks: array[int], lengths: array[int], count: int) -> array[int]:
-    """Return the next use of each block of each request, as request number and position, the head of a prefix first."""
+    """Return the next use of each block as a number that orders uses by request, then by position in the request."""
     next_use = array("q", bytes(8 * len(blocks)))
     coming = [_NEVER] * count
     end = len(blocks)

@@ -1,4 +1,4 @@
-"""Run `tiercache replay`: simulations side by side, beside their bounds."""
+"""Run `tiercache replay`: compare simulations with each other and with their bounds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Options:
 def replay_command(options: Options) -> int:
     """Run the replay and return the exit status.
 
-    The status is 2 for a wrong argument or a trace that cannot be replayed, and 1 if lines were skipped or the real
+    The status is 2 after an error, for example a trace that cannot be replayed, and 1 if lines were skipped or the real
     replay differs from the simulation.
     """
     sections: dict[str, list[Row]] = {}
@@ -113,7 +113,7 @@ def replay_command(options: Options) -> int:
 
 
 def _settings(options: Options, looked: Survey) -> list[tuple[str, str, Setting]]:
-    """Return all combinations, with the sizes of RAM and flash as they were given."""
+    """Return all combinations, each as (size of RAM as given, size of flash as given, setting)."""
     block_bytes = looked.block_tokens * options.base.hardware.bytes_per_token
     settings = []
     for ram in options.ram:

@@ -1,9 +1,9 @@
 """Read traces: the arrival of requests and the blocks that each needs.
 
-Three formats are told apart by the keys of their first line; all are JSON Lines, plain or gzipped.
+The keys of the first recognised line determine which of three formats a file has. All are JSON Lines, plain or gzipped.
 
-**mooncake** (kvcache-ai/Mooncake, FAST'25): one request per line: `timestamp` (ms), `input_length`, `output_length`, and
-`hash_ids` of blocks of 512 tokens, equal for equal prefixes across all requests.
+**mooncake** (kvcache-ai/Mooncake, FAST'25): one request per line: `timestamp` (ms), `input_length`, `output_length`,
+and `hash_ids` of blocks of 512 tokens, equal for equal prefixes across all requests.
 
 **agentic** (callanjfox/kv-cache-tester): one session per line, with `id`, `block_size`, `hash_id_scope` and `requests`:
 `t` (s, from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, duration of the answer). Ids of scope
@@ -13,8 +13,8 @@ Three formats are told apart by the keys of their first line; all are JSON Lines
 `{"time_s": 12.5, "blocks": ["a", 7], "block_tokens": 256, "input_tokens": 700, "output_tokens": 90, "session": "s1",
 "duration_s": 4.1, "lead_s": 3.0}`
 Only `time_s` and `blocks` are required. A block is a number or a text that stands for the whole prefix up to its end.
-`session` joins the turns of one conversation, `duration_s` is the duration of the answer, and `lead_s` is the time between
-the announcement and the request. Other keys are ignored.
+`session` joins the turns of one conversation, `duration_s` is the duration of the answer, and `lead_s` is the time
+between the announcement and the request. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Request:
 
 @dataclass
 class Trace:
-    """One or more files as an iterable. Each pass reads them again and holds little in memory.
+    """A trace file as an iterable. Each pass reads it again.
 
-    A request stays in memory while it is processed; agentic sessions stay while they may overlap, as packed numbers.
+    A request stays in memory while it is processed; an agentic session stays from its start to its last request.
     `strict` raises TraceError for a bad line; otherwise it is skipped and named in `problems` (of the last pass).
     """
 
@@ -303,7 +303,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _format_of(path: Path) -> str:
-    """Return the format by the keys of the first line that is JSON. Raises TraceError."""
+    """Return the format of the first line, among 100, that has a key of a known format. Raises TraceError."""
     try:
         with _opened(path) as file:
             for line in itertools.islice(file, 100):

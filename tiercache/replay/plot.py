@@ -11,8 +11,8 @@ from tiercache.replay.report import Row
 def plot(sections: dict[str, list[Row]], path: Path) -> None:
     """Plot one panel per trace. Raises ImportError without matplotlib.
 
-    With several admissions, plots flash writes against hit rate at equal total sizes; otherwise hit rate against the
-    size of the hot cache, one line per policy, with bounds.
+    With several admissions, plots hit rate against flash writes, one line per total size; otherwise hit rate against
+    the size of the hot cache, one line per policy, with bounds.
     """
     import matplotlib
 

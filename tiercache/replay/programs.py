@@ -1,4 +1,4 @@
-"""Simulate programs: when they announce their requests, and the hints that the cache gets about their turns."""
+"""Simulate programs: their announcements of requests, and the hints and predictions of their turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiercache.replay.setting import Setting
 
 
 class Programs:
-    """Timers around the session predictor and the prefetch plan of the live cache."""
+    """Timers that drive the session predictor and the prefetch plan of the live cache."""
 
     def __init__(self, setting: Setting, block_bytes: int, renew: Callable[[Sequence[ChunkKey]], None]) -> None:
         """`renew` is called with announced keys, to protect them from eviction."""
@@ -62,7 +62,7 @@ class Programs:
         yield from ahead
 
     def arrived(self, request: Request, first_token_s: float, decode_tokens_per_s: float) -> None:
-        """Record an arrival, after the plan has recorded the access."""
+        """Record an arrival. Call after the plan has recorded the access."""
         now_s, run = request.time_s, request.session
         if self._announces:
             self.plan.withdraw(HINTS, request.subject)

@@ -55,8 +55,8 @@ def row_of(
 ) -> Row:
     """Return the row of a simulation.
 
-    Precision is the used part of the prefetched bytes that are settled. Recall is the part of used prefetches in the
-    sum of used prefetches and demand reads.
+    Precision is the fraction of the settled prefetched bytes that was used. Recall is used prefetched bytes, divided by
+    the sum of these and the bytes of demand reads from flash.
     """
     used = sum(account.used_bytes for account in figures.accounts.values())
     settled = sum(account.used_bytes + account.late_bytes + account.wasted_bytes for account in figures.accounts.values())

@@ -29,13 +29,16 @@ class Speeds:
     ram_bytes_per_s: float
     """Delivery from the hot cache in one batch."""
     flash_bytes_per_s: float
-    """Read rate of a chunk on disk within a batch, beyond the time of a hot chunk."""
+    """Rate of reads from disk in a batch, not counting the time to deliver a hot chunk."""
     flash_latency_s: float
     """Extra time of a get of a single chunk on disk."""
 
 
 async def calibrated(chunk_bytes: int, directory: Path) -> Speeds:
-    """Return medians of gets of one chunk and of 32 chunks, hot and cold. Needs an empty directory, and a second or two."""
+    """Return speeds from the median times of gets: of one cold chunk, of 32 cold chunks and of 32 hot chunks.
+
+    Needs an empty directory, and takes a second or two.
+    """
     contents = Contents(chunk_bytes)
     keys = [blake2b(b"%d" % number, digest_size=KEY_BYTES).digest() for number in range(_CHUNKS)]
     parts = [keys[start : start + _BATCH] for start in range(0, _CHUNKS, _BATCH)]

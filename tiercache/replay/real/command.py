@@ -1,4 +1,4 @@
-"""Run `tiercache replay --real`: measured beside simulated figures."""
+"""Run `tiercache replay --real`: show measured figures beside simulated figures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Compared:
 
 
 def compare(requests: Iterable[Request], known: Survey, setting: Setting, options: RealOptions) -> Compared:
-    """Replay `requests` one by one, then in time, through caches of `setting`'s size.
+    """Replay `requests` one by one, then at the times of the trace, through caches of `setting`'s size.
 
     Removes its files from the directory at the end. Raises SettingError for a setting that cannot be replayed, and
     ReplayFailed if the cache fails.

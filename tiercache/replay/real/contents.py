@@ -17,7 +17,7 @@ _STEP_BYTES = 64
 
 
 class Contents:
-    """Contents by key: a piece of one random tape, at an offset derived from the key, with the key in front."""
+    """Contents by key: the key, and then random bytes from one shared array, at an offset derived from the key."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -35,7 +35,7 @@ class Contents:
         return fill
 
     def sink(self, key: ChunkKey) -> Sink:
-        """Return a sink that copies a delivered chunk as an engine would, and checks all of it. Runs on a worker thread."""
+        """Return a sink that copies a delivered chunk like an engine, and checks all of it. Runs on a worker thread."""
 
         def take(chunk: np.ndarray) -> None:
             taken = chunk.copy()
@@ -53,7 +53,7 @@ class Contents:
 
 
 class Renamed:
-    """Requests with keys as a cache has them, and `speed_up` times as fast. Can be iterated any number of times."""
+    """Requests with keys hashed to the length of chunk keys, `speed_up` times as fast. Can be iterated repeatedly."""
 
     def __init__(self, requests: Iterable[Request], speed_up: float = 1.0) -> None:
         self._requests = requests

@@ -31,7 +31,7 @@ def check_room(setting: Setting, chunk_bytes: int, unique_blocks: int, directory
         raise SettingError(f"--real: expected room for {FEWEST_SLOTS} blocks in RAM, found {setting.ram_blocks}")
     needed_bytes = min(setting.ram_blocks, unique_blocks + FEWEST_SLOTS) * chunk_bytes
     if needed_bytes < HUGE_PAGE_BYTES / 2:
-        # The arena is whole pages. If most of it were set aside, its batches and floors would be too large.
+        # The arena consists of whole pages. If most of it were set aside, its batches and floors would be too large.
         raise SettingError(
             f"--real: expected at least {HUGE_PAGE_BYTES / 2 / 1024:.0f} KiB in RAM, found {needed_bytes / 1024:.0f}; "
             "choose a larger --real-chunk-kib"
@@ -54,7 +54,7 @@ def check_room(setting: Setting, chunk_bytes: int, unique_blocks: int, directory
 async def opened(
     setting: Setting, chunk_bytes: int, unique_blocks: int, directory: Path, *, one_at_a_time: bool
 ) -> AsyncIterator[TierCache]:
-    """Open a cache for `setting` with its files below `directory`, which is empty. Its contents are removed afterwards.
+    """Open a cache for `setting` with its files below `directory`, which must be empty. Leaves the files there.
 
     With `one_at_a_time`, a single thread reads and writes, so that operations complete in the order of the calls.
     """

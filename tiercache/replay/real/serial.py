@@ -44,7 +44,7 @@ class Counts:
 
 @dataclass
 class Serial:
-    """Both sides of the serial part."""
+    """Results of the serial part, measured and simulated."""
 
     requests: int
     blocks: int
@@ -79,8 +79,11 @@ class OneByOne(Simulator):
 async def play_serial(
     cache: TierCache, contents: Contents, requests: Iterable[Request], setting: Setting, block_tokens: int
 ) -> Serial:
-    """Replay `requests` through both. Raises ReplayFailed for contents that differ from what was stored."""
-    # Hit rates do not depend on prefetching, which belongs to the timed part.
+    """Replay `requests` through the cache and the simulator, and compare them.
+
+    Raises ReplayFailed for wrong contents, and for a chunk that could not be stored.
+    """
+    # Prefetching belongs to the timed part.
     simulator = OneByOne(replace(setting, prefetch=()), block_tokens)
     found = Serial(0, 0, Counts(), Counts())
     for request in requests:
@@ -122,7 +125,7 @@ async def play(cache: TierCache, contents: Contents, request: Request) -> None:
 
 
 def note_session(cache: TierCache, keys: list[ChunkKey], found: int) -> None:
-    """Tell the disk tier that the session goes on, as the simulator assumes."""
+    """Record for `live_session` admission that the session continues, as the simulator does."""
     disk = disk_of(cache)
     if disk is not None and disk.admission.policy == "live_session" and found > 1:
         for key in keys:
@@ -156,7 +159,7 @@ async def _flushed(cache: TierCache) -> None:
 
 
 def _residents_differ(cache: TierCache, simulator: Simulator) -> str:
-    """Return the difference between the chunks in both at the end; empty if there is none."""
+    """Return a sentence if cache and simulator hold different chunks at the end; empty if they do not."""
     known = cache.statistics()
     tiers: list[tuple[str, Collection[ChunkKey], Callable[[ChunkKey], bool], int]] = []
     tiers.append(("RAM", simulator.ram.entries, cache.cpu.contains, known.tiers["cpu"].resident))

@@ -1,6 +1,6 @@
 """Replay requests at the times of the trace, `speed_up` times as fast, concurrently.
 
-A session sends its next request after its last answer, as it did when the trace was made. Computation is a wait: tokens
+A session sends a request only after its previous request has ended. Instead of computing, a request sleeps: its tokens
 at the engine's rate, `speed_up` times as fast. All else is real: lookups, gets, copies, reads that bypass the page
 cache, puts, write-behind, evictions, and hints to the prefetcher.
 """
@@ -41,10 +41,10 @@ class Timed:
     """Blocks found at the request's arrival and evicted before their delivery."""
     written_blocks: int = 0
     skipped_blocks: int = 0
-    """Blocks not written to flash, or not stored at all, because there was no room in time."""
+    """Blocks not written to flash, or not stored at all."""
     ttft: Quantiles = field(default_factory=Quantiles)
     moved: int = 0
-    """Requests later than in the trace, because their session waited for its last answer."""
+    """Requests that started later than in the trace, because their session's previous request had not ended."""
     late_s: float = 0.0
     """Largest delay of a request's start: more than some ms means that the machine was too busy."""
     accounts: dict[str, Account] = field(default_factory=dict)

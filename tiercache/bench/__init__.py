@@ -1,1 +1,1 @@
-"""`tiercache bench`: ceilings of the machine and tiercache, interleaved in one run, since a shared machine drifts by 2x."""
+"""Run `tiercache bench`: measure ceilings and tiercache in turn in one run, since a shared machine drifts by 2x."""

@@ -18,8 +18,8 @@ class FileCeiling:
     """Files of one size, written and read with as few calls as the system allows.
 
     Each thread handles one file after another: open, fallocate, one pwritev, fdatasync if asked for, close. No header,
-    no checksum, no rename, no copy; always from and to the same page-aligned, pre-faulted, huge-page memory. Bypasses
-    the page cache (O_DIRECT) if the file system supports it, else uses it, with the cached pages dropped before a read.
+    no checksum, no rename, no copy; always from and to the same page-aligned, pre-faulted, huge-page memory. Uses
+    O_DIRECT if the file system supports it. Otherwise uses the page cache, and drops the cached pages before a read.
     """
 
     def __init__(self, directory: Path, size_bytes: int, count: int, threads: int) -> None:
@@ -31,9 +31,9 @@ class FileCeiling:
         self._flag = os.O_DIRECT if supports_direct_io(directory) else 0
 
     def write(self, *, durable: bool, written: Callable[[], object] | None = None) -> float:
-        """Return GB/s of new files. With `durable` a file is on the device before its thread takes the next file.
+        """Write new files and return GB/s. With `durable`, each thread syncs a file before it takes the next file.
 
-        Its thread calls `written` after each file.
+        Each thread calls `written` after each file.
         """
         self.remove()
 
@@ -52,7 +52,7 @@ class FileCeiling:
         return self._run(write)
 
     def read(self) -> float:
-        """Return GB/s of the latest files, none of which is in the page cache."""
+        """Read the written files, after dropping them from the page cache, and return GB/s."""
         drop_cached(self._paths)
 
         def read(number: int) -> None:
@@ -98,7 +98,7 @@ def drop_cached(paths: Sequence[Path | str]) -> None:
 
 
 def memcpy(targets: np.ndarray, sources: np.ndarray, threads: int) -> float:
-    """Return the seconds for numpy.copyto of all rows.
+    """Copy all rows with numpy.copyto, and return the seconds.
 
     Each thread takes the next row after finishing a row, so that no two threads read, or write, the same memory.
     """

@@ -42,7 +42,7 @@ class Options:
     """Comma-separated parts; empty for the default parts."""
     quick: bool
     peer_python: Path | None = None
-    """A Python with a peer, which is measured in turn with tiercache by running `peer_script`."""
+    """A Python that has a peer. It runs `peer_script` to measure the peer in turn with tiercache."""
     peer_script: Path | None = None
     chunks: Path | None = None
     """A directory of chunks to compress."""

@@ -25,8 +25,8 @@ _BATCHES = (32, 256)
 async def measure_cpu(figures: Figures, plan: Plan) -> None:
     """Measure GB/s of batches larger than the last-level cache, tiercache and the ceiling in turn.
 
-    A batch is `source_bytes`, as a prompt of 32 k tokens with chunks of 256 tokens and 2 MiB. A sample is the time of a
-    whole pair. `cpu.put_gbps`: `put_from` into a full hot cache, which evicts meanwhile. `ceiling.memcpy_gbps`:
+    A batch has `source_bytes`, like a prompt of 32 k tokens with chunks of 256 tokens and 2 MiB. A sample covers all
+    batches of a pair. `cpu.put_gbps`: `put_from` into a full hot cache, which evicts meanwhile. `ceiling.memcpy_gbps`:
     numpy.copyto of the same payloads into as much pre-faulted memory, in as many threads;
     `ceiling.memcpy_1_thread_gbps`: in a single thread. `cpu.get_gbps`: `get_into` of hot chunks.
     `ceiling.memcpy_out_gbps`: numpy.copyto in that direction.
@@ -89,7 +89,7 @@ async def _batch_by_batch(
 ) -> None:
     """Measure `ways` in turn, and record a sample of each. A way takes the number of a batch and returns its seconds.
 
-    All ways run a batch before any runs the next, and the last way begins every other batch.
+    All ways run a batch before any runs the next. Their order is reversed for every other batch.
     """
     took_s = dict.fromkeys(ways, 0.0)
     for batch in range(batches):
@@ -100,7 +100,7 @@ async def _batch_by_batch(
 
 
 async def _measure_overheads(figures: Figures, plan: Plan) -> None:
-    """Measure chunks so small that the copy takes no time."""
+    """Measure overheads with chunks so small that their copy takes almost no time."""
     async with TierCache.open(config_of(4 * max(_BATCHES) * 2 * _SMALL_BYTES), layout_of(_SMALL_BYTES)) as cache:
         for pair in range(plan.pairs):
             plan.progress(f"single operations, {pair + 1} of {plan.pairs}")
@@ -113,10 +113,10 @@ async def _measure_overheads(figures: Figures, plan: Plan) -> None:
 async def _singles(cache: TierCache, figures: Figures, count: int) -> None:
     """Measure medians of `count` single operations in us, alternating the kinds.
 
-    `cpu.put_latency_us`: a whole `put` of 4 KiB, which the loop copies itself. `cpu.put_overhead_us`: the overhead on
-    the loop of a put that a thread copies: a put whose source does nothing, less `cpu.hand_over_us`, which is an empty
-    call in the same thread and back. The latter is awaited as a future, which takes a round of the loop (3 to 5 us)
-    that a put does not need. `cpu.get_overhead_us`: entering and leaving `async with cache.get(key)` of a hot chunk and
+    `cpu.put_latency_us`: a whole `put` of 4 KiB, which the loop copies itself. `cpu.put_overhead_us`: the loop's
+    overhead for a put that a thread copies. It is a put whose source does nothing, less `cpu.hand_over_us`, which is an
+    empty call in such a thread. That call is awaited as a future, which takes a round of the loop (3 to 5 us) that a
+    put does not need. `cpu.get_overhead_us`: entering and leaving `async with cache.get(key)` of a hot chunk and
     reading its bytes.
     """
     now = time.perf_counter
@@ -146,7 +146,7 @@ async def _singles(cache: TierCache, figures: Figures, count: int) -> None:
 async def _on_the_loop(cache: TierCache, figures: Figures, count: int) -> None:
     """Measure `cpu.put_loop_us`: the loop's processor time for a put that a thread copies, less that of an empty call.
 
-    The minimum of some rounds of each, in turn. Waits are excluded.
+    Takes the minimum of some rounds of each, in turn. Excludes waits.
     """
     now = time.thread_time
     small = np.zeros(_SMALL_BYTES, np.uint8)
@@ -165,7 +165,7 @@ async def _on_the_loop(cache: TierCache, figures: Figures, count: int) -> None:
 
 
 async def _batches(cache: TierCache, figures: Figures, size: int, count: int) -> None:
-    """Measure medians of us per chunk in `put_from` and `get_to` with empty sources and sinks, over the whole batch."""
+    """Measure the median us per chunk of `put_from` and `get_to` for batches with empty sources and sinks."""
     puts, gets = [], []
     for _ in range(count):
         keys = new_keys(size)

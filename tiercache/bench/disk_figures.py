@@ -21,7 +21,7 @@ async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
     The tier writes with twice as many; plain files gain nothing from that. Deletions between measurements are synced
     before the next. `disk.put_durable_gbps`: from the caller's memory until `flush` reports that all is written: copy,
     checksum, file with fdatasync, name. `disk.put_not_durable_gbps`: the same with `disk_durability: none`.
-    `disk.get_cold_gbps`: `warm` of chunks that are in no memory: read, verified, hot. `disk.get_into_cold_gbps`:
+    `disk.get_cold_gbps`: `warm` of chunks that are in no memory: read, verify, insert. `disk.get_into_cold_gbps`:
     `get_into` of such chunks, with a copy to the caller. Ceilings: see `FileCeiling`.
     """
     size = size_name(chunk_bytes)
@@ -108,7 +108,7 @@ async def _warm(cache: TierCache, keys: list[bytes], chunk_bytes: int) -> float:
 
 
 async def _get_into(cache: TierCache, keys: list[bytes], sources: np.ndarray) -> float:
-    """Read chunks into the memory of their payloads, and check it afterwards."""
+    """Read chunks into the memory of their payloads, and check the first payload afterwards."""
     _make_cold(cache, keys)
     first = sources[0].copy()
     places = [sources[number % len(sources)] for number in range(len(keys))]

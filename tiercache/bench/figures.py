@@ -43,7 +43,7 @@ class Figures:
         return found
 
     def table(self) -> Table:
-        """Return a table with a row per figure, its part of the ceiling, and its speed relative to a peer."""
+        """Return a table with a row per figure. Rows of ceilings and peers have the ratio of our figure to theirs."""
         table = Table()
         table.add_column("figure", no_wrap=True)
         for column in ("median", "min", "max", "count"):

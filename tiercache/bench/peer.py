@@ -15,7 +15,7 @@ from tiercache.bench.workload import Plan
 from tiercache.errors import TierCacheError
 
 DISK_SETTINGS = ("disk_default", "disk_odirect", "fs_odirect", "native_odirect")
-"""LMCache's local disk with defaults, and with `use_odirect`; its file system connector and C++ client with O_DIRECT."""
+"""LMCache's local disk with defaults and with `use_odirect`; its file system connector and C++ client with O_DIRECT."""
 
 _START_S = 300.0
 _ANSWER_S = 120.0
@@ -26,7 +26,7 @@ class PeerError(TierCacheError):
 
 
 class Peer:
-    """A child process that executes one command at a time and reports its measurement; does nothing without a peer."""
+    """A child process that executes and measures one command at a time. Without `command`, it does nothing."""
 
     def __init__(self, command: list[str] | None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -53,7 +53,7 @@ class Peer:
         return cls([*program, part, str(chunk_bytes), str(count), str(plan.directory / "peer")])
 
     def add(self, figures: Figures, what: str, **names: tuple[str, str]) -> None:
-        """Run `what` in the peer, and record the parts of its answer that `names` has.
+        """Run `what` in the peer, and record the parts of its answer that are keys of `names`.
 
         Each part is recorded as `peer.lmcache.<first name>`, and compared with tiercache's figure, the second name.
         """

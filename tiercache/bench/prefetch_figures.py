@@ -16,11 +16,12 @@ _DEMANDS = 8
 
 
 async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
-    """Measure `prefetch.disk_gbps.*.r8`, `prefetch.demand_*_ms` and `prefetch.read_ms`.
+    """Measure `prefetch.disk_gbps.*`, `prefetch.demand_*_ms` and `prefetch.read_ms`.
 
     `prefetch.disk_gbps.*.r8`: eight concurrent prefetches, of chunks that are in no memory, until all are hot.
+    `prefetch.disk_gbps.*.r1`: the same with one prefetch. `prefetch.read_ms`: the mean time of one of its reads.
     `prefetch.demand_alone_ms`: a get of such a chunk while nothing else happens. `prefetch.demand_during_ms`: the same
-    while a prefetch uses every place of the tier. `prefetch.read_ms`: the whole time of one of its reads.
+    while a prefetch uses every place of the tier.
     """
     size, count = size_name(chunk_bytes), plan.count(chunk_bytes)
     sources = payloads(plan.sizes.source_bytes, chunk_bytes)
@@ -71,7 +72,7 @@ async def _measure_demand(figures: Figures, cache: TierCache, keys: list[bytes],
     handle = cache.prefetch(others)
     for key in wanted:
         before = handle.progress.promoted
-        while handle.progress.promoted < before + 2 and not handle.done:  # noqa: ASYNC110 - nobody tells of each chunk
+        while handle.progress.promoted < before + 2 and not handle.done:  # noqa: ASYNC110 - no event reports each chunk
             await asyncio.sleep(0)
         if handle.done:
             break

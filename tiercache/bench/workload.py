@@ -52,7 +52,7 @@ class Plan:
     directory: Path
     progress: Progress
     peer_python: Path | None = None
-    """A Python that has LMCache; None measures no peer."""
+    """A Python that has LMCache; if None, no peer is measured."""
     peer_script: Path | None = None
     """The program for `peer_python`."""
     chunks: Path | None = None
@@ -90,7 +90,7 @@ def payloads(source_bytes: int, chunk_bytes: int) -> np.ndarray:
 
 
 def items_of(keys: Sequence[ChunkKey], sources: np.ndarray) -> list[tuple[ChunkKey, int, Source]]:
-    """Return items for `put_from`: a key each, and the payloads in turn."""
+    """Return an item for `put_from` for each key, with the payloads in turn."""
     return [(key, sources.shape[1], _copy_of(sources[n % len(sources)])) for n, key in enumerate(keys)]
 
 
@@ -99,10 +99,10 @@ def _copy_of(source: np.ndarray) -> Source:
 
 
 async def in_turn(pair: int, *measurements: Callable[[], Awaitable[None]]) -> None:
-    """Run the measurements of a pair; in every other pair the last first, so that none always finds an idle device."""
+    """Run the measurements of a pair, in reverse order for odd pairs, so that none always finds an idle device."""
     for measure in measurements if pair % 2 == 0 else reversed(measurements):
         await measure()
 
 
 def nothing(payload: np.ndarray) -> None:
-    """Do nothing, as a source or sink that uses no byte."""
+    """Do nothing. Serves as a source or sink that touches no byte."""

@@ -1,1 +1,1 @@
-"""`make demo`: real vLLM on the CPU with a real model, which gets the same long question four times."""
+"""Run `make demo`: ask real vLLM on the CPU with a real model the same long question four times."""

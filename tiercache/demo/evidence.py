@@ -14,7 +14,7 @@ _STORED = r"Stored (\d+) out of total \d+ tokens for request {request}"
 
 @dataclass(frozen=True)
 class Found:
-    """Tokens of a request: in total, in the engine's own prefix cache, in the tiers, and to be loaded from the tiers."""
+    """Tokens of a request: in total, in the engine's own prefix cache, in the tiers, and to be loaded from tiers."""
 
     total_tokens: int
     engine_tokens: int
@@ -32,7 +32,7 @@ class Found:
 
 
 def found_for(request_id: str, log: str) -> Found | None:
-    """Return the newest line about the request. vLLM adds its own suffix to the id that the client sees."""
+    """Return the newest logged counts of the request, or None. vLLM adds a suffix to the id that the client sees."""
     lines = re.findall(_HITS.format(request=re.escape(request_id)), log)
     if not lines:
         return None

@@ -34,7 +34,7 @@ def prepare_model(directory: Path = DEFAULT_DIRECTORY) -> Path:
 def convert_once(weights: Path, architecture: str, directory: Path) -> Path:
     """Convert a GGUF file into safetensors in `directory`, unless they are there; return the directory.
 
-    Published by a rename, so `directory` is never incomplete. If several processes call it, one converts and the others
+    Publishes by a rename, so `directory` is never incomplete. If several processes call it, one converts and the others
     wait. Raises `ModelFailed`.
     """
     directory = directory.resolve()

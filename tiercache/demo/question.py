@@ -1,4 +1,4 @@
-"""The long prompt, and the streamed request, whose time to the first token is measured at the client."""
+"""Build the long prompt, and measure the time to the first token of a streamed request at the client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Answer:
 def long_message(model: Path, prompt_tokens: int = PROMPT_TOKENS) -> str:
     """Return prose from Python's language reference, cut so that the whole prompt has about `prompt_tokens` tokens.
 
-    Counts with the model's own tokenizer (exactly, if the cut allows it).
+    Counts with the model's own tokenizer, and cuts between words so that the prompt is not longer.
     """
     from pydoc_data.topics import topics
 

@@ -40,7 +40,7 @@ class Server:
     """Process group of the server."""
 
     def found_for(self, request_id: str) -> Found | None:
-        """Return the connector's log line about the hits of a request; None if there is none."""
+        """Return the counts that the connector logged for a request; None if there are none."""
         return found_for(request_id, self.log.read_text(errors="replace"))
 
     def forget_prefix_cache(self, timeout_s: float = 30.0) -> None:
@@ -163,7 +163,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], server: Server) -> Non
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate first, so that the connector writes queued chunks; kill if interrupted during that."""
+    """Terminate the group, so that the connector writes queued chunks; kill it at a timeout or an interruption."""
     group = process.pid
     try:
         for signum in (signal.SIGTERM, signal.SIGKILL):

@@ -49,9 +49,9 @@ class TierContract:
         raise NotImplementedError("say how your tier is made")
 
     async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
-        """Return a tier with room for `chunks` chunks, and for `tenant_chunks` of each tenant (0: no quota).
+        """Return a tier as `make_tier` does, with room for `chunks` chunks, and for `tenant_chunks` of each tenant.
 
-        Otherwise as `make_tier`. Return None for a tier without a cap, or without quotas.
+        `tenant_chunks` 0 means no quota. Return None if the tier has no cap, or no quotas and one is asked for.
         """
         return None
 

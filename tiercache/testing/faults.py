@@ -62,7 +62,7 @@ class FaultyTier(WrappedTier):
     """A tier with faults in front of it.
 
     `fail_reads` / `fail_writes` are exceptions to raise, one per operation, before the tier is called. `gate`, while it
-    is not set, blocks every operation, like a hung device; `entered` counts operations that have begun.
+    is not set, blocks probes, reads and writes, like a hung device; `entered` counts those that have begun.
     """
 
     def __init__(self, tier: Tier) -> None:

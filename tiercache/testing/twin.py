@@ -1,6 +1,6 @@
-"""Host memory as an accelerator with asynchronous work: its streams are threads, and work ends after its call returns.
+"""Simulate an accelerator in host memory: its streams are threads, and work may end after the call that enqueues it.
 
-Code that forgets an event fails on it. The device can be lost, like a GPU that falls off its bus.
+Code that omits an event can fail on it. The device can be lost, like a GPU that falls off its bus.
 """
 
 from __future__ import annotations

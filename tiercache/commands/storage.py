@@ -1,4 +1,4 @@
-"""Examine the storage of a directory: which tier suits it, and what makes it slow or unsafe to share."""
+"""Examine the storage of a directory: find the tier that suits it, and what makes it slow or unsafe to share."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Verified:
 
 
 def verify_command(directory: Path, as_json: bool) -> int:
-    """Verify a directory. Return 1 if a chunk was bad, 2 if `directory` is not a tiercache directory, else 0."""
+    """Verify a directory. Return 1 if a chunk was bad or unreadable, 2 if `directory` cannot be verified, else 0."""
     if (problem := asyncio.run(problem_with(directory))) is not None:
         return complain(problem)
     try:

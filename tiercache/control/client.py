@@ -56,7 +56,7 @@ def find_sockets(configured: Path) -> list[Path]:
     """Return the sockets of the workers of a cache with `control_socket: configured`: that path, or a path for each
     rank.
 
-    Leaves out sockets and links of other users, who may place them in a shared directory.
+    Leaves out sockets and links of users whom `is_believed` does not trust, since a shared directory may have them.
     """
     ranked = re.compile(re.escape(configured.name) + r"(\.\d+){0,2}")
     found = []
@@ -81,9 +81,10 @@ class Fleet:
         return [socket for path in self.paths for socket in find_sockets(path)]
 
     async def ask(self, command: Command) -> dict[str, Any]:
-        """Return the merged answer: the minimum over the workers, and under `failed` the workers with an error.
+        """Return the merged answer, and under `failed` the errors of workers by socket.
 
-        Raises the first ControlError if every worker failed.
+        Counts of a prefix merge to the minimum over the workers, other counts to the maximum. Raises the first
+        ControlError if every worker failed.
         """
         if isinstance(command, Prefetch) and not command.handle:
             # All ranks use the same handle, so that the caller can query it later.

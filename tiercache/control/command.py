@@ -41,7 +41,7 @@ def serve_control_command(sockets: list[Path], host: str, port: int, token_file:
 def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None:
     """Return the token from the file or else the environment, or None with `no_token`, which requires loopback.
 
-    Raises ValueError that says what to do.
+    Raises ValueError with a message that says what to do.
     """
     if no_token:
         if token_file is not None:

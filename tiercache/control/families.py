@@ -81,7 +81,7 @@ def _part(figures: Figures, name: str) -> Any:
         case "breakers" if device is not None:
             return statistics["breakers"] | device["breakers"]
         case "prefetch":
-            # The bytes whose promotion began fall when a read fails, so they are no counter; the others add up to them.
+            # `promoted_bytes` falls when a read fails, so it is no counter.
             return {
                 predictor: {
                     key.removesuffix("_bytes"): size for key, size in account.items() if key != "promoted_bytes"

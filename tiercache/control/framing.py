@@ -18,7 +18,7 @@ def frame(content: Any) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, largest_bytes: int = LARGEST_MESSAGE_BYTES) -> bytes:
-    """Return the next message, still packed. Raises ControlError ("too_large") before reading it, or IncompleteReadError."""
+    """Return the next message, packed. Raises ControlError ("too_large") before reading it, or IncompleteReadError."""
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
     if length > largest_bytes:
         raise ControlError("too_large", f"expected a message of at most {largest_bytes} bytes, found {length}")

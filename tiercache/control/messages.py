@@ -57,7 +57,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="command", k
 
 
 class Prefix(Message, kw_only=True):
-    """Base of commands about a prefix, given as token ids with the engine's extra key parts, or as chunk keys in hex."""
+    """Base of commands about a prefix: token ids with the engine's extra key parts, or chunk keys in hex."""
 
     tokens: list[Token] | None = None
     keys: list[HexKey] | None = None
@@ -112,7 +112,7 @@ class Began(Prefix, tag="began", kw_only=True):
 
 
 class Ended(Prefix, tag="ended", kw_only=True):
-    """Report that a turn has ended; the session's next turn begins with this prefix. `step` and `kind` have no effect."""
+    """Report that a turn has ended. The next turn begins with this prefix. `step` and `kind` have no effect."""
 
     session: Name
     step: Word = ""

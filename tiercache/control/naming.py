@@ -47,7 +47,7 @@ class TokenNaming:
 
 
 async def _hashed(cache: ServedCache, tokens: Sequence[int], salt: str) -> list[ChunkKey]:
-    """Run `cache.keys` in steps: each chunk's key depends on the previous one."""
+    """Compute the keys in steps. Each step continues from the last key, since a key depends on the previous one."""
     chunk_tokens = cache.layout.chunk_tokens
     namespace, tenant = cache.layout.named_by(cache.config.tenant_salt, salt)
     step = max(1, _TOKENS_AT_ONCE // chunk_tokens) * chunk_tokens
@@ -62,7 +62,7 @@ async def _hashed(cache: ServedCache, tokens: Sequence[int], salt: str) -> list[
 
 
 def given_keys(prefix: Prefix) -> list[ChunkKey] | None:
-    """Return the keys of a message, or None if it has tokens. Raises ControlError unless it has exactly one of the two."""
+    """Return the keys of a message, or None if it has tokens. Raises ControlError if it has both or neither."""
     if (prefix.tokens is None) == (prefix.keys is None):
         found = "neither" if prefix.tokens is None else "both"
         raise ControlError("malformed", f"expected either tokens (ids) or keys (hex), found {found}")

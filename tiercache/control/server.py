@@ -127,7 +127,7 @@ class ControlServer:
             self._idle.pop(task, None)
 
     def _make_room(self) -> bool:
-        """Return True if a new connection may stay. If there are too many, close the one that has been idle for longest."""
+        """Return True if a new connection may stay. If there are too many, close the one that was idle for longest."""
         if len(self._connections) <= _MOST_CONNECTIONS:
             return True
         idlest = next(iter(self._idle), None)

@@ -61,7 +61,7 @@ def is_believed(path: Path, user: int) -> bool:
 
 
 def check_private(directory: Path) -> None:
-    """Raise TierCacheError if another user owns or can read the directory, and OSError if it is missing."""
+    """Raise TierCacheError unless it is a directory that only this user can access, and OSError if it is missing."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise TierCacheError(

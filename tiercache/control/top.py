@@ -44,7 +44,7 @@ def top_command(sockets: list[Path], every_s: float, once: bool) -> int:
 
 
 async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> None:
-    """Raise ControlError if there is no socket at first. Keeps waiting for a socket that disappears later."""
+    """Show figures until cancelled, or `once`. Raises ControlError if no socket exists at first; shows later errors."""
     live = Live(console=console, auto_refresh=False, screen=True) if console.is_terminal and not once else None
     before: Answers = {}
     asked_s = 0.0
@@ -71,9 +71,10 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
 
 
 def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[Table | Text]:
-    """Yield a table for each cache, or a sentence for a cache that does not answer.
+    """Yield the tables of each cache, or a sentence for a cache that does not answer.
 
-    Rates and times cover the period since `before`, `elapsed_s` ago, or since the cache was opened.
+    Rates and times cover the `elapsed_s` since `before`. Without it, times cover the life of the cache, and rates are
+    empty.
     """
     for path, answer in answers.items():
         if isinstance(answer, ControlError):
@@ -118,7 +119,7 @@ def _columns(title: str, headers: Iterable[str], caption: str | None = None) -> 
 
 
 class _TierFigures:
-    """Cells about a tier, from the figures in /metrics now and at the last refresh. Empty for a figure that is absent."""
+    """Cells about a tier, from the figures in /metrics now and at the last refresh. A total without a figure is 0."""
 
     def __init__(self, tier: str, now: Samples, then: Samples, elapsed_s: float) -> None:
         self._tier = tier
@@ -151,7 +152,7 @@ class _TierFigures:
 
 
 def rows_of(figures: Figures, before: Figures | None, elapsed_s: float) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each tier, in the order of the cascade. A tier's hit rate counts the misses of the tiers above."""
+    """Yield a row for each tier, in the order of the cascade. A hit rate counts chunks that no tier above had."""
     now, then = samples_of(figures), {} if before is None else samples_of(before)
     tiers = {tier: _TierFigures(tier, now, then, elapsed_s) for tier in figures["statistics"]["tiers"]}
     asked = now["reader_misses",] + sum(tier.total("hits") for tier in tiers.values())

@@ -91,7 +91,7 @@ def parse_mountinfo(text: str) -> list[Mount]:
 
 
 def mount_of(path: Path, mounted: list[Mount] | None = None) -> Mount:
-    """Return the mount of `path`: the longest mount point above it, the last one of several."""
+    """Return the mount of `path`: the one with the longest mount point above it, and the last of several there."""
     place = Path(os.path.realpath(path))
     best = Mount("", "unknown file system")
     for mount in mounts() if mounted is None else mounted:
@@ -146,7 +146,7 @@ class Access:
             os.chmod(path, self.file_mode)
 
     def make_directory(self, path: Path | str) -> bool:
-        """Create a directory; return False if it existed, which leaves its mode.
+        """Create a directory; return False if it existed. The mode of an existing directory stays unchanged.
 
         Raises NotADirectoryError if something else has the name, including a link.
         """

@@ -1,10 +1,11 @@
 """The capacity counter of a directory, and this process's reservation.
 
-The counter is a small file that all processes change under flock(2). A process reserves bytes in steps and spends them, and
-those of chunks it deletes, without the lock. Its owner lock file (`owners.py`) records how many counted bytes are on no
-device: the reservation and the temporary files. It lowers this number before it publishes a file, and raises it some time
-after bytes became free. So the counter is never below what the files occupy. The finder of a dead process removes its
-temporary files and takes over its number; a crash loses at most the lag of the number and one step.
+The counter is a small file that all processes change under flock(2). A process reserves bytes in steps. It spends
+these, and the bytes of chunks that it deletes, without the lock. Its owner lock file (`owners.py`) records how many
+counted bytes no published file occupies: its unused bytes and its temporary files. It lowers this number before it
+publishes a file, and raises it some time after bytes became free. So the counter is never below what the files occupy.
+A process that finds a dead one removes the dead one's temporary files and takes over its number; a crash loses at most
+the lag of the number and one step.
 
 A scan corrects the counter if no other process uses bytes meanwhile (`mark` and `recount`).
 """
@@ -35,7 +36,7 @@ _UNTRUSTED_MAGIC = b"TIERLED?"
 _SMALLEST_SHARE = 8
 """A step takes at most the remaining room divided by this, so that idle processes leave room to others."""
 _LAG = 4
-"""The recorded number may lag by two steps divided by this, so that few chunks change it."""
+"""The recorded number may lag by two steps divided by this, so that few chunks need a write of it."""
 _LOCK_WAIT_S = 5.0
 _SHORT_WAIT_S = 0.25
 """Longest wait for changes that can be retried later."""
@@ -61,7 +62,7 @@ class Count(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """State at the begin of a scan, for `recount`."""
+    """State at the beginning of a scan, for `recount`."""
 
     is_alone: bool
     """True if no other process used bytes."""
@@ -102,7 +103,7 @@ class Capacity:
         self._awaited_bytes = 0
         """Unused bytes that were freed for writes which have not reserved them yet."""
         self._number_bytes = 0
-        """Counted bytes on no device: unused, or in temporary files."""
+        """Counted bytes that no published file occupies: unused, or in temporary files."""
         self._written_bytes = 0
         """Upper bound of the number in the lock file."""
         self._deleting_bytes = 0
@@ -113,7 +114,7 @@ class Capacity:
         self._is_active = False
         """True if the lock file says that this process uses or deletes bytes."""
         self._is_unsure = False
-        """True if a write of the lock file failed, so that it may say so or not."""
+        """True if a write of the lock file failed, so that it may disagree with `_is_active`."""
         self._may_spend = False
         """True if the counter changed since this process became active, which shows others that bytes are used."""
         self._closing = self._closed = False
@@ -229,8 +230,8 @@ class Capacity:
             self._committed_bytes -= amount_bytes
 
     def settle(self, amount_bytes: int, committed_bytes: int | None = None) -> None:
-        """End the write of something published that occupies `amount_bytes`; where more were committed for it, the rest is
-        unused. Does not raise.
+        """End the write of a published file or directory that occupies `amount_bytes`. If `committed_bytes` is more,
+        the rest becomes unused. Does not raise.
         """
         rest_bytes = 0 if committed_bytes is None else committed_bytes - amount_bytes
         with self._state:
@@ -250,10 +251,10 @@ class Capacity:
         self, most_bytes: int, *, reuse_bytes: int = 0, forced: bool = False
     ) -> Iterator[Callable[[int], None]]:
         """Bracket the deletion of files of about `most_bytes`. Yields a function to call with the bytes of each deleted
-        file, which may be more. Of them `reuse_bytes` are kept for a write that follows, and a step.
+        file, which may exceed that sum. `reuse_bytes` of them are kept for a write that follows, and about a step more.
 
-        On a device without a free byte the deletion goes on, and its bytes stay counted until a recount. `forced`: so it
-        does whatever fails here.
+        If the lock file cannot be written on a full device, the deletion goes on, and its bytes stay counted until a
+        recount. `forced`: it goes on after any error of the lock file.
         """
         left_bytes = most_bytes
 
@@ -358,7 +359,7 @@ class Capacity:
             now = self._load()
             others = self._owner.others()
             left_bytes = sum(record.number_bytes for record in others if record.counter == now.identity)
-            # Looked at twice: who takes over such a number is active before it removes the lock file.
+            # List twice: a process that takes over such a number is active before it removes the lock file.
             are_quiet = not any(record.is_active for record in (*others, *self._owner.others()))
             if not (mark.is_alone and are_quiet and now.changes - self._changes == mark.others_changes):
                 return 0
@@ -411,7 +412,7 @@ class Capacity:
                 pass  # the last thread to leave closes everything
 
     def _charge(self, missing_bytes: int, *, limited: bool) -> bool:
-        """Add missing bytes to the counter, and a step for further writes."""
+        """Add the missing bytes to the counter, or a step if that is more. Return False if they exceed the cap."""
         with self._turn(_LOCK_WAIT_S):
             with self._locked(_LOCK_WAIT_S):
                 now = self._load()
@@ -466,7 +467,7 @@ class Capacity:
             self._write_number(self.step_bytes // _LAG)
 
     def _write_number(self, lag_bytes: int = 0, *, active: bool | None = None) -> None:
-        """Write the lock file, less `lag_bytes`. Needs `_files`."""
+        """Write the number, less `lag_bytes`, to the lock file. Needs `_files`."""
         if self._owner.lost:
             raise self._lost("has no lock file of this process beside it")
         with self._state:

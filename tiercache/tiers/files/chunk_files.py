@@ -99,10 +99,10 @@ class ChunkFiles:
         access: Access = OWNER,
         compression: Compression | None = None,
     ) -> None:
-        """Describe the directory; nothing is opened. `Capacity` defines `step_bytes` and `many_hosts`.
+        """Describe the directory; nothing is opened. `Capacity` defines `step_bytes`. `many_hosts`: see `FileSettings`.
 
-        `beside`: write temporary files in the directory of the chunk instead of `.tiercache/tmp`. Linux serialises renames
-        between directories of a mount, and changes within one directory.
+        `beside`: write temporary files in the directory of the chunk instead of `.tiercache/tmp`. Linux serialises
+        renames between directories of a mount, and changes within one directory.
         """
         self.root = root
         self.cap_bytes = cap_bytes
@@ -261,7 +261,7 @@ class ChunkFiles:
         )
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
-        """`read` through a `reader`, which gets the path and returns the payload's length or raises like `read_chunk`."""
+        """Read like `read`, by `reader(path)`, which returns the payload's length or raises like `read_chunk`."""
         path = self.path(key)
         try:
             self.require_place(path)
@@ -289,8 +289,8 @@ class ChunkFiles:
             return self.write_by(key, stored.header.payload_bytes, lambda path: way(path, stored, self.compression))
 
     def write_by(self, key: ChunkKey, payload_bytes: int, create: Callable[[str], int]) -> int:
-        """`write` through `create`, which writes the whole file at a new path and returns the bytes that it occupies; on
-        error it leaves no file. If another instance published the chunk meanwhile, our file is discarded.
+        """Write like `write`, by `create`, which writes the whole file at a new path and returns the bytes that it
+        occupies; on error it leaves no file. If another instance published the chunk meanwhile, our file is discarded.
         """
         pending = self.begin_write(key, payload_bytes)
         try:
@@ -390,7 +390,7 @@ class ChunkFiles:
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk of about `occupied_bytes`; return True if it existed. Only the process whose unlink succeeds
-        releases the file's bytes: others may have stored the key in another size.
+        releases the bytes, those of the deleted file: another process may have stored the key in another size.
         """
         with self.capacity.deleting(occupied_bytes, forced=True) as freed:
             freed_bytes = self._delete_file(key)

@@ -96,8 +96,8 @@ class MetadataWorkers(Workers):
         self.evicting.close()
 
     async def change(self, call: Callable[..., T], *arguments: object) -> T:
-        """Return the result of a call that changes directories. `cleaned_up` waits for it if the caller is cancelled: a
-        closed tier makes no directory any more.
+        """Return the result of a call that changes directories. If the caller is cancelled, `cleaned_up` waits for the
+        call, so that it creates no directory after the tier was closed.
         """
         work = self.submit(call, *arguments)
         work.add_done_callback(retrieve_exception)
@@ -133,8 +133,9 @@ class FileSettings:
     direct: bool | None = None
     """O_DIRECT: True, False, or None to use it where it works."""
     durable: bool = True
-    """Call fdatasync before a file is published. A power cut can then lose the newest chunks but never tear one. Without it,
-    recent chunks may be lost, and verification finds torn ones. kill -9 is harmless either way."""
+    """Call fdatasync before a file is published. A power cut can then lose the newest chunks but never tear one.
+    Without it, recent chunks may be lost, and verification finds torn ones. kill -9 is harmless either way.
+    """
     admission: str = "all"
     """Admission policy for writes, see tiercache.core.admission."""
     bytes_per_day: float = 0.0
@@ -236,8 +237,8 @@ class ChunkIO(ABC):
         """Close the file at `path`, which is being or was deleted. May block; runs in a worker thread."""
 
     def listed(self, gone: Sequence[ChunkKey], kept: Sequence[ChunkKey]) -> None:  # noqa: B027
-        """Note the known chunks of a subdirectory that has changed: those that other processes have deleted, and the others,
-        some of which may have new files.
+        """Note the known chunks of a changed subdirectory: other processes have deleted those in `gone`, and may have
+        replaced the files of those in `kept`.
         """
 
     async def close_deleted(self) -> int:
@@ -422,8 +423,9 @@ class Directories:
     async def scanned_soon(self, directory: Directory, *, pause: bool = False) -> bool:
         """Call `scan_soon` and wait a bounded time. Return True if a scan ended.
 
-        `pause`: wait for the pause that the last scan has left, but no longer than for a scan. A write that knows no victim
-        does so: otherwise it would fail until the pause is over, and other processes may evict all that it knew.
+        `pause`: first wait for the rest of the pause after the last scan, but no longer than for a scan. Used by a
+        write that knows too few victims, which would fail until then; other processes may have evicted those that it
+        knew.
         """
         now_s = asyncio.get_running_loop().time()
         if pause and directory.scanning is None and directory.next_scan_s > now_s:
@@ -552,14 +554,14 @@ class Directories:
     # Replaced directories
 
     async def is_replaced(self, files: ChunkFiles, error: OSError) -> bool:
-        """Return True if our open files are gone, or on a dead mount and another mount has taken its place."""
+        """Return True if our open files are gone, or are on a dead mount that another mount has replaced."""
         if self.io.sees_remounts or error.errno not in _DEAD_MOUNT:
             return isinstance(error, FileNotFoundError)
         return await self.metadata.submit(files.answers)
 
     async def reopen(self, directory: Directory, stale: ChunkFiles) -> None:
-        """Open a directory again that was emptied, deleted or replaced. `stale` is what the caller used; concurrent
-        calls for the same one replace it once.
+        """Open a directory again that was emptied, deleted or replaced. `stale` are the files that the caller used;
+        concurrent calls with the same `stale` replace them once.
         """
         self.io.suspect()
         async with directory.replacing:

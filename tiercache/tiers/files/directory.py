@@ -118,10 +118,10 @@ class Identity:
 
     def make_anew(self, access: Access) -> bool:
         """Create the directory again if it was deleted; return True if it was. A subdirectory of ours is left to
-        `make_place`: what made it necessary may be deleted as well.
+        `make_place`, since the reason for it may be gone as well.
 
-        Raises TierUnavailable if that fails, or if a mount is missing: writes would fill the device below it. Raises OSError
-        if the device fails.
+        Raises TierUnavailable if that fails, or if a mount is missing: writes would fill the device below it. Raises
+        OSError if the device fails.
         """
         if self.root.is_dir():
             if self._is_unmounted():
@@ -159,7 +159,8 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 Publish = Callable[[str, str], None]
 """Renames a temporary file without replacing. Raises FileExistsError if the name is taken, FileNotFoundError if its
-directory is missing, an OSError of `UNSUPPORTED` if the file system lacks the call."""
+directory is missing, an OSError of `UNSUPPORTED` if the file system lacks the call.
+"""
 
 
 def rename_new(temporary: str, path: str) -> None:
@@ -172,7 +173,7 @@ def rename_new(temporary: str, path: str) -> None:
 
 
 def link_new(temporary: str, path: str) -> None:
-    """Publish by link and unlink. After a kill in between, removal of the dead owner removes the temporary name."""
+    """Publish by link and unlink. After a kill in between, `Owner.remove_dead` removes the temporary name."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -342,7 +343,7 @@ TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 class Scanned:
     """Result of scanning one or more top-level directories. Sizes are allocated bytes.
 
-    Columns, since freeing an object per chunk would block for milliseconds.
+    It has a column per attribute, since freeing an object per chunk would block for milliseconds.
     """
 
     keys: list[ChunkKey] = field(default_factory=list)
@@ -357,7 +358,7 @@ class Scanned:
     strays: int = 0
     foreign: int = 0
     chunks: int = 0
-    """The number of chunks, where only numbers are added up."""
+    """Number of chunks in the results that were given to `count`."""
 
     def add(self, other: Scanned) -> None:
         """Append the chunks of another result, without their sizes."""
@@ -427,10 +428,10 @@ class Scanner:
         self._trusts_names = False
 
     def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
-        """Find the chunks in `<root>/<top>`. Our torn and temporary files of dead owners are removed and counted as strays.
+        """Find the chunks in `<root>/<top>`. Torn chunks, and temporary files of dead owners, are removed as strays.
 
-        With `known` keys, only new names are examined, and no file is removed. Files with foreign names or headers are left
-        alone, and links are not followed.
+        With `known` keys, only new names are examined, and no file is removed. Files with foreign names or headers are
+        left alone, and links are not followed.
         """
         found = Scanned()
         try:
@@ -581,8 +582,9 @@ def has_our_header(path: str) -> bool:
 
 
 def _contains_chunks(root: Path, name: str, *, private: bool) -> bool | None:
-    """Return True if the first files of a subdirectory are ours, None if it is empty or disappears. Headers must verify;
-    with `private`, beside a `.tiercache` of ours, damaged, quarantined and temporary files count too. Raises OSError.
+    """Return True if the first files of a subdirectory are ours, None if it is empty or disappears. Headers must
+    verify. `private`: a `.tiercache` of ours is beside it, so damaged, quarantined and temporary files count too.
+    Raises OSError.
     """
     if name not in TOP_LEVELS and not (private and name == "quarantine"):
         return False
@@ -623,8 +625,8 @@ class WrongFormat(ValueError):
 def require_manifest(root: Path, temporary: str, access: Access) -> None:
     """Create the manifest of `root`, or check its format. A full device is no error.
 
-    `temporary` is a unique name. An empty or torn manifest is replaced, or one that another process has just made: all
-    processes write the same content. Raises WrongFormat, OSError.
+    `temporary` is a unique name. An empty or torn manifest is replaced. A manifest that another process has just made
+    may be replaced too, by the same content. Raises WrongFormat, OSError.
     """
     path = root / MANIFEST
     found = _read(path)
@@ -734,7 +736,7 @@ def default_cap(directories: Sequence[Path], access: Access) -> int:
 
 SUBDIRECTORY = "tiercache-chunks"
 _NEUTRAL = re.compile(rf"lost\+found|\.tiercache|{re.escape(MANIFEST)}|probe\.\d+\.\d+")
-"""Names of file systems and of our own files."""
+"""Names that file systems and tiercache create at the root."""
 
 
 def found_place(directory: Path) -> Path:

@@ -156,7 +156,7 @@ def write_chunk_file(
     """Create `path`, which must not exist, with a chunk. Return the bytes that it occupies.
 
     `payload` is uint8, page-aligned, zero-padded to a multiple of 4096. `durable` adds fdatasync. On error the file is
-    removed. One of `turns` is held during the write.
+    removed. The write holds a place of `turns`.
     """
     total_bytes = file_bytes(header.payload_bytes)
     descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))

@@ -117,7 +117,7 @@ class Refresher:
             # A missing directory is not made: a moved one may come back.
             await self._directories.replace(self.directory, files, may_make=False)
             if index is not self.directory.index:
-                self._calls_s.clear()  # the call was of the old directory, perhaps of a mount that hung
+                self._calls_s.clear()  # these calls were to the old directory, perhaps on a mount that hung
                 return
         times_ns = await self._ask(files, directory_times_ns, files)
         for directory in self._freshness.stale(times_ns, loop.time()):
@@ -128,7 +128,7 @@ class Refresher:
             self._freshness.listed(directory, began_s)
 
     async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int) -> None:
-        """Update the index from a subdirectory, but for keys whose listing is obsolete."""
+        """Update the index from a subdirectory, except for keys whose listing is obsolete."""
         is_obsolete, before = self.directory.listing(), index.group(directory)
         found = await self._ask(files, files.scanner.scan, TOP_LEVELS[directory], before)
         self.listings += 1
@@ -185,8 +185,8 @@ class ProbingLookup:
         """Called once the directories are open."""
 
     def follow(self, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
-        """Keep the indexes fresh: list what other processes store and delete. Call `on_stored` for chunks that were stored
-        since, at least by others.
+        """Keep the indexes fresh: list the chunks that other processes store and delete. Call `on_stored` for each
+        chunk that another process stores from now on, and perhaps for others.
         """
         for directory in self._directories.all:
             if directory not in self.refreshers:
@@ -240,7 +240,7 @@ class RelistingLookup(ProbingLookup):
         self.follow()
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """Probe from memory, or the mount until the first scan has ended."""
+        """Answer from memory, or by asking the mount until the first scan has ended."""
         directories = self._directories
         position = directories.prefix(keys)
         if position < len(keys):

@@ -44,7 +44,7 @@ class Precedence:
     def prefetch(
         self, key: ChunkKey, begin: Callable[[Callable[[], None]], asyncio.Future[int | None]]
     ) -> asyncio.Future[int | None]:
-        """`begin` a prefetch. Its thread calls the argument of `begin` between two parts."""
+        """Start a prefetch by `begin`. Its thread calls the argument of `begin` between two parts."""
         may_go_on = threading.Event()
         if not self._reads:
             may_go_on.set()
@@ -138,5 +138,5 @@ class PosixIO(ChunkIO):
 
 
 def places_of(threads: int) -> int:
-    """Return the operations to accept for so many threads: two more, which wait for the next free thread; 1 for one."""
+    """Return how many operations to accept: two more than threads, which wait for a free thread; 1 for one thread."""
     return threads + 2 if threads > 1 else 1

@@ -32,9 +32,9 @@ class Record(NamedTuple):
     """The content of a lock file."""
 
     number_bytes: int = 0
-    """Counted bytes that are on no device. The finder of a dead process takes them over."""
+    """Counted bytes that no published file occupies. A process that finds this one dead takes them over."""
     counter: int = 0
-    """Identity of that counter."""
+    """Identity of the counter that includes these bytes."""
     is_active: bool = False
     """True if the process may use or delete bytes."""
 
@@ -153,7 +153,7 @@ class Owner:
                     dead[name.removesuffix(".lock")] = record
             if dead:
                 removed += self._remove_files(dead)
-            for name, record in dead.items():  # last, since it makes the others findable
+            for name, record in dead.items():  # last, since lock files lead to all other leftovers
                 take_over(record, partial(_unlink, f"{name}.lock", temporary))
         return removed
 

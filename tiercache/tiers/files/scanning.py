@@ -31,7 +31,8 @@ _STEP = 1024
 """Chunks merged into the index per step, about a millisecond on the loop."""
 _BREATH_S = 0.001
 """Sleep between two steps. A loop that never sleeps starves the threads, since it takes Python's lock back before they
-wake."""
+wake.
+"""
 _LEAST_PAUSE_S = 1.0
 _DOUBT_SHARE = 32
 """A counter is doubtful if it exceeds the known bytes by more than the cap divided by this."""
@@ -76,14 +77,14 @@ class Directory:
         return unexplained_bytes > self.files.cap_bytes // _DOUBT_SHARE
 
     def looking(self) -> Callable[[ChunkKey], bool]:
-        """Begin a lookup, a write or a listing. Return a function that returns True if its result for a key is obsolete: the
-        key has changed since now, or is being deleted.
+        """Begin a lookup, a write or a listing, and return a function. It returns True if the result for a key is
+        obsolete: the key has changed since this call, or is being deleted.
         """
         epoch = self._changes.epoch
         return lambda key: key in self._leaving or self._changes.forgot(key, epoch)
 
     def listing(self) -> Callable[[ChunkKey], bool]:
-        """Begin a listing, as `looking`. A read that finds a chunk missing makes its listing obsolete too."""
+        """Begin a listing as `looking` does. A read that finds a chunk missing or bad makes its result obsolete too."""
         is_obsolete, epoch = self.looking(), self._misses.epoch
         return lambda key: is_obsolete(key) or self._misses.forgot(key, epoch)
 
@@ -168,7 +169,7 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
     finally:
         if not first:
             directory.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
-    # Only bytes that were seen explain the counter: what other processes have reserved they give back later.
+    # Only bytes that were seen explain the counter: other processes will return the bytes that they have reserved.
     outside_bytes = min(found.counted_bytes - indexed_bytes, files.capacity.used_bytes - index.used_bytes)
     directory.explained_bytes = max(0, outside_bytes)
     found.strays += files.strays_removed
@@ -190,8 +191,10 @@ async def merge(
     *,
     cold: bool = False,
 ) -> tuple[Scanned, list[ChunkKey]]:
-    """Update the index from the listing of a subdirectory, of which `before` was known. Return the chunks that were added,
-    and the keys that were dropped. Excluded keys stay as they are. `cold` chunks are evicted first.
+    """Update the index from the listing of a subdirectory. `before` are its keys that the index had before the listing.
+
+    Return the chunks that were added and the keys that were dropped. Excluded keys stay as they are. `cold` chunks are
+    evicted first.
     """
     new, dropped = Scanned(), list[ChunkKey]()
 
@@ -215,7 +218,7 @@ async def merge(
 
 
 async def _age(index: CappedIndex, new: Scanned, newest_first: np.ndarray) -> None:
-    """Order new chunks by their file times, but those that were used since they were found."""
+    """Order new chunks by their file times, except those that were used since they were found."""
 
     def age(step: np.ndarray) -> None:
         keys = [new.keys[position] for position in step.tolist()]

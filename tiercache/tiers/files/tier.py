@@ -111,7 +111,7 @@ class FileTier(DeviceTier):
                 await self._open_directories()
             else:
                 await self._open_late(self._late_s)
-        except (Exception, asyncio.CancelledError):  # not GeneratorExit: nothing would run what waits
+        except (Exception, asyncio.CancelledError):  # not GeneratorExit, after which no await is allowed
             await self.close()
             raise
         self.traits = self._traits()
@@ -183,8 +183,8 @@ class FileTier(DeviceTier):
             if not isinstance(cause, OSError):
                 raise
             is_missing = isinstance(cause, FileNotFoundError)
-            # Another instance may make a missing directory, or delete our own files while they are made. On a full mount,
-            # files of others may go.
+            # Another instance may make a missing directory, or delete our own files while they are made. A full mount
+            # may get free space again.
             if (
                 cause.errno in _AWAY
                 or cause.errno in NO_ROOM
@@ -252,8 +252,8 @@ class FileTier(DeviceTier):
         await self.directories.scanned()
 
     async def refreshed(self) -> None:
-        """Wait until the index contains what other instances did before this call, if it follows them (for tests and
-        tools).
+        """Wait until the index includes the changes of other instances before this call, if it follows them (for tests
+        and tools).
         """
         await self.scanned()
         await self.lookup.refreshed()
@@ -326,7 +326,7 @@ class FileTier(DeviceTier):
             return None
         if key in directory.index:
             directory.index.touch(key)
-        # Otherwise a scan or a probe adds it with the bytes that it occupies, which are unknown here.
+        # Otherwise a scan or a probe adds it, since the bytes that it occupies are unknown here.
         return length
 
     def _found_bad(self, directory: Directory, key: ChunkKey) -> None:

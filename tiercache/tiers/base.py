@@ -46,7 +46,8 @@ class TierStatistics:
     stored_bytes: int = 0
     """Bytes of `written_bytes` after compression; 0 if the tier never compresses.
 
-    Includes chunks that another process stored first."""
+    Includes chunks that another process stored first.
+    """
     write_failures: int = 0
     evicted: int = 0
     corrupt: int = 0
@@ -93,7 +94,8 @@ class Tier(ABC):
     writes: bool = True
     """False if the configuration excludes the tier from writes. Set before `open`.
 
-    Such a tier changes nothing in its storage: it evicts and removes nothing, corrupt chunks included."""
+    Such a tier changes nothing in its storage: it evicts and removes nothing, corrupt chunks included.
+    """
     patience_s: float | None = None
     """Seconds after which a get continues with the next tier; None means the deadline of the get."""
     open_s: float = 30.0
@@ -157,7 +159,7 @@ class Tier(ABC):
         return self.prefix(keys)
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return for each key if the storage has it. Override it if one request can ask for many."""
+        """Return a flag per key, True if the storage has it. Override this if one request can ask for many keys."""
         return [bool(await self.probe([key])) for key in keys]
 
     @abstractmethod

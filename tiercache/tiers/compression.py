@@ -30,7 +30,7 @@ logger = logging.getLogger("tiercache.compression")
 _BLOCK_BYTES = 512 << 10
 _LEVEL = 1
 _ALGORITHMS = {Codec.LZ4: (b"lz4", 2), Codec.ZSTD: (b"zstd", 1)}
-"""For each codec Blosc's name, and the kind of its shuffle: 1 for bytes, 2 for bits."""
+"""Blosc's name of each codec, and the kind of its shuffle: 1 for bytes, 2 for bits."""
 _PART_BYTES = 1 << 20
 """The longest plain part of a frame: the library copies its result while it holds the GIL."""
 _FRAME = struct.Struct("<4xI4xI")
@@ -41,7 +41,7 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class Packed:
-    """A chunk as a tier stores it: a context manager, at whose end its memory may be reused."""
+    """A chunk in the form that a tier stores. It is a context manager; after its block the memory may be reused."""
 
     header: Header
     padded: np.ndarray
@@ -152,8 +152,8 @@ class Compression:
 
 
 def compress(plain: np.ndarray, codec: Codec, item: np.dtype[Any], into: np.ndarray) -> int:
-    """Compress `plain` into `into` (uint8, no shorter than `plain`). Return the stored length, or 0 if compression is not
-    worthwhile, which the first part shows if all parts are alike.
+    """Compress `plain` into `into` (uint8, no shorter than `plain`). Return the stored length, or 0 if compression is
+    not worthwhile, of the first part alone or of all parts together.
     """
     end = _FRAMES_AT
     for start in range(0, plain.nbytes, _PART_BYTES):
@@ -198,7 +198,7 @@ def plain_bytes(stored: np.ndarray) -> int:
 
 
 def _frames(stored: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield each frame and its plain length, by its header. Raises ValueError for one that does not lie within `stored`."""
+    """Yield each frame and the plain length in its header. Raises ValueError if a frame is invalid."""
     start = _FRAMES_AT
     while start < stored.nbytes or start == _FRAMES_AT:
         if stored.nbytes - start < _FRAME.size:
@@ -237,7 +237,7 @@ def _pages(size_bytes: int) -> np.ndarray:
 
 
 def _library() -> Any:
-    """Return Blosc. Raises TierUnavailable, since compressed chunks that cannot be read may still be good."""
+    """Return Blosc. Raises TierUnavailable if it is missing, not CorruptChunk, since the chunks may be good."""
     try:
         return _blosc()
     except ImportError as error:

@@ -4,7 +4,7 @@ Residency is decided synchronously on the loop. A chunk is resident while it has
 being reused, and a write queue leases every chunk that it still has to write.
 
 A tenant at its quota gets the next slot from its own coldest leaf, or waits, and other tenants do not wait for it. Pins
-and prefetches use at most a part of the quota, as of the whole hot cache, so that reads and writes find room.
+and prefetches use at most a part of each quota and of the whole hot cache, so that reads and writes find room.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CpuTier(LeaseOwner, Tier):
         if quota_bytes:
             self._quotas = SlotQuotas(quota_bytes, pool.count, pool.slot_bytes, prefetch_share)
         self.tombstones = Tombstones()
-        """Chunks that were forgotten lately, while puts and reads may be in flight."""
+        """Chunks that were forgotten lately, perhaps while puts and reads of them were in flight."""
         self.wait_queue = WaitQueue(self._take_slot, self.abandon, self._blocks_only_itself)
         """Waiters for a slot."""
         self._statistics = TierStatistics()
@@ -168,7 +168,7 @@ class CpuTier(LeaseOwner, Tier):
         return None if entry is None else self.begin_lease(entry, PREFETCH)
 
     def access(self, keys: Sequence[ChunkKey], *, prefix: bool = True) -> int:
-        """Refresh the residents among `keys`, which follow one another if they are a `prefix`.
+        """Refresh the residents among `keys`. `prefix`: each key follows the previous one in a prefix.
 
         Returns the time of the access, which `publish` needs for the missing chunks.
         """

@@ -87,7 +87,7 @@ class DeviceFiles:
             self._buffers.put((self._arena.memory[start : start + self._buffer_bytes], self._driver.make_stream()))
 
     def read(self, path: str, key: bytes, fingerprint: bytes, into: Tensor, *, direct: bool) -> int:
-        """`read_chunk_file` into device memory. Return the payload's length."""
+        """Read the chunk at `path` into device memory, verify and decompress it. Return the payload's length."""
         with self._buffer() as (buffer, stream):
             return self._load(path, key, fingerprint, into, buffer, stream, direct)
 
@@ -102,7 +102,7 @@ class DeviceFiles:
         direct: bool,
         durable: bool,
     ) -> int:
-        """`write_chunk_file` from device memory."""
+        """Write a chunk from device memory like `write_chunk_file`."""
         with self._buffer() as (buffer, stream):
             padded = buffer[HEADER_BYTES : file_bytes(payload_bytes)]
             self._copy(host_tensor(padded[:payload_bytes]), payload[:payload_bytes], stream)
@@ -145,7 +145,7 @@ class DeviceFiles:
         self._copy(into[: aligned(length)], host_tensor(padded[: aligned(length)]), stream)
 
     def _copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy and wait for the end, also for that of a copy that fails when a part of it has begun."""
+        """Copy, and wait for the end, even if the copy fails after a part of it has begun."""
         try:
             self._driver.copy(destination, source, stream)
         finally:

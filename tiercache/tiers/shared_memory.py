@@ -1,11 +1,11 @@
 """The shared memory tier: chunk files on tmpfs, which all engines of a host map and read in place.
 
-It stores the files of the disk tier, with the same capacity counter, locks and recovery. A get copies nothing: it maps a
-file, verifies it once, and returns a lease on pages that all processes share.
+It stores the files of the disk tier, with the same capacity counter, locks and recovery. A get copies nothing: it maps
+a file, verifies it once, and returns a lease on pages that all processes share.
 
-A mapping never leads to bytes of another file: a file never changes, and a deleted one never gets its name back. After a
-chunk was mapped, and after each change of its subdirectory, a thread compares the file at that path with the mapped one. If
-they differ, the mapping is dropped, or when its last lease ends.
+A mapping never leads to bytes of another file: a file never changes, and a deleted one never gets its name back. After
+a chunk was mapped, and after each change of its subdirectory, a thread compares the file at that path with the mapped
+one. If they differ, the mapping is dropped at once, or when its last lease ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SharedMemorySettings(FileSettings):
     durable: bool = False
     """A power failure clears tmpfs in any case."""
     beside: bool = False
-    """A temporary file beside a chunk would let all engines list that directory once more."""
+    """A temporary file beside a chunk would make all engines list that directory once more."""
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -155,8 +155,7 @@ class Mappings(LeaseOwner):
     """The mapped chunks of a tier, and the owner of the leases on them.
 
     Keeps at most `most_bytes` and `most_chunks` of chunks without a lease, and unmaps the least recently used first.
-    All methods belong to the event loop. `unmap` drops a list of mapped files in a thread, which is faster than copying
-    them.
+    All methods belong to the event loop. `unmap` drops a list of mapped files in a thread, since that takes time.
     """
 
     def __init__(self, unmap: Callable[[list[MappedFile]], None]) -> None:
@@ -250,8 +249,8 @@ class Mappings(LeaseOwner):
         """Record that the file of a chunk has lost its name. Return True if the chunk has no lease, so that it is
         unmapped.
 
-        A leased chunk can be found until its leases end, since its memory is in use until then in any case, except if
-        another file has `replaced` its own.
+        A leased chunk keeps its memory in any case, so it can be found until its leases end, unless another file has
+        `replaced` its own.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -339,7 +338,7 @@ class MappingIO(PosixIO):
     ) -> asyncio.Future[int | None]:
         """Map and verify a chunk, with the result of `read`, and append it to `mapped`.
 
-        With `ahead`, other maps go first, for a while.
+        With `ahead`, the thread first waits a bounded time for maps without it.
         """
 
         def by(path: str) -> int:

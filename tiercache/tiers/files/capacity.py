@@ -254,7 +254,7 @@ class Capacity:
         file, which may exceed that sum. `reuse_bytes` of them are kept for a write that follows, and about a step more.
 
         If the lock file cannot be written on a full device, the deletion goes on, and its bytes stay counted until a
-        recount. `forced`: it goes on after any error of the lock file.
+        recount. `forced`: it goes on after any OSError or TierUnavailable here.
         """
         left_bytes = most_bytes
 

@@ -127,9 +127,11 @@ _STEPS = 64
 class FileSettings:
     directories: tuple[Path, ...]
     cap_bytes: int
-    """Limit of all directories together, in equal shares. 0: 90% of the free space and our own files at open."""
+    """Limit of all directories together, in equal shares. 0: 90% of the sum of the free space and our own files at
+    open.
+    """
     threads: int = 4
-    """Read threads; writes get at least as many. 1 processes chunks one by one in the order of the calls."""
+    """Read threads; writes get at least as many. With 1, chunks are processed one by one in the order of calls."""
     direct: bool | None = None
     """O_DIRECT: True, False, or None to use it where it works."""
     durable: bool = True

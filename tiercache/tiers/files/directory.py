@@ -381,7 +381,7 @@ class Scanner:
     """Scans the directories below `root` for `owner`, and gives our chunks the mode of `access`."""
 
     def __init__(self, root: Path, owner: Owner, access: Access, *, changes: bool = True) -> None:
-        """`changes`: set modes and remove torn files."""
+        """`changes`: set modes, and remove torn chunks and temporary files of dead owners."""
         self._root = root
         self._changes = changes
         self._owner = owner

@@ -127,9 +127,7 @@ _STEPS = 64
 class FileSettings:
     directories: tuple[Path, ...]
     cap_bytes: int
-    """Limit of all directories together, in equal shares. 0: 90% of the sum of the free space and our own files at
-    open.
-    """
+    """Limit of all directories together, in equal shares. 0: 90% of the free space plus our own files at open."""
     threads: int = 4
     """Read threads; writes get at least as many. With 1, chunks are processed one by one in the order of calls."""
     direct: bool | None = None

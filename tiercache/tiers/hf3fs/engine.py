@@ -128,7 +128,8 @@ class RingEngine:
         self._registrations: int | None = None
         """The directory of registrations at the time when the tier's files were opened.
 
-        It is kept while there are no rings, because it answers ENOTCONN if that daemon dies in the meantime."""
+        It is kept while there are no rings, because it answers ENOTCONN if that daemon dies in the meantime.
+        """
         self._died = False
         """True from the death of a daemon until the files are open on the mount of the next daemon."""
         self._abandoned: list[Transfer] = []

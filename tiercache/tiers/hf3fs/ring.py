@@ -4,10 +4,10 @@ A transfer moves the header and the payload of a chunk file. If the arena is not
 transfer buffer, and a worker thread copies the payload. If it is, the arena itself is registered, and buffers hold
 headers only.
 
-Each ring has one thread, which prepares the queued operations, waits for the first completion or a millisecond, and
-starts again. A second thread that only waits would abort the process: the native `prepare` publishes an operation
-before it records the slice of the operation, with the GIL released in between, and a `wait` that sees the completion by
-then finds no slice.
+Each ring has one thread, which prepares the queued operations, waits up to 10 ms for the first completion, and starts
+again. A second thread that only waits would abort the process: the native `prepare` publishes an operation before it
+records the slice of the operation, with the GIL released in between, and a `wait` that sees the completion by then
+finds no slice.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ T = TypeVar("T")
 
 _IN_FLIGHT = 32
 """Limit of concurrent reads, and of writes. The same number of threads open, make and name files: such a call waits for
-the metadata service while rings move other chunks."""
+the metadata service while rings move other chunks.
+"""
 _CLOSE_S = 5.0
 _OPEN_S = 60.0
 _HEADERS_BYTES = 2 << 20
@@ -259,7 +260,7 @@ class RingIO(ChunkIO):
     ) -> int:
         """Verify a chunk and unpack it into `into`.
 
-        `view` is a transfer buffer with its header, and with its payload unless that is `in_place` in `into`.
+        `view` is a transfer buffer with the header and the payload; a payload that is `in_place` is in `into` instead.
         """
         if not view.nbytes:
             raise TierUnavailable(f"{self._directories.name} is closed")
@@ -385,7 +386,7 @@ class Hf3fsSettings(FileSettings):
     """Settings of the 3FS tier. `cap_bytes` is the cap of all base paths together."""
 
     many_hosts: bool = True
-    """Reserve in steps, since counting every chunk under the lock would double the calls of a write."""
+    """Other hosts share the mount, see `FileSettings`."""
     mount: Path | None = None
     """None means the mount of the directories."""
     iov_bytes: int = 200 << 20

@@ -1,6 +1,6 @@
 """The base class of all remote tiers: verification, the known keys of the server, counters. A tier is one server.
 
-A subclass of `RemoteTier` moves the values; see `redis/` for a tier that works in threads, `s3/` for a tier with an
+A subclass of `RemoteTier` moves the values; see `redis/` for a tier that works in threads, `s3.py` for a tier with an
 asynchronous client, and `examples/sqlite_tier.py` for a small example.
 """
 
@@ -52,7 +52,8 @@ class RemoteSettings:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The instance's settings by name, with the types that `tiercache.config.remote_options` declares.
 
-    Settings of undeclared tier types are plain text. Includes the configuration's `file_access`, for file tiers."""
+    Settings of undeclared tier types are plain text. Includes the configuration's `file_access`, for file tiers.
+    """
     timeout_s: float = 5.0
     """Longest wait for the answer to one request."""
     concurrency: int = 4
@@ -145,7 +146,7 @@ class RemoteTier(Tier):
 
     @abstractmethod
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Return for each of `keys` if the server has it, in a single round trip."""
+        """Return a flag per key, True if the server has the key, in a single round trip."""
 
     @abstractmethod
     async def _delete(self, key: ChunkKey) -> bool:
@@ -293,7 +294,7 @@ class RemoteTier(Tier):
         return counters
 
     async def _get_with_retry(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Read a value, and again if it fails verification: the transfer may have damaged it, and the value is shared."""
+        """Read a value, and read it again if it fails verification, since perhaps only the transfer has damaged it."""
         try:
             return await self._finish(self._get(key, into))
         except CorruptChunk as error:

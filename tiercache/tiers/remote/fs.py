@@ -1,13 +1,13 @@
 """The fs tier: directories on any mount that several hosts share, such as NFS, Lustre or CephFS.
 
-It is composed as the Weka tier is, without a device: for mounts where a round trip is expensive and many instances
-start and stop. Compared with the disk tier, it differs on NFS in three ways:
+It is built like the Weka tier, but without a device, for mounts where a round trip is expensive and many instances
+start and stop. On NFS it works as follows:
 
-- Lookups are answered from memory, kept fresh by listing the directories that changed; the disk tier asks the server once
-  per key. Chunks of another host are seen after this host's attribute cache expires: `actimeo=1` shortens this.
+- Lookups are answered from memory, kept fresh by listing the directories that changed; the disk tier asks the server
+  once per key. Chunks of another host are seen after this host's attribute cache expires: `actimeo=1` shortens this.
 - Bytes are counted in steps, since all instances would wait for a lock on the server for each chunk.
-- A chunk is written under a temporary name, closed, and then renamed, by `link` if the server has no rename that keeps an
-  existing file: with close-to-open consistency, a process that opens the final name sees all of it.
+- A chunk is written under a temporary name, closed, and then renamed, by `link` if the server has no rename that keeps
+  an existing file: with close-to-open consistency, a process that opens the final name sees all of it.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _path_of(settings: RemoteSettings, url: str) -> str:
 class FsTier(FileTier):
     """The preset for other mounts. It opens later if its mount is missing at the start.
 
-    Reads and writes on a mount that hangs stay in their threads, as many as the tier has; the scheduler stops waiting,
-    and its breaker opens.
+    Reads and writes on a mount that hangs keep their threads, whose number is bounded; the scheduler stops waiting, and
+    its circuit breaker opens.
     """
 
     def __init__(self, remote: RemoteSettings, settings: WekaSettings) -> None:

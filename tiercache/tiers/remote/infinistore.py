@@ -50,7 +50,7 @@ class _Refused(TierUnavailable):
 class InfiniStoreTier(RemoteTier):
     """A connection to an InfiniStore server. RDMA transfers are asynchronous; blocking calls share one thread.
 
-    Blocking calls are existence, removal and all of TCP. An operation that does not end in `timeout_s` closes the
+    Checks of existence, removals and TCP transfers block. An operation that does not end in `timeout_s` closes the
     connection, so that no byte arrives after its memory was reused. A new connection is made in the background.
     """
 
@@ -153,7 +153,7 @@ class InfiniStoreTier(RemoteTier):
         return self._connection
 
     def _break(self, connection: Any, problem: str) -> asyncio.Future[None]:
-        """Close `connection` once, and make another. The result ends when the connection carries no transfer any more."""
+        """Close `connection` once, and begin to make another. The result is done when the old one is closed."""
         if self._connection is connection:
             self._connection, self._problem = None, problem
             self.known.clear()

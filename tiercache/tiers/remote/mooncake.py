@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 _CONTROL_THREADS = 2
 _UNANSWERED = 8
-"""Largest number of queued questions in addition to those that the control threads ask."""
+"""Limit of the queued requests, besides those that the control threads are sending."""
 _LEAVE_S = 3.0
 _GIVEN_UP_S = 20.0
 """A read that fails after this many seconds may have been abandoned by Mooncake while bytes still arrive."""

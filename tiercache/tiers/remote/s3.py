@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 PART_BYTES = 4 << 20
 _REQUESTS = 32
-"""Largest number of transfers in flight, each with up to two parts of the client's memory, and of other requests."""
+"""Limit of transfers in flight, each with up to two parts of the client's memory; also the limit of other requests."""
 _COPYING_THREADS = 2
 _CLOSE_S = 1.0
 _EXIT_S = 0.5
@@ -170,7 +170,7 @@ class S3Tier(RemoteTier):
     # Requests, which each end within about `timeout_s` without progress
 
     async def _get_range(self, path: str, start: int, end: int) -> Any | None:
-        """Return a buffer with the object's bytes from `start` to `end`, up to the object's end; None without object."""
+        """Return a buffer with bytes `start` to `end` of the object, or up to its end; None if there is no object."""
         async with self._transfers:
             try:
                 return await self._ask("get", self._obstore.get_range_async(self.reads, path, start=start, end=end))

@@ -135,8 +135,8 @@ def _is_ip_address(host: str) -> bool:
 def read_identity(settings: RemoteSettings) -> Identity:
     """Find the credentials: in the settings, then the environment, then the profile of the AWS files.
 
-    The client itself finds those of web identities, containers and instances. Reads files: call it in a thread. Raises
-    ConfigError.
+    The client itself finds credentials of web identities, containers and instances. Reads files: call it in a thread.
+    Raises ConfigError.
     """
     options = settings.options
     named = os.environ.get("AWS_PROFILE", "")
@@ -146,7 +146,7 @@ def read_identity(settings: RemoteSettings) -> Identity:
     if options.get("skip_signature"):
         return Identity("nobody (skip_signature)", anonymous=True, region=region)
     if key and secret:
-        # The client would combine settings with an AWS_SESSION_TOKEN of other credentials, but not those of a provider.
+        # The client would add an AWS_SESSION_TOKEN of other credentials to keys in its options, not to a provider's.
         return Identity("the settings", _fixed(key, secret, options.get("session_token")), region=region)
     if key or secret:
         missing = "secret_access_key" if key else "access_key_id"

@@ -249,7 +249,7 @@ def get_value(
     """Receive a value's first `header_bytes` bytes, which are returned, and the rest into `into`.
 
     If `into` is long, the value is read in pieces, two of them requested at a time, since servers are slow with long
-    replies. A value that is replaced meanwhile has parts of both, which its checksum reveals.
+    replies. If a value is replaced meanwhile, parts of both are read, which the checksum reveals.
 
     Returns the header and the number of bytes in `into`; None for the header if there is no value, or an empty value. A
     value longer than `into` is not received to its end. Raises ServerError.

@@ -294,7 +294,7 @@ def _cause(error: BaseException | None, kind: type[BaseException]) -> Any:
 
 
 class Servers:
-    """Run requests on the server that owns a name: a single server, the Sentinels' master, or a cluster's owner.
+    """Runs requests on the server that owns a name: a single server, the Sentinels' master, or a cluster's owner.
 
     A thread reads the table of owners again when a server is lost or redirects, at most every 100 ms. Methods block,
     and may be called from any thread. They raise ConnectionLost, SettingRejected or ServerError.
@@ -352,7 +352,7 @@ class Servers:
                 self.pool.give(connection)
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
-        """Return for each name if it exists. All servers are asked at once, with one send each.
+        """Return a flag per name, True if it exists. All servers are asked at once, with one send each.
 
         Names of a server that does not answer count as missing. Raises only if no server answers.
         """
@@ -458,7 +458,7 @@ class Servers:
         return owner
 
     def _seek(self, endpoint: Endpoint) -> None:
-        """Read the table again: a server does not answer, or is no longer a master."""
+        """Let the next request read the table again, since `endpoint` does not answer or is no longer a master."""
         self._lost = endpoint
         self._stale = self._mode != "standalone"
 

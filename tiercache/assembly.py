@@ -1,4 +1,4 @@
-"""Make the parts of a configuration."""
+"""Make the parts of a cache from a configuration."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class CacheThread:
                 f"no thread can be started for the cache: {error}; raise the limit of processes and threads (ulimit -u, "
                 "pids.max of the container) or free memory"
             ) from error
-        self.cache = self._opened.result()  # has an end: each part has a deadline, and the thread always sets a result
+        self.cache = self._opened.result()  # ends: each part has a deadline, and the thread always sets a result
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine on the cache's loop. Cancelling the future cancels the coroutine. Raises CacheClosed."""

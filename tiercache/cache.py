@@ -183,8 +183,8 @@ class TierCache:
     def keys(self, tokens: Sequence[int] | np.ndarray, *, salt: str = "") -> list[ChunkKey]:
         """Return the keys of the full chunks of `tokens`, and of the partial tail if `save_unfull_chunk` is set.
 
-        `salt` is a tenant's, in addition to the cache's own `tenant_salt`: tenants share no chunk, and each has its
-        quota.
+        `salt` identifies a tenant, in addition to the cache's own `tenant_salt`: tenants share no chunk, and each has
+        its own quota.
         """
         namespace, tenant = self.layout.named_by(self.config.tenant_salt, salt) if salt else self._named
         return chunk_keys(namespace, tokens, self.layout.chunk_tokens, partial=self.config.save_unfull_chunk, tenant=tenant)
@@ -214,7 +214,7 @@ class TierCache:
         Tensors and `PagedChunk`s in device memory are copied on the cache's own streams, which begin after the driver's
         event `after` (by default: after the work given to the calling thread's current stream), and are read until this
         returns. With `local_cpu: false` and only device tiers they never reach the host; chunks that full queues skip
-        (`on_queue_full`) count as stored all the same. `prefix` says that the chunks follow one another, which eviction
+        (`on_queue_full`) also count as stored. `prefix` says that the chunks follow one another, which eviction
         uses. Raises LayoutError for device memory of the wrong layout.
         """
         parts = self._in_use()
@@ -248,8 +248,8 @@ class TierCache:
         Chunks become hot in batches, in order: at most an eighth of the arena and 32 MiB each, and less if a slot has
         to be waited for, since a put does not hold filled slots during the wait. Two batches are copied at a time. A
         source that raises ends the put with its exception, and a cancellation ends it too: batches that are hot by then
-        stay, and the others are not stored. So the stored chunks are a prefix of `items`, but for those
-        that were skipped for lack of room, or forgotten.
+        stay, and the others are not stored. So the stored chunks are a prefix of `items`, except for
+        chunks that were skipped for lack of room, or forgotten.
         """
         parts = self._in_use()
         check_keys(map(_KEY_OF, items))

@@ -68,7 +68,7 @@ class Closing:
         self._idle.set()
         self.schedulers: list[TierWriter | Reader] = []
         self._deadline_s = float("inf")
-        """A loop time. It may be brought forward during a step."""
+        """The deadline of the close, a loop time. It may be brought forward during a step."""
         self._least_s = float("-inf")
         self._step: asyncio.Timeout | None = None
         self._task: asyncio.Task[FlushReport] | None = None
@@ -107,15 +107,18 @@ class Closing:
             self._step.reschedule(self.until_s)
 
     def push(self, parts: Collection[Part]) -> None:
-        """Push the close of `parts`, as they are at that time: concurrently, and before all parts pushed earlier."""
+        """Push the close of `parts`, a collection that is read at the close.
+
+        They are closed concurrently, before all parts that were pushed earlier.
+        """
         self.stack.push_async_callback(self._close, parts)
 
     async def run(self, deadline_s: float, close: Callable[[], Coroutine[Any, Any, FlushReport]]) -> FlushReport:
         """Return the result of `close`. The first of several callers starts it, and the nearest of their deadlines
         counts.
 
-        Cancellation sets the deadline to now, unless others wait too, and CancelledError is raised when everything is
-        released.
+        If the only caller is cancelled, the deadline becomes now, and CancelledError is raised when everything is
+        released. If other callers wait, it is raised at once.
         """
         loop = asyncio.get_running_loop()
         task = self._task = self._task or loop.create_task(close(), name="tiercache-close")
@@ -159,7 +162,7 @@ class Closing:
         await self.stack.aclose()
 
     async def settle(self) -> None:
-        """Wait half a second for operations that have just been notified of the close, and log the abandoned operations."""
+        """Wait up to half a second for operations that were just notified of the close, and log those abandoned."""
         now_s = asyncio.get_running_loop().time()
         self._least_s = max(self._least_s, now_s + _LEAST_S)
         self.bring_forward(now_s + GRACE_S)
@@ -182,7 +185,7 @@ class Closing:
                     logger.warning("%s: does not close in time, and is abandoned", name)
                 elif not task.cancelled() and (error := task.exception()) is not None:
                     logger.error("%s: closing failed", name, exc_info=error)
-            # Repeat the parts that were cancelled with all tasks of the loop: they have not ended.
+            # Repeat the closes that were cancelled, as when all tasks of the loop are: their parts are still open.
             parts = [part for task, part in tasks.items() if task.done() and task.cancelled()]
 
 
@@ -251,8 +254,8 @@ async def by_deadline(
 ) -> T:
     """Return the result of `work`, which makes or opens a part. Raises ConfigError (`late`) after `timeout_s`.
 
-    After that, or a cancellation, calls `call_off`, and passes a late result to `undo`. Waits for both for two seconds,
-    or for `give_up_s` if cancelled and given, and abandons them then.
+    After that, or a cancellation, calls `call_off`, and passes a late result to `undo`. Waits up to two seconds for
+    each of `work` and `undo`, or up to `give_up_s` if it is given and the call is cancelled, and then abandons it.
     """
     try:
         await asyncio.wait([work], timeout=timeout_s)
@@ -299,7 +302,8 @@ def in_thread(option: str, make: Callable[..., T], *arguments: Any) -> asyncio.F
 async def make_arena(settings: ArenaSettings) -> Arena:
     """Return an arena whose pages were touched, without a time limit; a cancellation stops it.
 
-    No device can hang in that, and an immediate new start needs its name, so a cancellation waits longer.
+    A cancellation waits longer than for other parts, since no device can hang here, and an immediate new start needs
+    the arena's name.
     """
     option, unwanted = "max_local_cpu_size", threading.Event()
     making = in_thread(option, Arena, settings, unwanted.is_set)
@@ -314,7 +318,7 @@ def _close_device(device: Device | None) -> None:
 async def open_tier(tier: Tier) -> None:
     """Call `tier.open` by the tier's own deadline. Raises ConfigError if it fails or is too late.
 
-    A tier that is too late, or whose opening is cancelled, is cancelled, and closed if it has opened all the same.
+    If the tier is too late, or this call is cancelled, the opening is cancelled, and a tier that still opens is closed.
     """
     option = getattr(tier, "option", tier.name)
     opening = asyncio.ensure_future(tier.open())

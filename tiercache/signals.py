@@ -12,9 +12,9 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Make both signals act as SIGINT does at that moment. Use it in the main thread of a program.
+    """Make both signals call the handler that SIGINT has at that moment. Use it in the main thread of a program.
 
-    That is a KeyboardInterrupt, or the action of asyncio and uvicorn. Ignored signals (`nohup`) stay ignored.
+    The handler raises KeyboardInterrupt, or is that of asyncio or uvicorn. Ignored signals (`nohup`) stay ignored.
     """
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -269,7 +269,7 @@ def _error_of(problems: list[str]) -> ConfigError:
 
 
 def _may_be_empty(key: Key) -> bool:
-    """Return True if an empty variable resets the key, as for a path; for a number it means nothing."""
+    """Return True if an empty variable resets the key, as it does a path. Other keys ignore empty variables."""
     return key.default is None or key.default in ("", ())
 
 

@@ -41,7 +41,7 @@ PLUGINS_ELSEWHERE = {
     "gcs": "a bucket of Google Cloud Storage has an S3 interface: an s3 tier with endpoint https://storage.googleapis.com "
     "and an HMAC key",
 }
-"""The same for plug-ins without a URL scheme, with the alternative to use."""
+"""Further such types, of plug-ins without a URL scheme, with the alternative to use."""
 SCHEMES = tuple(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake"))
 
 Problem = tuple[tuple[str, ...], str]

@@ -39,7 +39,7 @@ class Key:
     """Kind of the tier that the key belongs to, or remote; empty for the cache as a whole."""
     secret: bool = False
     extra: bool = False
-    """LMCache accepts the key only inside `extra_config`; tiercache also accepts it at the top level."""
+    """True if LMCache accepts the key only inside `extra_config`; tiercache also accepts it at the top level."""
     ours: bool = False
     """True if LMCache has no such key."""
 

@@ -24,7 +24,7 @@ class RateLimit:
     def allows(self, amount_bytes: int, now_s: float) -> bool:
         """Return True if `amount_bytes` may be taken now.
 
-        A full bucket allows more than the burst; its content is negative then.
+        A full bucket allows even an amount above the burst, which makes its content negative.
         """
         if self._at_s is not None and now_s > self._at_s:
             earned_bytes = (now_s - self._at_s) * self._bytes_per_s
@@ -67,7 +67,7 @@ class Admission:
         """Remembered keys, least recently accessed first, with True if their chunks are admitted."""
 
     def used(self, key: ChunkKey) -> None:
-        """Record that a request needed the chunk, wherever it came from (computed, read or hot). Called once a request."""
+        """Record that a request needed the chunk, wherever it came from (computed, read or hot); once per request."""
         if key in self._admitted:
             self._remember(key, True)
         elif self.policy == "second_touch":

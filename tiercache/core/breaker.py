@@ -61,11 +61,11 @@ class Breaker:
         return True
 
     def would_allow(self, now_s: float) -> bool:
-        """Return what `allows` would, without taking the probe."""
+        """Return the result of `allows` without taking the probe."""
         return self.state is BreakerState.CLOSED or now_s >= self._probe_at_s
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until an operation may start, unless a running operation reports before."""
+        """Return the seconds until an operation may start, unless a running operation reports earlier."""
         return 0.0 if self.state is BreakerState.CLOSED else max(0.0, self._probe_at_s - now_s)
 
     def probing(self, now_s: float) -> bool:
@@ -107,12 +107,12 @@ class Breaker:
     def trip(self, now_s: float, *, began_s: float | None = None) -> None:
         """Open at once: the failure is known to last (the device is full, the directory is read-only)."""
         if began_s is not None and began_s <= self._opened_s:
-            return  # as in `failed`; no operation begins at the moment of opening
+            return  # as in `failed`; no operation begins after the opening in the same moment
         self._operation_failed = True
         self._open_again(now_s)
 
     def _open_again(self, now_s: float) -> None:
-        """Double the pause if it was over. It stays as it is if an answered question allowed the probe earlier."""
+        """Open, and double the pause if it was over, but not if an answered question allowed the probe earlier."""
         if self.state is not BreakerState.CLOSED and now_s >= self._opened_s + self._pause_s:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)
         self._open(now_s)

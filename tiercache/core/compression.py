@@ -16,7 +16,7 @@ _WORTH = 0.95
 _TRIAL_EVERY = 256
 """Chunks from one measurement of the codec to the next."""
 _FASTER = 0.9
-"""Chunks are compressed if reads take less than this share of the time without."""
+"""Chunks are compressed if reads then take less than this share of their time without compression."""
 
 
 class Codec(IntEnum):
@@ -86,7 +86,7 @@ class CompressionChoice:
 
     @property
     def codec(self) -> Codec:
-        """The codec of the next chunk; PLAIN until a write was measured.
+        """The codec of the next chunk; PLAIN until a write and the codec were measured.
 
         Reads are assumed as fast as writes until measured.
         """

@@ -100,8 +100,9 @@ class TransferEstimate:
     def worthwhile(self, chunks: int, recompute_s: float | None, now_s: float, oldest_s: float = 0.0) -> bool:
         """Return True if `chunks`, which the engine computes in `recompute_s` each (None: not known), should be loaded.
 
-        False if loading should take longer than computing, or while a read has been in flight for `oldest_s`, longer than a
-        read of this load would be waited for: the tier hangs or has become slow. After 30 s it is tried all the same.
+        Returns False if loading should take longer than computing. `oldest_s` is the time that the oldest read has been
+        in flight. Also returns False if this load would not be waited for so long: the tier hangs or has become slow.
+        Above 30 s the tier is tried again.
         """
         if recompute_s is None:
             return True
@@ -184,7 +185,7 @@ class PrefillCost:
         self._tokens_tokens = _KEPT * self._tokens_tokens + tokens * tokens
         self._steps_seconds = _KEPT * self._steps_seconds + steps * seconds
         self._tokens_seconds = _KEPT * self._tokens_seconds + tokens * seconds
-        # The variation of tokens that is not due to steps: the determinant over the steps.
+        # The variation of tokens that is not due to steps: the determinant divided by `_steps_steps`.
         spread = self._tokens_tokens - self._steps_tokens**2 / self._steps_steps
         if spread < (_STEPS * _LEAST_TOKENS) ** 2:
             return

@@ -27,7 +27,8 @@ _USE = 1 << 64
 _ORPHAN = -_USE
 """Rank of a chunk whose parent is known and not resident, and of its descendants.
 
-They are useless until the parent returns, and are evicted before all others."""
+They are useless until the parent returns, and are evicted before all others.
+"""
 
 Rank = Callable[[int, int], int]
 """Return the new rank of a resident from its old rank (0 at insertion) and the time of the access."""
@@ -136,7 +137,7 @@ class LeafLru:
 
         Returns the time of the first key: the chunk at position i has this time less i, also if it is inserted later.
         An orphan of the prefix that is not its first chunk is left to `link`. Without `prefix` the keys are
-        independent, and the latest comes first.
+        independent, and the most recent comes first.
         """
         self._clock = time = self._clock + len(keys)
         get, rank_of, lru = self.entries.get, self._rank, self.policy == "LRU"
@@ -314,7 +315,7 @@ class LeafLru:
             self._enqueue(parent)
 
     def _enqueue(self, entry: Resident) -> None:
-        """Queue a resident that may be a leaf, unless it has an item that surfaces early enough."""
+        """Queue a resident if it is a leaf, unless it has an item that surfaces early enough."""
         if entry.leases or entry.unleased_children:
             return
         rank, queued = entry.rank, entry.queued_rank

@@ -404,9 +404,9 @@ class Freshness:
 
 
 def pause_s(calls_s: Sequence[float]) -> float:
-    """Return the pause after a listing whose calls took `calls_s`, so that listing takes a tenth of the time.
+    """Return the pause after a listing whose calls took `calls_s`: ten times the length of the listing.
 
-    The median counts, so that a mount that hung once does not cause a ten times longer pause.
+    The length is estimated by the median, so that a call that hung does not lengthen the pause tenfold.
     """
     return 10 * median_low(calls_s) * len(calls_s) if calls_s else 0.0
 

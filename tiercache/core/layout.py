@@ -15,7 +15,7 @@ FINGERPRINT_BYTES = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """The meaning of a chunk's bytes. Whatever changes the bytes is a field, and `fingerprint` covers every field.
+    """The meaning of a chunk's bytes. Every property that changes the bytes is a field, and `fingerprint` covers it.
 
     `bytes_per_token` is the KV of one token over all layers that this rank holds. `byte_format` names the order of
     the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` names the engine that wrote them.
@@ -24,8 +24,8 @@ class Layout:
     `replicas` consecutive ranks hold the same bytes (MLA's latents; fewer KV heads than ranks). The fingerprint has the
     `shard`, which they share, and not the rank: each rank finds what any of them stored.
 
-    With `parts` a chunk is a part of the KV whose number is in its name, and every rank has parts of its own: all ranks have
-    one fingerprint, whatever their number.
+    With `parts` a chunk is a part of the KV, the number of the part is in the chunk's name, and each rank has its own
+    parts. All ranks then have the same fingerprint, which does not depend on their number.
     """
 
     model: str
@@ -87,9 +87,10 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """A 16-byte hash that differs whenever any field differs, except between ranks that hold the same bytes.
+        """A 16-byte hash that differs whenever a field differs that changes the bytes.
 
-        It is the same in every process and on every machine.
+        Ranks that hold the same bytes have the same hash; with `parts` all ranks have. It is the same in every process
+        and on every machine.
         """
         fields = asdict(self) | {"rank": self.shard, "world_size": self.shards}
         del fields["replicas"]

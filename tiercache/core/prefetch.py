@@ -82,7 +82,7 @@ class PrefetchRequest:
     priority: int = 0
     """Requests of smaller priority come first, whatever the deadline."""
     progress: PrefetchProgress = field(init=False)
-    """Progress of its chunks. It is done when all are promoted; they are kept until the request expires all the same."""
+    """Progress of its chunks. It is done once all are promoted, but they are kept until the request expires."""
     on_done: Callable[[], None] | None = field(init=False, default=None)
     """Called once, when the progress is done."""
     cursor: int = field(init=False, default=0)
@@ -127,7 +127,7 @@ def hint(
 ) -> PrefetchRequest:
     """Return the request for `keys`, which are needed in `due_in_s` and kept until `ttl_s` after that.
 
-    Programs err about the time by about half of it, so the chunks are wanted from half of the time on.
+    Programs misjudge the time by about half of it, so the chunks may be needed from half of the time on.
     """
     lead_s = max(0.0, due_in_s)
     return PrefetchRequest(HINTS, subject, keys, now_s + lead_s / 2, now_s + lead_s, now_s + lead_s + ttl_s, priority)
@@ -165,9 +165,9 @@ def count_gap(gaps: Counter[int], gap_s: float, limit: int) -> None:
 def next_turn(own: Counter[int], prior: Counter[int]) -> tuple[float, float] | None:
     """Return the start and end of the time in which a session's next turn is expected, in seconds after its last turn.
 
-    None if no time is probable enough. The gaps of the session and those of all sessions are mixed as with a Dirichlet
-    prior. The time begins with the first gap after which the turn comes within the window with at least the least
-    chance, given that it has not come before.
+    Returns None if no time is probable enough. The gaps of the session and those of all sessions are mixed as with a
+    Dirichlet prior. The time begins with the first gap from which on the turn comes within the window with a chance of
+    at least `_LEAST_CHANCE`, given that it has not come before.
     """
     weight = _PRIOR_WEIGHT / prior.total()
     until = list(accumulate((own[bucket] + weight * prior[bucket] for bucket in range(_BUCKETS + 1)), initial=0.0))
@@ -230,7 +230,7 @@ class SessionPredictor:
     def ended(self, session: str, keys: Sequence[ChunkKey], now_s: float) -> PrefetchRequest | None:
         """Record that a turn has ended, and return the request for `keys`, with which the next turn begins.
 
-        None while too little is known, or if no time is probable enough; see `next_turn`.
+        Returns None while too little is known, or if no time is probable enough; see `next_turn`.
         """
         state = self._active(session, now_s)
         state.active_s, state.idle = now_s, True
@@ -386,10 +386,10 @@ class PrefetchPlan:
                 self._push(self._timers, (request.expires_s, 0.0), request)
 
     def next(self, now_s: float, hot: Callable[[ChunkKey, bool], bool | None]) -> Promotion | None:
-        """Return the chunk to promote now; it counts as begun. None if there is none, or no budget: see `wake_s`.
+        """Return the chunk to promote now, which counts as begun; None if there is no chunk or no budget: see `wake_s`.
 
-        `hot(key, pin)` returns None for a chunk that has to be promoted, True for a hot chunk that it has pinned, since
-        `pin` is true and there is room, and False for any other chunk. The plan keeps the chunks that `hot` has pinned.
+        `hot(key, pin)` returns None for a chunk that has to be promoted, True for a hot chunk that it has pinned, which
+        it does if `pin` is true and there is room, and False for any other chunk. The plan keeps the pinned chunks.
         """
         while self._open and self.has_room and self._rate.allows(self.chunk_bytes, now_s):
             request = self._open[0][2]
@@ -446,7 +446,7 @@ class PrefetchPlan:
         return False
 
     def used(self, key: ChunkKey, *, hot: bool) -> None:
-        """Record an access to a chunk, and if it was hot. The plan no longer keeps the chunk."""
+        """Record an access to a chunk that was `hot` or not. The plan no longer keeps the chunk."""
         promotion = self._promotions.get(key)
         if promotion is not None and promotion.in_flight:
             if not promotion.counted:

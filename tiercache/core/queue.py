@@ -37,14 +37,14 @@ class BoundedQueue(Generic[V]):
     def has_room(self, item_bytes: int) -> bool:
         """Return True if an item fits.
 
-        An item larger than the bound fits into an empty queue, or it could never be written.
+        An item larger than the bound fits into an empty queue, since it could never be written otherwise.
         """
         if not self._items:
             return True
         return len(self._items) < self.max_items and self.queued_bytes + item_bytes <= self.max_bytes
 
     def offer(self, key: ChunkKey, value: V, item_bytes: int, *, replace_oldest: bool = False) -> Offer[V]:
-        """Append `value` if there is room, or make room by displacing the oldest."""
+        """Append `value` if there is room. With `replace_oldest`, displace the oldest items to make room."""
         displaced = []
         while not self.has_room(item_bytes):
             if not replace_oldest:

@@ -27,7 +27,7 @@ class Tombstones:
 
     def __init__(self) -> None:
         self.epoch = 0
-        """An operation notes it when it begins."""
+        """Number of `forget` calls so far. An operation notes it when it begins."""
         self._newer: dict[ChunkKey, int] = {}
         """Epoch of the latest `forget` by key."""
         self._older: dict[ChunkKey, int] = {}
@@ -95,15 +95,15 @@ class KeyFilter:
 class KeyTraffic:
     """Reads and writes of a tier, counted by key, and the keys to remove.
 
-    A removal begins when no read or write of its key is in flight. From the request for it until its end no operation
-    on the key begins: a late write cannot restore a forgotten chunk, a read cannot find it, and new bytes are written
-    after it. Each read and write calls `begin` and `end`, abandoned operations included.
+    A removal begins when no read or write of its key is in flight. No operation on the key begins between the
+    request for the removal and its end: a late write cannot restore a forgotten chunk, a read cannot find it, and new
+    bytes are written after the removal. Each read and write calls `begin` and `end`, abandoned operations included.
     """
 
     def __init__(self) -> None:
         self.in_flight: dict[ChunkKey, int] = {}
         self.removing: dict[ChunkKey, Any] = {}
-        """Keys to remove, with the callers to notify. Operations on a key that is taken out find only later chunks."""
+        """Keys to remove, with the callers to notify. Once a key is taken out, operations find only later chunks."""
         self._refused: KeyFilter | None = None
         """Created with the first key that is refused for good."""
         self.on_clear: Callable[[ChunkKey], None] | None = None

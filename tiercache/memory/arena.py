@@ -235,7 +235,7 @@ class Arena:
             try:
                 helper.start()
             except RuntimeError:
-                break  # fewer threads take longer
+                break  # continue with fewer threads
             helpers.append(helper)
         run()
         for helper in helpers:

@@ -22,7 +22,7 @@ from tiercache.memory.arena import Arena
 T = TypeVar("T")
 
 FEWEST_SLOTS = 4
-"""A slot each for a read and a write, and for their floors: with fewer, reads and writes would wait for each other."""
+"""One slot each for a read, a write and their floors. With fewer, reads and writes would wait for each other."""
 
 Slot = int
 
@@ -156,7 +156,10 @@ class SlotBudget:
 
     @property
     def reads_at_once(self) -> int:
-        """Limit of slots for the reads of one tier, including abandoned reads; half of the slots for all tiers."""
+        """Limit of slots for the reads of one tier, including abandoned reads.
+
+        All tiers together get half of the slots.
+        """
         return max(1, self.slots // (2 * max(1, self.tiers)))
 
     def writes_at_once(self, tiers: int) -> int:
@@ -287,10 +290,11 @@ async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bo
 
 
 ONE = (1 << 32, 1 << 64, 1)
-"""A lease, by its purpose, in the sum of a chunk's leases (`Leased.leases`).
+"""The number that a lease adds to the sum of its chunk's leases (`Leased.leases`), by purpose.
 
 A write lease exceeds any number of read leases, and a read lease any number of pins, so that a comparison gives the
-purpose."""
+purpose.
+"""
 
 
 def purpose_of(leases: int) -> Purpose | None:
@@ -309,7 +313,7 @@ class Leased(Protocol):
     key: ChunkKey
     payload_bytes: int
     leases: int
-    """Sum of `ONE` of the purpose of each lease; 0 means that the memory may be reused."""
+    """Sum of `ONE[purpose]` over all leases; 0 means that the memory may be reused."""
     hot: bool
     """True while a lookup finds the chunk."""
 
@@ -340,7 +344,7 @@ class LeaseOwner(ABC):
     def serve(self, entry: Any, purpose: Purpose, *, counted: bool) -> Lease:
         """Return a lease for a caller that asked for the chunk.
 
-        A read is an access unless that is `counted` already; a pin is not an access.
+        A read counts as an access unless the access is `counted` already; a pin is not an access.
         """
         pinned = entry.leases and pins_in(entry.leases)
         lease = self.begin_lease(entry, purpose)
@@ -351,7 +355,7 @@ class LeaseOwner(ABC):
         return lease
 
     def count_read(self, entry: Any, counted: bool) -> None:  # noqa: B027 - mappings do not count reads
-        """Count a read, and its access unless that is `counted` already."""
+        """Count a read, and its access unless the access is `counted` already."""
 
     def end_lease_from_anywhere(self, entry: Any, purpose: Purpose) -> None:
         """Called in the thread in which a lease was garbage-collected."""

@@ -131,7 +131,7 @@ class Workers:
         return True
 
     def _is_next(self, work: asyncio.Future[Any]) -> bool:
-        """Return True if a thread is free for this call, and has only not taken it yet."""
+        """Return True if a thread is free for this call and is about to take it."""
         free = self._started - len(self._running)
         return free > 0 and work in list(self._waiting)[:free]
 
@@ -176,7 +176,7 @@ class Workers:
                 result = call(*arguments)
             except BaseException as caught:  # passed to the waiter
                 error = caught
-            del call, arguments  # when the loop hears of the end, this thread holds none of the caller's memory
+            del call, arguments  # release the caller's memory before the loop is notified of the end
             self._running.discard(future)
             self._done.append((future, result, error))
             del future, result, error

@@ -145,7 +145,10 @@ class Ingest:
         return self.cpu.try_reserve_all([key for key, _, _ in items if key not in residents and not forgot(key, epoch)])
 
     def _begin(self, items: Sequence[Item], slots: dict[ChunkKey, Slot], put: _Put) -> _Batch | None:
-        """Start to copy chunks into their `slots`, up to the first chunk without a slot. None if that is the first chunk."""
+        """Start to copy chunks into their `slots`, up to the first without a slot.
+
+        Returns None if that is the first chunk.
+        """
         batch = _Batch()
         try:
             for key, length, source in items:

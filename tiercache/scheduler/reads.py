@@ -32,7 +32,7 @@ logger = logging.getLogger("tiercache.reader")
 _LEAST_S = 1.0
 """A shorter wait for an answer does not count against a tier."""
 WARN_EVERY_S = 60.0
-"""Chunks that cannot be delivered are counted, and one of them is logged in this time."""
+"""Every chunk that cannot be delivered is counted; at most one is logged in this time."""
 _CANCEL_S = 0.002
 """Time for a tier to end a lookup at its deadline."""
 _Answer = TypeVar("_Answer")
@@ -51,7 +51,8 @@ class ReaderSettings:
     recompute_s: float | None = None
     """Seconds that the engine takes to compute a chunk; None if unknown. Slower loads are not begun.
 
-    It changes as the engine is measured."""
+    It changes as the engine is measured.
+    """
 
 
 @dataclass
@@ -139,7 +140,7 @@ class InFlight:
 class _Transfer:
     """A read that a tier has begun. It keeps its slot and its place at the tier until it ends, even after its deadline.
 
-    Its chunk is published then all the same.
+    Its chunk is published even if it ends after the deadline.
     """
 
     request: InFlight
@@ -336,7 +337,10 @@ class TierReader:
         return self.in_flight.get(key) is not request or self.cpu.tombstones.forgot(key, request.epoch)
 
     async def _begin(self, request: InFlight) -> _Transfer | None:
-        """Begin to read once there is a place at the tier and a slot to read into; None if there is none in time."""
+        """Begin to read once there is a place at the tier and a slot to read into.
+
+        Returns None if there is none in time, or if the chunk is no longer wanted or no longer in the tier.
+        """
         key, purpose, cpu = request.key, request.purpose, self.cpu
         slot, placed, needs_slot = None, False, self.mapped is None
         try:
@@ -567,7 +571,7 @@ class Reader:
         return None
 
     def _lease_unserved(self, key: ChunkKey) -> Lease | None:
-        """Return a lease as `lease_now`, for a chunk that is only kept hot: no hit, and its access is counted already."""
+        """Return a lease as `lease_now` does, for a chunk to keep hot. Counts no hit; the access is counted already."""
         return next(filter(None, (tier.lease(key, counted=True) for tier in self._hot)), None)
 
     def pin(self, key: ChunkKey) -> Lease | None:
@@ -609,7 +613,7 @@ class Reader:
         parent: ChunkKey | None = None,
         time: int | None = None,
     ) -> Lease | None:
-        """Return a lease as `fetch`, for a chunk that is not hot."""
+        """Return a lease as `fetch` does, for a chunk that is not hot."""
         if self._closed:  # a batch that was copying during `close` fetches its next chunk
             self.counters.misses += 1
             return None
@@ -704,7 +708,7 @@ class Reader:
     def worth_waiting_s(self, keys: Sequence[ChunkKey]) -> float | None:
         """Return how long to wait for the chunks that are not hot until computing the rest is faster.
 
-        None if the time of computing is unknown, or no tier is known to have any of them.
+        Returns None if the time of computing is unknown, or if no tier can have any of them.
         """
         recompute_s = self.settings.recompute_s
         if recompute_s is None:
@@ -795,7 +799,7 @@ class Reader:
         return [key not in lacking for key in keys]
 
     async def _answers(self, asked: dict[asyncio.Task[Any], T], deadline_s: float) -> list[tuple[T, Any]]:
-        """Take out the lookups that end first, and return their answers; none at the deadline."""
+        """Await the first lookups to end, remove them from `asked`, and return their answers; none at the deadline."""
         if not asked:
             return []
         left_s = deadline_s + _CANCEL_S - asyncio.get_running_loop().time()

@@ -76,7 +76,7 @@ class Removals:
     async def ended(self, keys: Collection[ChunkKey], timeout_s: float | None = None) -> bool:
         """Wait until the removals of `keys` that are due have succeeded or failed once, for `timeout_s` at most.
 
-        Return False if one of `keys` is still to be removed.
+        Return False if the tier still refuses one of `keys`.
         """
         unsettled = [key for key in keys if key in self._wanted and key not in self._failed]
         if unsettled and not self._closed:
@@ -162,7 +162,7 @@ class Removals:
                 if not removed % _AT_ONCE:
                     await asyncio.sleep(0)
         finally:
-            # Now and not in a callback: a key due in between would rely on a lane that takes no more keys.
+            # Leave here, not in a callback: a key due in between would get no lane, and this one takes no more keys.
             task = asyncio.current_task()
             assert task is not None
             self._lanes.discard(task)

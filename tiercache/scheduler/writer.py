@@ -38,7 +38,8 @@ class WriterSettings:
     """wait, skip or replace.
 
     With wait, a `put` waits up to `wait_s` for room, for all of its chunks together, then skips. With skip, the chunk
-    is not written to this tier. With replace, the oldest queued chunk is dropped instead."""
+    is not written to this tier. With replace, the oldest queued chunk is dropped instead.
+    """
     wait_s: float = 1.0
     attempts: int = 3
     first_pause_s: float = 0.05
@@ -79,7 +80,7 @@ class _Write:
     timer: asyncio.TimerHandle | None = None
     """Runs while the tier writes."""
     wanted: bool = False
-    """True if the tier has come to want the chunk since it was offered."""
+    """True if an access has made the tier want the chunk since the last attempt."""
     ended: bool = False
 
 
@@ -450,10 +451,10 @@ class FanOut:
             for lease in (*leases, *staged):
                 lease.release()
             for writer, left in waiting.items():
-                writer.skip(left)  # of a call that was cancelled before its first step
+                writer.skip(left)  # leases of a call that was cancelled before its first step
 
     def used(self, keys: Sequence[ChunkKey], cpu: CpuTier) -> None:
-        """Record an access of a request to `keys` in the tiers. Queue hot chunks that a tier has come to want by it."""
+        """Record an access of a request to `keys` in the tiers. Queue hot chunks that a tier now wants."""
         for writer in self.writers:
             for key in filter(self._keeps, writer.tier.used(keys)):
                 own = cpu.lease(key, writes=True)

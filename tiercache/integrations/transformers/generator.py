@@ -141,7 +141,7 @@ class Generator:
                 if streamer is not None:
                     streamer.is_of_the_thread = True
                 computed = await asyncio.shield(computing)
-                if stop.is_set():  # `close` cut the answer off
+                if stop.is_set():  # `close` stopped the answer
                     raise CacheClosed("the generator was closed while it answered")
         finally:
             stop.set()
@@ -191,7 +191,7 @@ class Generator:
     # On the model's thread
 
     def _compute_checked(self, *request: Any) -> list[int]:
-        """Compute. The last argument tells if the weights must match the stored KV."""
+        """Compute, then end the streamer. If the last argument is True, raise LayoutError if weights changed."""
         *what, cached = request
         streamer: _EndedOnce | None = what[3]
         try:
@@ -272,7 +272,7 @@ class _Stopped(StoppingCriteria):  # type: ignore[misc]
 
 
 class _EndedOnce(BaseStreamer):  # type: ignore[misc]
-    """End a streamer however a request ends: `generate` does so only on success, and a reader would wait for ever."""
+    """Pass tokens on, and end the streamer only once: `generate` ends it on success, and the generator in any case."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer

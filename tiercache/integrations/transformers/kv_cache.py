@@ -47,7 +47,7 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def take(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], keys: Sequence[ChunkKey]) -> None:
-        """Start with the hit `keys`: keys and values of each layer, as many as it needs.
+        """Start with the hit `keys`. `tensors` are the keys and values of each layer, for the tokens that it needs.
 
         Copies to the layers' devices, so do not call it on an event loop.
         """

@@ -33,18 +33,19 @@ _CHANGING_ROPE = ("dynamic", "longrope")
 _TOKENS = 12
 _PIECE_TOKENS = 4
 _ROUNDING = 64
-"""Largest relative difference of a token's KV between kernels of different shapes, in smallest steps of the type.
+"""Largest relative difference of a token's KV between kernels of different shapes, in epsilons of the type.
 
-It is at most the square root of such a step."""
+The square root of epsilon is a further limit.
+"""
 
 
 class ModelKv:
-    """Shape and fingerprint of a model's KV. Reads all weights once (about a second per GB and core), so not on an
-    event loop.
+    """Shape and fingerprint of a model's KV.
 
-    Raises LayoutError for a model whose KV depends on more than token ids, or on how a prompt is divided, or is kept in
-    other ways than layers of plain attention, with or without a window; and for hooks or packed weights, which could
-    change it without a trace. A deep copy returns the same object.
+    Reads all weights once (about a second per GB and core), so do not make it on an event loop. Raises LayoutError for
+    a model whose KV depends on more than token ids, or on how a prompt is divided; that keeps KV in anything but layers
+    of plain attention, with or without a window; or that has hooks or packed weights, which could change the KV without
+    a trace. A deep copy returns the same object.
     """
 
     def __init__(self, model: Any, *, chunk_tokens: int = 256) -> None:
@@ -128,7 +129,7 @@ def _layer_kv(layer: Any, dtype: torch.dtype) -> LayerKv:
 def probe(model: Any) -> list[Any]:
     """Return the layers of a cache after one token. Leaves nothing in the model.
 
-    Raises LayoutError if the model cannot be called with token ids; if it keeps KV in other ways than layers of plain
+    Raises LayoutError if the model cannot be called with token ids; if it keeps KV in anything but layers of plain
     attention; and if KV depends on later tokens, on how a prompt is divided, or on the use of `generate`.
     """
     try:
@@ -181,9 +182,9 @@ def _check_same(model: Any) -> None:
 
 
 def _alike(one: DynamicCache, other: DynamicCache, tokens: int) -> bool:
-    """Compare the first `tokens`, in each layer and piece.
+    """Return True if the KV of the first `tokens` tokens is equal in each layer and piece, except for rounding.
 
-    Most of a piece is enough: rounding may change the choice of experts for a token.
+    The median of a piece decides, since rounding may change the choice of experts for a token.
     """
     for mine, its in zip(one.layers, other.layers, strict=True):
         for states, others in ((mine.keys, its.keys), (mine.values, its.values)):

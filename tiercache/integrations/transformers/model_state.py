@@ -1,4 +1,4 @@
-"""Digest of everything in a model that changes its KV, for keys, and a number that changes with it.
+"""Compute a digest, for keys, of everything in a model that changes its KV, and a number that changes with it.
 
 Refuses everything that can be neither hashed nor watched: hooks, modules with a `forward` of their own, packed weights.
 """
@@ -31,7 +31,7 @@ _SAMPLE = 256
 
 
 def check_modules(model: Any) -> None:
-    """Raise LayoutError for a module in training, or if its computation differs from its class and weights."""
+    """Raise LayoutError for a module in training, or with an untrusted hook, or a `forward` that is not its class's."""
     for name, module in model.named_modules():
         own = vars(module)
         if own["training"]:
@@ -50,7 +50,7 @@ def _is_trusted(hook: Any) -> bool:
 
 
 def _is_placed(own: dict[str, Any]) -> bool:
-    """Return True for the `forward` of accelerate, which moves inputs and weights around the class's own."""
+    """Return True for the `forward` of accelerate, which moves inputs and weights and calls that of the class."""
     before = own.get("_old_forward")
     return (
         type(own.get("_hf_hook")).__module__.startswith("accelerate.")
@@ -92,7 +92,7 @@ def check_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def digest_of_weights(model: Any) -> str:
-    """Return a digest of the weights, of other saved state of modules, and of their numbers."""
+    """Return a digest of the weights, and of the other saved state and the numbers of modules."""
     weights = check_weights(model)
     once = list({id(weight): weight for _, weight in weights}.values())
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:

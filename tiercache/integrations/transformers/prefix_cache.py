@@ -62,7 +62,7 @@ class PrefixCache:
             if delivered == len(wanted):
                 await asyncio.to_thread(past.take, landing.tensors, names[0][:chunks])
                 return past
-            # The chunk was removed after the lookup, or is late. A shorter hit needs more of the windows.
+            # The chunk was removed after the lookup, or is late. A shorter hit needs earlier chunks of the windows.
             chunks = wanted[delivered][0]
 
     async def store(self, past: TieredCache, ids: Ids, *, deadline_s: float | None = None) -> int:
@@ -128,9 +128,10 @@ class PrefixCache:
         return [keys, *others]
 
     async def _reach(self, names: list[list[ChunkKey]], chunks: int) -> tuple[int, dict[str, int]]:
-        """Return the length of the stored prefix, at most `chunks`, with all that windows need, and its tokens by tier.
+        """Return how many chunks, at most `chunks`, a hit can have, and its tokens by tier.
 
-        The tokens by tier are those of the layers with the longest window.
+        Every chunk that the windows of such a hit need is stored. The tokens by tier are those of the layers with the
+        longest window.
         """
         while chunks:
             by_tier: list[dict[str, int]] = []

@@ -62,11 +62,12 @@ def arena_settings(config: Config, layout: Layout) -> ArenaSettings:
 
 
 def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: int | None = None) -> Device | None:
-    """Return the accelerator and its pool: `driver`, else the GPU `in_use`, else the first GPU if a tier needs it.
-    Blocks.
+    """Return the accelerator and its pool. Blocks.
 
-    Raises ConfigError for an unusable device that was passed in, configured by `device`, or needed by a tier. Otherwise
-    returns None, and the GPU's tensors are copied through host memory.
+    The accelerator is `driver`, else host memory for `device: cpu`, else the GPU `in_use`, else the first GPU if a tier
+    needs it. Raises ConfigError if `driver` or the device of `device: cpu` is unusable, or if a tier needs the pool of
+    a GPU and the pool cannot be made. Otherwise returns None without a usable device, and the GPU's tensors are copied
+    through host memory.
     """
     if config.device == "none":
         return None

@@ -26,7 +26,7 @@ class TierUnavailable(TierCacheError):
 
 
 class CacheClosed(TierCacheError, RuntimeError):
-    """The cache was used after `close`."""
+    """The cache was used before its start or after `close`."""
 
 
 class DeviceError(TierCacheError):

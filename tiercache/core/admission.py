@@ -39,7 +39,7 @@ class RateLimit:
         self._left_bytes = min(self._burst_bytes, self._left_bytes + amount_bytes)
 
     def wait_s(self, amount_bytes: int) -> float:
-        """Return the seconds from the last `allows` until `amount_bytes` may be taken."""
+        """Return the seconds from the last `allows` until `amount_bytes`, at most the burst, may be taken."""
         return (amount_bytes - self._left_bytes) / self._bytes_per_s
 
 

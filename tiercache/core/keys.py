@@ -113,7 +113,7 @@ def check_key(key: ChunkKey) -> None:
 
 
 def each_once(items: Sequence[Item]) -> Sequence[Item]:
-    """Return `items`, which begin with a key each, without those with an earlier key."""
+    """Return the first of the `items` with each key. An item begins with its key."""
     if len(items) == 1:
         return items
     first: dict[ChunkKey, Item] = {}

@@ -22,7 +22,7 @@ class Layout:
     `extra` carries fields of a particular engine (LoRA base, quantisation of the weights, ...).
 
     `replicas` consecutive ranks hold the same bytes (MLA's latents; fewer KV heads than ranks). The fingerprint has the
-    `shard`, which they share, and not the rank: each rank finds what any of them stored.
+    `shard`, which they share, and not the rank: each rank finds the chunks that any of them stored.
 
     With `parts` a chunk is a part of the KV, the number of the part is in the chunk's name, and each rank has its own
     parts. All ranks then have the same fingerprint, which does not depend on their number.

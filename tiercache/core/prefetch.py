@@ -330,9 +330,9 @@ class PrefetchPlan:
         """Requests by source and subject, oldest first."""
         self._numbers = count()
         self._open: _Heap = []
-        """Open requests by priority and deadline, including dropped requests until they come up."""
+        """Open requests by priority and deadline, including dropped requests until they are popped."""
         self._timers: _Heap = []
-        """Requests by the time at which they open or expire, including dropped requests until they come up."""
+        """Requests by the time at which they open or expire, including dropped requests until they are popped."""
         self._promotions: dict[ChunkKey, Promotion] = {}
         """Chunks that are in flight or kept."""
         self._predicted: dict[ChunkKey, Promotion] = {}

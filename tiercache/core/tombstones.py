@@ -114,7 +114,7 @@ class KeyTraffic:
         """Number of lookups that have ended."""
 
     def refuses(self, key: ChunkKey) -> bool:
-        """Return True if no operation on `key` may begin now, whatever the tier holds."""
+        """Return True if no operation on `key` may begin now, even if the tier holds the chunk."""
         return key in self.removing or (self._refused is not None and key in self._refused)
 
     @property

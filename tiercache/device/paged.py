@@ -86,7 +86,7 @@ class PagedKv:
     def scatter(self, chunk: Tensor, chunk_blocks: int, skip: int, blocks: Sequence[int], stream: Stream) -> None:
         """Enqueue the copy of blocks `skip` .. `skip + len(blocks)` of a chunk of `chunk_blocks` blocks into `blocks`.
 
-        Raises LayoutError as `gather` does.
+        Raises LayoutError as `gather` does, and for a repeated id.
         """
         self._check(blocks, chunk, chunk_blocks, skip)
         if len(set(blocks)) < len(blocks):

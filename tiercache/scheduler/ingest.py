@@ -75,7 +75,7 @@ class Ingest:
         """Chunks per batch: tiers write during the copies, and two batches fit beside the slots kept for reads."""
 
     async def put(self, items: Sequence[Item], wait_s: float, *, prefix: bool = False) -> int:
-        """Store chunks as `TierCache.put_from`, and return how many of them are in the cache.
+        """Store chunks as `TierCache.put_from` does, and return how many of them are in the cache.
 
         `wait_s` limits the whole call.
         """

@@ -132,7 +132,7 @@ class Prefetcher:
     def prefetch(
         self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
     ) -> PrefetchHandle:
-        """Prefetch as `TierCache.prefetch`. `look_s` is the timeout of the lookup."""
+        """Prefetch as `TierCache.prefetch` does. `look_s` is the timeout of the lookup."""
         if not isfinite(due_in_s):
             raise ValueError(f"deadline: expected a number of seconds, found {due_in_s}")
         check_seconds("ttl", ttl_s)
@@ -339,7 +339,7 @@ class Prefetcher:
     # Called by the reader and the destination tier
 
     def _used(self, key: ChunkKey) -> None:
-        """Called on an access to a chunk that is kept or in flight."""
+        """Called on an access to a chunk that is kept, pinned or in flight."""
         self.plan.used(key, hot=True)
         self._release([key])
 

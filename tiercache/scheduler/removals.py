@@ -62,7 +62,7 @@ class Removals:
         self._failed: dict[ChunkKey, None] = {}
         """Keys to be retried."""
         self._called = False
-        """True if the next removal is tried whatever the breaker says: each forget tries one key."""
+        """True if the next removal is tried even if the breaker refuses it, since each forget tries one key."""
         self._lanes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None

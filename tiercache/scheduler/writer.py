@@ -47,7 +47,7 @@ class WriterSettings:
     deadline_s: float = 30.0
     """A write that takes longer is abandoned: it counts as failed, and its memory stays leased until it ends."""
     most_at_once: int = 65536
-    """Limit of concurrent writes, whatever the tier allows. It bounds the arena memory that abandoned writes can keep."""
+    """Limit of concurrent writes, besides the tier's own. It bounds the arena memory that abandoned writes can keep."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class WriterStatistics:
     skipped: int = 0
     replaced: int = 0
     dropped: int = 0
-    """Chunks given up because the breaker was open, or every attempt failed."""
+    """Chunks given up: the tier hung, its breaker was open, the writer closed, or every attempt failed."""
     declined: int = 0
     """Chunks that the tier did not want: larger than its cap, or not admitted."""
     retried: int = 0

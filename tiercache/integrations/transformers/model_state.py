@@ -122,7 +122,10 @@ def _weights(model: Any, shared: bool = False) -> Iterator[tuple[str, torch.Tens
 
 
 def _saved_beside(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield saved state that is neither parameter nor buffer: scales of packed weights, and packed weights."""
+    """Yield saved tensors that are neither parameters nor buffers, such as packed weights and their scales.
+
+    Raises LayoutError for saved state that is not a tensor.
+    """
     weights = {name for name, _ in _weights(model, shared=True)}
     for name, value in model.state_dict().items():
         if name not in weights:

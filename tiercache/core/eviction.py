@@ -256,7 +256,7 @@ class LeafLru:
         self._enqueue(entry)
 
     def victim(self, tenant: Tenant | None = None) -> Resident | None:
-        """Return the leaf that `pop_victim` would remove now, of `tenant` if given; None if every resident is leased."""
+        """Return the leaf that `pop_victim` would remove now, of `tenant` if given; None if all are leased."""
         queue = self._queue
         if tenant is not None:
             assert self._tenants is not None, "made without by_tenant"

@@ -596,8 +596,8 @@ class Reader:
     ) -> Lease | None:
         """Return a lease on the chunk from the first tier that has it; None on a miss or at the deadline.
 
-        `parent` is the previous chunk in its prefix, if known, and `time` the time of this access. Cancellation does not
-        end the read, which continues for other waiters and publishes its chunk.
+        `parent` is the previous chunk in its prefix, if known, and `time` the time of this access. Cancellation does
+        not end the read, which continues for other waiters and publishes its chunk.
         """
         return self.lease_now(key) or await self.fetch_cold(key, deadline_s, parent=parent, time=time)
 

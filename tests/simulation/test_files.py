@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.torture.simulation.files import Disk, FileCalls, Torn
-from tiercache.tiers.files import directory as directory_module
+from tiercache.tiers.files.access import rename_new
 
 ROOT = "/simulated/disk0"
 MEBIBYTE = 2**20
@@ -221,7 +221,7 @@ class Real:
     """`os` and what of C tiercache calls beside it."""
 
     flock = staticmethod(fcntl.flock)
-    rename_new = staticmethod(directory_module.rename_new)
+    rename_new = staticmethod(rename_new)
     fallocate = staticmethod(lambda descriptor, offset, length: os.posix_fallocate(descriptor, offset, length))
 
     def __getattr__(self, name: str) -> Any:

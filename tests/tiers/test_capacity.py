@@ -21,6 +21,7 @@ from tests.servers.processes import stop_process
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.files import access
 from tiercache.tiers.files.access import OWNER
 from tiercache.tiers.files.capacity import Capacity, CounterLost, counted_in
 from tiercache.tiers.files.chunk_files import ChunkFiles
@@ -239,37 +240,25 @@ def test_a_process_whose_lock_file_was_deleted_gives_nothing_back(tmp_path: Path
         assert counted_in(counter(tmp_path)) == 350
 
 
-def test_a_recount_keeps_what_a_dead_process_had_reserved_until_it_is_taken_over(tmp_path: Path) -> None:
-    """It ended as a close does that cannot write the counter; and for some time nobody can remove its lock file."""
-    with opened(tmp_path, step=100) as dead:
-        write(dead, 1)
-        (lock,) = locks(tmp_path)
-        record = struct.unpack("<8sQQQ", lock.read_bytes())
-    lock.write_bytes(struct.pack("<8sQQQ", *record[:3], 0))
-    reserved = record[1]
-    assert reserved > 0
-    with opened(tmp_path, step=100) as capacity:
-        capacity.recount(capacity.mark(), 200)
-        assert counted_in(counter(tmp_path)) == 200 + reserved
-        capacity.return_dead()
-        assert not lock.exists()
-        assert capacity.used_bytes == 200
-        assert write(capacity, reserved)
-        assert counted_in(counter(tmp_path)) >= 200 + reserved
-
-
-def test_what_a_dead_process_had_reserved_in_a_deleted_counter_is_not_taken_from_the_next(tmp_path: Path) -> None:
-    with opened(tmp_path, step=100) as dead:
-        write(dead, 1)
-        (lock,) = locks(tmp_path)
-        record = lock.read_bytes()
-    counter(tmp_path).unlink()
-    lock.write_bytes(record)
-    with opened(tmp_path) as capacity:
-        write(capacity, 200)
-        capacity.return_dead()
-        assert not lock.exists()
-        assert capacity.used_bytes == counted_in(counter(tmp_path)) == 200
+@pytest.mark.parametrize("way", ["rename", "link", "reserved in a deleted counter"])
+def test_temporary_files_of_dead_processes_are_removed_and_subtracted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Where files are published by links, this one may have been published and evicted: then it was subtracted before."""
+    with opened(tmp_path, cap=CAP * 1000) as capacity:
+        write(capacity, 20_000)
+        lock = tmp_path / ".tiercache" / "tmp" / f"{'ab' * 16}.lock"
+        identity = counter(tmp_path).read_bytes()[24:32] if way != "reserved in a deleted counter" else bytes(8)
+        lock.write_bytes(b"TIEROWN2" + identity + (1).to_bytes(8, "little"))
+        temporary = lock.with_suffix(".0")
+        temporary.write_bytes(bytes(8192))
+        assert capacity.recount(capacity.mark(), 0) == 0, "its file may get its name at any moment"
+        if way == "link":
+            monkeypatch.setattr(access, "_renameat2", None)
+        assert capacity.return_dead() == 1
+        assert not lock.exists() and not temporary.exists()
+        assert capacity.used_bytes == (20_000 - 8192 if way == "rename" else 20_000)
+        assert capacity.recount(capacity.mark(), 0) < 0
 
 
 def test_a_directory_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
@@ -282,7 +271,7 @@ def test_a_directory_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
         assert not capacity.mark().is_alone, "nobody knows what it does"
         capacity.return_dead()
         assert not lock.exists()
-        assert capacity.used_bytes == 300, "what it had reserved is found by a scan"
+        assert capacity.used_bytes == 300, "a scan finds what it had reserved"
         assert capacity.recount(capacity.mark(), 200) == -100
 
 
@@ -298,7 +287,7 @@ def test_closed_beside_a_write_that_is_under_way_it_ends_with_that(tmp_path: Pat
         assert counted_in(counter(tmp_path)) == 0
 
 
-def test_what_cannot_be_given_back_at_the_end_is_found_by_the_next(tmp_path: Path) -> None:
+def test_what_cannot_be_given_back_at_the_end_is_found_by_a_scan(tmp_path: Path) -> None:
     with opened(tmp_path, step=100) as capacity:
         write(capacity, 10)
         with counter(tmp_path).open("r+b") as file:
@@ -306,8 +295,7 @@ def test_what_cannot_be_given_back_at_the_end_is_found_by_the_next(tmp_path: Pat
             capacity.close()
     assert counted_in(counter(tmp_path)) == 100
     with opened(tmp_path) as capacity:
-        capacity.return_dead()
-        assert capacity.used_bytes == counted_in(counter(tmp_path)) == 10
+        assert capacity.recount(capacity.mark(), 10) == -90
         assert len(locks(tmp_path)) == 1
 
 
@@ -412,8 +400,8 @@ def new_directory_bytes(place: Path) -> int:
         directory.rmdir()
 
 
-def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_a_step_each_at_most(tmp_path: Path) -> None:
-    """After a restart nothing is lost."""
+def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_about_a_step_each(tmp_path: Path) -> None:
+    """A step, and what was freed or reserved for a file that is not there yet. After a restart nothing is lost."""
     cap, step = 128 * FILE_BYTES, 6 * FILE_BYTES
     choose = random.Random()
     children = [busy(tmp_path, 100_000 * number, cap, step) for number in range(1, 4)]
@@ -439,7 +427,7 @@ def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_a_step_each
         survivor.capacity.refresh()
         there = physical_bytes(tmp_path) + new_directory_bytes(tmp_path)
         used = survivor.capacity.used_bytes
-        assert there <= used <= there + killed * step, (there, used, killed, step)
+        assert there <= used <= there + killed * (step + 2 * FILE_BYTES), (there, used, killed, step)
         assert len(locks(tmp_path)) == 1
     finally:
         for child in children:
@@ -450,21 +438,6 @@ def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_a_step_each
     mark, directories = files.begin_scan()
     files.recount(mark, sum(files.scanner.scan(name).counted_bytes for name in directories))
     assert files.capacity.counted_bytes == physical_bytes(tmp_path) + directory_bytes(tmp_path)
-    files.close()
-
-
-def test_what_a_killed_process_had_reserved_is_given_back_while_others_live(tmp_path: Path) -> None:
-    cap, step = 1000 * FILE_BYTES, 100 * FILE_BYTES
-    files = ChunkFiles(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
-    files.open()
-    child = busy(tmp_path, 1, cap, step)
-    follow(child, 4)
-    kill(child)
-    files.capacity.refresh()
-    assert files.capacity.used_bytes >= step
-    files.capacity.return_dead()
-    left = files.capacity.used_bytes - physical_bytes(tmp_path) - new_directory_bytes(tmp_path)
-    assert 0 <= left <= step / 2 + FILE_BYTES
     files.close()
 
 

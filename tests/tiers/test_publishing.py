@@ -12,8 +12,9 @@ from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import directory
+from tiercache.tiers.files.access import rename_new
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import Publish, link_new, rename_new
+from tiercache.tiers.files.directory import Publish, link_new
 
 WAYS: dict[str, tuple[Publish, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
 

@@ -165,20 +165,27 @@ class FileCalls(DescriptorCalls):
         self, src: Name, dst: Name, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> None:
         """With both descriptors, or with none."""
-        if src_dir_fd is None or dst_dir_fd is None:
-            self._rename("rename", src, dst, spare=False)
-            return
-        old, new = os.fsdecode(src), os.fsdecode(dst)
-        source, target = self._opened_for(src_dir_fd, dst_dir_fd, old, new)
-        self.before("rename", source.disk, (os.path.join(source.path, old), os.path.join(target.path, new)))
-        source, target = self._opened_for(src_dir_fd, dst_dir_fd, old, new)
-        self._rename_in(source.disk, old, source.inode, target.disk, new, target.inode, spare=False)
+        self._rename_at("rename", src, dst, src_dir_fd, dst_dir_fd, spare=False)
 
     replace = rename
 
-    def rename_new(self, src: Name, dst: Name) -> None:
+    def rename_new(
+        self, src: Name, dst: Name, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
         """renameat2(2) with RENAME_NOREPLACE. Raises OSError."""
-        self._rename("rename_new", src, dst, spare=True)
+        self._rename_at("rename_new", src, dst, src_dir_fd, dst_dir_fd, spare=True)
+
+    def _rename_at(
+        self, call: str, src: Name, dst: Name, src_dir_fd: int | None, dst_dir_fd: int | None, *, spare: bool
+    ) -> None:
+        if src_dir_fd is None or dst_dir_fd is None:
+            self._rename(call, src, dst, spare=spare)
+            return
+        old, new = os.fsdecode(src), os.fsdecode(dst)
+        source, target = self._opened_for(src_dir_fd, dst_dir_fd, old, new)
+        self.before(call, source.disk, (os.path.join(source.path, old), os.path.join(target.path, new)))
+        source, target = self._opened_for(src_dir_fd, dst_dir_fd, old, new)
+        self._rename_in(source.disk, old, source.inode, target.disk, new, target.inode, spare=spare)
 
     def link(self, src: Name, dst: Name) -> None:
         """Of a symbolic link, as link(2) of Linux does it, which `os.link` calls: to the link itself."""

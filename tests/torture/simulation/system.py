@@ -84,7 +84,7 @@ class System:
             stack.enter_context(changed(os, "getpid", self._getpid(os.getpid)))
             for module_name, function, answer in (
                 ("tiercache.tiers.files.format", "_fallocate", self._fallocate),
-                ("tiercache.tiers.files.directory", "_renameat2", self._renameat2),
+                ("tiercache.tiers.files.access", "_renameat2", self._renameat2),
             ):
                 module = sys.modules[module_name]
                 stack.enter_context(changed(module, function, answer))
@@ -199,7 +199,8 @@ class System:
 
     def _renameat2(self, from_directory: int, old: bytes, to_directory: int, new: bytes, flags: int) -> int:
         self._process()
-        return _as_in_c(self.calls.rename_new, os.fsdecode(old), os.fsdecode(new))
+        at = (None, None) if from_directory < 0 else (from_directory, to_directory)
+        return _as_in_c(self.calls.rename_new, os.fsdecode(old), os.fsdecode(new), *at)
 
     def _urandom(self, real: Callable[[int], bytes]) -> Callable[[int], bytes]:
         def urandom(size: int) -> bytes:

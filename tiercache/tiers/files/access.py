@@ -7,6 +7,7 @@ wait for a lock, and `mount_of` finds the mount of a path. Synchronous; runs in 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -298,6 +299,25 @@ def opened_below(root: Path, names: Iterable[str], owns: Callable[[os.stat_resul
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+"""Errors for unsupported calls: NFS lacks RENAME_NOREPLACE, FAT lacks links."""
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+
+
+def rename_new(old: str, new: str, dir_fd: int = _AT_FDCWD) -> None:
+    """Rename a file by renameat2(RENAME_NOREPLACE).
+
+    Raises FileExistsError if the new name is taken, an OSError of UNSUPPORTED if the file system lacks the call.
+    """
+    if _renameat2 is None:
+        raise OSError(errno.ENOSYS, "this C library has no renameat2", new)
+    if _renameat2(dir_fd, os.fsencode(old), dir_fd, os.fsencode(new), _RENAME_NOREPLACE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), new)
 
 
 def require_owner(directory: Path | str, status: os.stat_result, owns: Callable[[os.stat_result], bool]) -> None:

@@ -1,13 +1,12 @@
 """The capacity counter of a directory, and this process's reservation.
 
 The counter is a small file that all processes change under flock(2). A process reserves bytes in steps. It spends
-these, and the bytes of chunks that it deletes, without the lock. Its owner lock file (`owners.py`) records how many
-counted bytes no published file occupies: its unused bytes and its temporary files. It lowers this number before it
-publishes a file, and raises it some time after bytes became free. So the counter is never below what the files occupy.
-A process that finds a dead one removes the dead one's temporary files and takes over its number; a crash loses at most
-the lag of the number and one step.
+these, and the bytes of chunks that it deletes, without the lock, and creates no file before it has the bytes. So the
+counter is never below what the files occupy. A process that finds a dead one removes the dead one's temporary files and
+subtracts their sizes. What else the dead one had reserved, about a step, stays counted until a scan.
 
-A scan corrects the counter if no other process uses bytes meanwhile (`mark` and `recount`).
+A scan corrects the counter if no other process uses bytes meanwhile (`mark` and `recount`), as the owner lock files
+(`owners.py`) show.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _MAGIC = b"TIERLEDG"
 _UNTRUSTED_MAGIC = b"TIERLED?"
 _SMALLEST_SHARE = 8
 """A step takes at most the remaining room divided by this, so that idle processes leave room to others."""
-_LAG = 4
-"""The recorded number may lag by two steps divided by this, so that few chunks need a write of it."""
 _LOCK_WAIT_S = 5.0
 _SHORT_WAIT_S = 0.25
 """Longest wait for changes that can be retried later."""
@@ -88,8 +85,8 @@ class Capacity:
         *,
         synced: bool = False,
     ) -> None:
-        """`owner` holds its lock file. `synced`: make its number durable, since other hosts use the directory. Raises
-        OSError, TierUnavailable.
+        """`owner` holds its lock file. `synced`: make that durable, since other hosts use the directory. Raises OSError,
+        TierUnavailable.
         """
         self.cap_bytes = cap_bytes
         self.step_bytes = step_bytes
@@ -102,19 +99,15 @@ class Capacity:
         self._unused_bytes = 0
         self._awaited_bytes = 0
         """Unused bytes that were freed for writes which have not reserved them yet."""
-        self._number_bytes = 0
-        """Counted bytes that no published file occupies: unused, or in temporary files."""
-        self._written_bytes = 0
-        """Upper bound of the number in the lock file."""
+        self._in_flight_bytes = 0
+        """Bytes reserved for temporary files."""
         self._deleting_bytes = 0
         self._committed_bytes = self._settled_bytes = self._released_bytes = 0
         """Bytes of all files since the start."""
         self._operations = 0
         self._spent = False
-        self._is_active = False
-        """True if the lock file says that this process uses or deletes bytes."""
-        self._is_unsure = False
-        """True if a write of the lock file failed, so that it may disagree with `_is_active`."""
+        self._is_active: bool | None = False
+        """True if the lock file says that this process uses or deletes bytes; None if a failed write may have."""
         self._may_spend = False
         """True if the counter changed since this process became active, which shows others that bytes are used."""
         self._closing = self._closed = False
@@ -154,13 +147,12 @@ class Capacity:
     @property
     def in_flight_bytes(self) -> int:
         """Bytes reserved for temporary files."""
-        with self._state:
-            return self._number_bytes - self._unused_bytes
+        return self._in_flight_bytes
 
     @property
     def is_behind(self) -> bool:
         """True if `catch_up` may have bytes to return. Non-blocking."""
-        return self._is_active or self._is_unsure
+        return self._is_active is not False
 
     def is_lost(self) -> bool:
         """Return True if another file, or none, is at the counter's path. Raises OSError when the file system fails."""
@@ -184,49 +176,49 @@ class Capacity:
             self._spent = True
             self._awaited_bytes = max(0, self._awaited_bytes - needed_bytes)
             held_bytes = self._take(needed_bytes)
+            self._in_flight_bytes += held_bytes
             if held_bytes == needed_bytes and self._may_spend:
                 return True
         try:
             self._look_for_dead()
             with self._state:
-                held_bytes += self._take(needed_bytes - held_bytes)
+                more_bytes = self._take(needed_bytes - held_bytes)
+                self._in_flight_bytes += more_bytes
+                held_bytes += more_bytes
             fits = self._charge(needed_bytes - held_bytes, limited=True)
         except BaseException:
-            self._end(held_bytes)
+            self.cancel(held_bytes)
             raise
         if not fits:
-            self._end(held_bytes)
+            self.cancel(held_bytes)
         return fits
 
     def resize(self, difference_bytes: int) -> None:
         """Adjust the reservation of a temporary file, even above the cap."""
         with self._state:
             taken_bytes = self._take(difference_bytes)  # negative if the file shrank
+            self._in_flight_bytes += taken_bytes
         try:
             if taken_bytes < difference_bytes:
                 self._charge(difference_bytes - taken_bytes, limited=False)
         except BaseException:
             with self._state:
                 self._unused_bytes += taken_bytes
+                self._in_flight_bytes -= taken_bytes
             raise
 
     def commit(self, amount_bytes: int) -> None:
-        """Remove a file from the recorded number before it is published. On error the file stays in flight."""
+        """Note that a file is about to be published, so that a scan may find it. Raises CounterLost after `close`."""
         with self._state:
             if self._closing:
                 raise self._lost("is closed")
-            self._number_bytes -= amount_bytes
+            self._in_flight_bytes -= amount_bytes
             self._committed_bytes += amount_bytes
-        try:
-            self._lower_number()
-        except BaseException:
-            self.uncommit(amount_bytes)
-            raise
 
     def uncommit(self, amount_bytes: int) -> None:
         """Undo `commit` of a file that was not published."""
         with self._state:
-            self._number_bytes += amount_bytes
+            self._in_flight_bytes += amount_bytes
             self._committed_bytes -= amount_bytes
 
     def settle(self, amount_bytes: int, committed_bytes: int | None = None) -> None:
@@ -236,13 +228,18 @@ class Capacity:
         rest_bytes = 0 if committed_bytes is None else committed_bytes - amount_bytes
         with self._state:
             self._committed_bytes -= rest_bytes
-            self._number_bytes += rest_bytes
+            self._unused_bytes += rest_bytes
             self._settled_bytes += amount_bytes
-        self._end(rest_bytes)
+        self._end()
 
     def cancel(self, amount_bytes: int) -> None:
-        """End a write and return the bytes that it did not use. Does not raise."""
-        self._end(amount_bytes)
+        """End a write that is not published and has no file any more. Does not raise. A temporary file that could not be
+        deleted stays counted with 0.
+        """
+        with self._state:
+            self._in_flight_bytes -= amount_bytes
+            self._unused_bytes += amount_bytes
+        self._end()
 
     # Deleting
 
@@ -268,7 +265,6 @@ class Capacity:
                 self._deleting_bytes -= expected_bytes
                 if is_announced:
                     self._released_bytes += amount_bytes
-                    self._number_bytes += amount_bytes
                     self._unused_bytes += amount_bytes
                     self._awaited_bytes += kept_bytes
 
@@ -282,12 +278,9 @@ class Capacity:
                 self._deleting_bytes -= left_bytes
                 kept_bytes = self._awaited_bytes
                 surplus = self._unused_bytes > self.step_bytes + kept_bytes
-                lags = self._number_bytes >= self._written_bytes + 2 * (self.step_bytes // _LAG)
-            if surplus or lags:
+            if surplus:
                 with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):  # `catch_up` tries again
-                    if surplus:
-                        self._give_back(self.step_bytes // 2 + kept_bytes)
-                    self._write_number()
+                    self._give_back(self.step_bytes // 2 + kept_bytes)
 
     def _announce(self, *, forced: bool) -> bool:
         """Show other processes that bytes may become free. Return False if that failed and the deletion goes on."""
@@ -296,7 +289,7 @@ class Capacity:
                 raise self._lost("is closed")
             if not self._is_active:
                 with self._turn(_LOCK_WAIT_S):
-                    self._write_number(active=True)
+                    self._become_active()
         except (OSError, TierUnavailable) as error:
             if not forced and not (isinstance(error, OSError) and error.errno in NO_ROOM):
                 raise
@@ -304,11 +297,8 @@ class Capacity:
         return True
 
     def return_dead(self) -> int:
-        """Remove what dead processes left, and take over their numbers. Return the number of files removed.
-
-        Raises OSError and TierUnavailable.
-        """
-        return self._owner.remove_dead(self._take_over)
+        """Remove the temporary files of dead processes. Return their number. Raises OSError and TierUnavailable."""
+        return self._owner.remove_dead(self._count.identity, lambda: self.deleting(0))
 
     # The counter
 
@@ -337,7 +327,7 @@ class Capacity:
                 self._give_back(keep_bytes)
             except CounterLost:
                 with self._state:
-                    self._number_bytes -= self._take(self._unused_bytes)
+                    self._unused_bytes = 0
             if is_idle:
                 self._rest()
 
@@ -345,7 +335,7 @@ class Capacity:
         """Record the counter's state before a scan."""
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
-            is_alone = not any(record.is_active for record in self._owner.others())
+            is_alone = not self._owner.others_are_active()
             with self._state:
                 return Mark(is_alone, now.changes - self._changes, self._settled_bytes, self._released_bytes)
 
@@ -353,18 +343,16 @@ class Capacity:
         """Correct the counter by a scan that began after `mark`. Return the change.
 
         Nothing changes if another process used or deleted bytes meanwhile. This process knows its own changes: each existing
-        file was seen, published since, or is still reserved. The numbers of dead processes stay counted.
+        file was seen, published since, or is still reserved.
         """
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
-            others = self._owner.others()
-            left_bytes = sum(record.number_bytes for record in others if record.counter == now.identity)
-            # List twice: a process that takes over such a number is active before it removes the lock file.
-            are_quiet = not any(record.is_active for record in (*others, *self._owner.others()))
+            # Look twice: a process that removes a dead one's files is active before it removes the dead one's lock file.
+            are_quiet = not (self._owner.others_are_active() or self._owner.others_are_active())
             if not (mark.is_alone and are_quiet and now.changes - self._changes == mark.others_changes):
                 return 0
             with self._state:
-                there_bytes = found_bytes + self._number_bytes + left_bytes
+                there_bytes = found_bytes + self._unused_bytes + self._in_flight_bytes
                 most_bytes = there_bytes + self._deleting_bytes + self._committed_bytes - mark.settled_bytes
                 least_bytes = there_bytes - (self._released_bytes - mark.released_bytes)
             if now.trusted and least_bytes <= now.counted_bytes <= most_bytes:
@@ -399,10 +387,8 @@ class Capacity:
         self._unused_bytes -= taken_bytes
         return taken_bytes
 
-    def _end(self, unused_bytes: int) -> None:
-        """End a write that did not use `unused_bytes`."""
+    def _end(self) -> None:
         with self._state:
-            self._unused_bytes += unused_bytes
             self._operations -= 1
         self._end_if_closing()
 
@@ -412,41 +398,37 @@ class Capacity:
                 pass  # the last thread to leave closes everything
 
     def _charge(self, missing_bytes: int, *, limited: bool) -> bool:
-        """Add the missing bytes to the counter, or a step if that is more. Return False if they exceed the cap."""
-        with self._turn(_LOCK_WAIT_S):
-            with self._locked(_LOCK_WAIT_S):
-                now = self._load()
-                room_bytes = self.cap_bytes - now.counted_bytes
-                if limited and missing_bytes > max(0, room_bytes):
-                    return False
-                step_bytes = max(missing_bytes, min(self.step_bytes, room_bytes // _SMALLEST_SHARE))
-                self._write_number(active=True)
-                self._store(now.changed(step_bytes))
-                with self._state:
-                    self._number_bytes += step_bytes
-                    self._unused_bytes += step_bytes - missing_bytes
-                    self._may_spend = True
-            with suppress(OSError):
-                self._write_number()
-            return True
+        """Add the missing bytes of a file to the counter, or a step if that is more. Return False if they exceed the cap."""
+        with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
+            now = self._load()
+            room_bytes = self.cap_bytes - now.counted_bytes
+            if limited and missing_bytes > max(0, room_bytes):
+                return False
+            step_bytes = max(missing_bytes, min(self.step_bytes, room_bytes // _SMALLEST_SHARE))
+            self._become_active()
+            self._store(now.changed(step_bytes))
+            with self._state:
+                self._in_flight_bytes += missing_bytes
+                self._unused_bytes += step_bytes - missing_bytes
+                self._may_spend = True
+        return True
 
     def _give_back(self, keep_bytes: int) -> None:
         """Return all unused bytes but `keep_bytes`. Needs `_files`."""
+        if self._owner.lost:
+            raise self._lost("may have been corrected without the bytes of this process")
         with self._locked(_SHORT_WAIT_S):
             now = self._load()
             with self._state:
                 amount_bytes = self._take(max(0, self._unused_bytes - keep_bytes))
-                self._number_bytes -= amount_bytes
             if not amount_bytes:
                 return
             try:
-                self._write_number()
                 self._store(now.changed(-amount_bytes))
             except OSError:
                 with suppress(OSError):
                     if self._load() == now:  # otherwise the bytes may have been returned
                         with self._state:
-                            self._number_bytes += amount_bytes
                             self._unused_bytes += amount_bytes
                 raise
 
@@ -455,36 +437,20 @@ class Capacity:
         with self._state:
             if not self.is_behind or self._operations or self._deleting_bytes or self._unused_bytes:
                 return
-            self._is_active = self._may_spend = False
-        self._write_number(active=False)
+            self._is_active, self._may_spend = None, False
+        self._write_activity(False)
 
-    def _lower_number(self) -> None:
-        """Lower the recorded number if it is too high."""
-        with self._state:
-            if self._number_bytes >= self._written_bytes:
-                return
-        with self._turn(_LOCK_WAIT_S):
-            self._write_number(self.step_bytes // _LAG)
+    def _become_active(self) -> None:
+        """Show other processes that this one uses or deletes bytes. Needs `_files`."""
+        if not self._is_active:
+            self._write_activity(True)
 
-    def _write_number(self, lag_bytes: int = 0, *, active: bool | None = None) -> None:
-        """Write the number, less `lag_bytes`, to the lock file. Needs `_files`."""
+    def _write_activity(self, is_active: bool) -> None:
         if self._owner.lost:
             raise self._lost("has no lock file of this process beside it")
-        with self._state:
-            was_active = self._is_active
-            active = was_active if active is None else active
-            number_bytes = max(0, self._number_bytes - lag_bytes)
-            before_bytes = self._written_bytes
-            self._written_bytes = max(before_bytes, number_bytes)
-        record = Record(number_bytes, self._count.identity, active)
-        must_be_seen = number_bytes < before_bytes or (active and not was_active)
-        try:
-            self._owner.write(record, synced=self._synced and must_be_seen)
-        except BaseException:
-            self._is_unsure = self._is_unsure or not (was_active and active)
-            raise
-        with self._state:
-            self._written_bytes, self._is_active, self._is_unsure = number_bytes, active, False
+        self._is_active = None
+        self._owner.write(Record(self._count.identity, is_active), synced=self._synced and is_active)
+        self._is_active = is_active
 
     def _look_for_dead(self) -> None:
         """Call `return_dead` for at most a tenth of the time. Does not raise."""
@@ -494,13 +460,6 @@ class Capacity:
                 self.return_dead()
             now_s = time.monotonic()
             self._next_look_s = now_s + pause_s([now_s - began_s])
-
-    def _take_over(self, record: Record, remove: Callable[[], bool]) -> None:
-        """`remove` a dead process's lock file and take its number. On a full device the number stays counted."""
-        amount_bytes = record.number_bytes if record.counter == self._count.identity else 0
-        with self.deleting(amount_bytes) as freed:
-            if remove():
-                freed(amount_bytes)
 
     def _load(self) -> Count:
         found = _read(self._descriptor)
@@ -554,12 +513,9 @@ class Capacity:
             if self._unused_bytes:
                 self._give_back(0)
         with suppress(OSError):
-            if self._number_bytes:
-                self._write_number(active=False)
-        with suppress(OSError):
             os.close(self._descriptor)
-        # An unreturned number stays in the lock file for the process that takes that over.
-        self._owner.leave(keep=self._number_bytes > 0)
+        # The lock file leads others to temporary files that could not be deleted.
+        self._owner.leave(keep=self._in_flight_bytes > 0)
 
     def _lost(self, why: str) -> CounterLost:
         return CounterLost(errno.ENOENT, f"the count of bytes {why}", str(self._path))

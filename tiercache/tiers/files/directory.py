@@ -9,7 +9,6 @@ threads.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import itertools
@@ -37,11 +36,13 @@ from tiercache.tiers.files.access import (
     ABSENT,
     ACCESS,
     FILE_MODE,
+    UNSUPPORTED,
     Access,
     NotAFile,
     occupied_bytes,
     open_regular,
     opened_directory,
+    rename_new,
     require_directory,
     warn_of_missing_mount,
 )
@@ -151,25 +152,11 @@ class Identity:
 
 
 _ATTEMPTS = 8
-UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-"""Errors for unsupported calls: NFS lacks RENAME_NOREPLACE, FAT lacks links."""
-_AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
-_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 Publish = Callable[[str, str], None]
 """Renames a temporary file without replacing. Raises FileExistsError if the name is taken, FileNotFoundError if its
 directory is missing, an OSError of `UNSUPPORTED` if the file system lacks the call.
 """
-
-
-def rename_new(temporary: str, path: str) -> None:
-    """Publish by renameat2(RENAME_NOREPLACE)."""
-    if _renameat2 is None:
-        raise OSError(errno.ENOSYS, "this C library has no renameat2", path)
-    if _renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), path)
 
 
 def link_new(temporary: str, path: str) -> None:

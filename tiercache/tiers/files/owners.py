@@ -1,7 +1,8 @@
 """Owner lock files, and removal of what dead processes left.
 
 Each process has an id, holds the lock of `<id>.lock` in `.tiercache/tmp` while it lives, and names its temporary files
-`<id>.<n>`. A free lock means a dead process. Synchronous; runs in worker threads.
+`<id>.<n>`. A free lock means a dead process. The lock file says if the process may use or delete bytes: then the capacity
+counter is not corrected. Synchronous; runs in worker threads.
 """
 
 from __future__ import annotations
@@ -15,28 +16,38 @@ import struct
 import uuid
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tiercache.tiers.files.access import ABSENT, Access, NotAFile, open_regular, opened_below
+from tiercache.tiers.files.access import (
+    ABSENT,
+    UNSUPPORTED,
+    Access,
+    NotAFile,
+    occupied_bytes,
+    open_regular,
+    opened_below,
+    rename_new,
+)
 
 PENDING_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
 _LOCK_NAME = re.compile(r"[0-9a-f]{32}\.lock")
 TEMPORARY = (".tiercache", "tmp")
-_RECORD = struct.Struct("<8sQQQ")
-_MAGIC = b"TIEROWNR"
+_RECORD = struct.Struct("<8sQQ")
+_MAGIC = b"TIEROWN2"
 
 
 class Record(NamedTuple):
     """The content of a lock file."""
 
-    number_bytes: int = 0
-    """Counted bytes that no published file occupies. A process that finds this one dead takes them over."""
     counter: int = 0
-    """Identity of the counter that includes these bytes."""
+    """Identity of the counter from which the process reserves bytes."""
     is_active: bool = False
     """True if the process may use or delete bytes."""
+
+
+Deleting = Callable[[], contextlib.AbstractContextManager[Callable[[int], None]]]
+"""Bracket of a deletion, see `Capacity.deleting`."""
 
 
 class Owner:
@@ -111,9 +122,8 @@ class Owner:
         except ABSENT:
             return False  # unknown
 
-    def others(self) -> list[Record]:
-        """Return the records of all other lock files, also of dead processes."""
-        found = []
+    def others_are_active(self) -> bool:
+        """Return True if another process, or a dead one that left its lock file, may use or delete bytes."""
         with self._opened(TEMPORARY) as directory:
             for name in self._locks(os.listdir(directory)):
                 try:
@@ -121,18 +131,18 @@ class Owner:
                 except (FileNotFoundError, NotAFile):
                     continue
                 except PermissionError:
-                    found.append(Record(is_active=True))
-                    continue
+                    return True
                 try:
-                    found.append(_read(descriptor))
+                    if _read(descriptor).is_active:
+                        return True
                 finally:
                     os.close(descriptor)
-        return found
+        return False
 
-    def remove_dead(self, take_over: Callable[[Record, Callable[[], bool]], None]) -> int:
-        """Remove temporary files of processes whose locks are free. Return the number of files.
+    def remove_dead(self, counter: int, deleting: Deleting) -> int:
+        """Remove temporary files of processes whose locks are free, and their lock files. Return the number of files.
 
-        `take_over` gets each record and a function that removes the lock file and returns True if it existed. Raises
+        `deleting` brackets that, and is told how many bytes each file frees that the `counter` includes. Raises
         FileNotFoundError, and NotADirectoryError if a link or another user's directory is in place of ours.
         """
         with contextlib.ExitStack() as stack:
@@ -152,9 +162,13 @@ class Owner:
                 if record is not None:
                     dead[name.removesuffix(".lock")] = record
             if dead:
-                removed += self._remove_files(dead)
-            for name, record in dead.items():  # last, since lock files lead to all other leftovers
-                take_over(record, partial(_unlink, f"{name}.lock", temporary))
+                freed = stack.enter_context(deleting())
+                for owner, freed_bytes in self._remove_files(dead):
+                    removed += 1
+                    if dead[owner].counter == counter:
+                        freed(freed_bytes)
+                for name in dead:  # last, since lock files lead to all other leftovers
+                    _unlink(f"{name}.lock", temporary)
         return removed
 
     def _opened(self, names: Sequence[str]) -> contextlib.AbstractContextManager[int]:
@@ -171,15 +185,29 @@ class Owner:
     def _locks(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if _LOCK_NAME.fullmatch(name) and name != f"{self.name}.lock"]
 
-    def _remove_files(self, dead: Container[str]) -> int:
-        """Remove the files of all dead processes in one listing per directory."""
-        removed = 0
+    def _remove_files(self, dead: Container[str]) -> Iterator[tuple[str, int]]:
+        """Remove the files of all dead processes in one listing per directory. Yield the owner and bytes of each."""
         for names in (TEMPORARY, *([place] for place in self._places)):
             with contextlib.suppress(*ABSENT), self._opened(names) as directory:
                 for name in os.listdir(directory):
                     if PENDING_NAME.fullmatch(name) and name[:32] in dead:
-                        removed += _unlink(name, directory)
-        return removed
+                        with contextlib.suppress(FileNotFoundError):
+                            yield name[:32], self._remove(name, directory)
+
+    def _remove(self, name: str, directory: int) -> int:
+        """Remove a dead process's file. Return the bytes that were counted for it, or fewer. Raises FileNotFoundError."""
+        status = os.lstat(name, dir_fd=directory)
+        ours = self.new_name()
+        try:
+            rename_new(name, ours, directory)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            # Files are published by links here. This one may have been published and evicted, which uncounted it.
+            os.unlink(name, dir_fd=directory)
+            return 0
+        os.unlink(ours, dir_fd=directory)
+        return min(occupied_bytes(status), status.st_size)
 
 
 @contextmanager
@@ -202,12 +230,12 @@ def _locked(name: str, temporary: int) -> Iterator[Record | None]:
 
 
 def _read(descriptor: int) -> Record:
-    """Return a lock file's record. Inactive processes write none; other content is another version's."""
+    """Return a lock file's record. A process that was never active writes none; other content is another version's."""
     raw = os.pread(descriptor, _RECORD.size, 0)
     if raw[:8] != _MAGIC or len(raw) < _RECORD.size:
         return Record(is_active=bool(raw))
-    _, number_bytes, counter, is_active = _RECORD.unpack(raw)
-    return Record(number_bytes, counter, bool(is_active))
+    _, counter, is_active = _RECORD.unpack(raw)
+    return Record(counter, bool(is_active))
 
 
 def _has_no_lock(name: str, temporary: int) -> bool:

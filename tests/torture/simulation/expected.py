@@ -202,8 +202,9 @@ class Expected:
     def check_head(self, began: Began) -> None:
         """Of a prefix that was just stored what is hot is its head: a tail alone is of no use."""
         cpu = self.cache.cpu
-        if self.cache.tiers or cpu._order.policy != "LRU":
+        if self.cache.tiers or cpu._order.policy != "LRU" or self.cache.ahead.held > 0 or self._promoted > 0:
             # While chunks are being written, any leaf may go; other policies keep a chunk that was hot before its head.
+            # A prefetch that ran meanwhile took slots.
             return
         hot = [cpu.contains(self.keys[key]) for key in began.keys]
         whole = began.keys[0] % self._prefix == 0

@@ -11,6 +11,9 @@ from tests.vllm import engines
 from tests.vllm.engines import BLOCK_TOKENS, REPOSITORY, drive
 from tests.vllm.shortened import shorten
 
+DIVERGED_AFTER = 1100
+"""Characters that two prompts have in common: blocks of them end in the middle of a chunk."""
+
 
 @pytest.fixture(scope="session")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -46,16 +49,28 @@ def continued() -> str:
 
 
 @pytest.fixture(scope="session")
-def oracles(model: str, prompts: list[str], continued: str) -> list[dict[str, Any]]:
-    """vLLM's own prefix-cache hits, for `prompts` and `continued`."""
-    (cold, hit, _, continued_hit), _ = drive(
+def diverged(prompts: list[str]) -> str:
+    """A prompt that is the first of `prompts` up to the middle of a chunk."""
+    return prompts[0][:DIVERGED_AFTER] + " of all that follows. Question: Which document is this?\nAnswer:"
+
+
+@pytest.fixture(scope="session")
+def oracles(model: str, prompts: list[str], continued: str, diverged: str) -> list[dict[str, Any]]:
+    """vLLM's own prefix-cache hits, for `prompts`, `continued`, and `diverged` by the cache of the first prompt."""
+    (cold, hit, diverged_hit, _, continued_hit), _ = drive(
         {"model": model, "enable_prefix_caching": True},
-        [["generate", prompts], ["generate", prompts], ["generate", [continued]], ["generate", [continued]]],
+        [
+            ["generate", prompts],
+            ["generate", prompts],
+            ["generate", [diverged]],
+            ["generate", [continued]],
+            ["generate", [continued]],
+        ],
     )
     assert all(answer["cached"] == 0 for answer in cold)
     for answer in (*hit, *continued_hit):
         assert answer["cached"] == (answer["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    return [*hit, *continued_hit]
+    return [*hit, *continued_hit, *diverged_hit]
 
 
 @pytest.fixture(scope="session")

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.vllm.engines import CHUNK_TOKENS, close_answer, drive, same_answer, tiercache_settings
+from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, close_answer, drive, same_answer, tiercache_settings
 
 
 @pytest.fixture(scope="session")
 def first_life(
-    model: str, prompts: list[str], continued: str, tmp_path_factory: pytest.TempPathFactory
+    model: str, prompts: list[str], continued: str, diverged: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any], str]:
     """An engine that computes, hits RAM, hits disk, is given damaged files, and at last wrong KV."""
     directory = tmp_path_factory.mktemp("kv")
     names = ["cold", "flush", "cpu", "clear", "disk", "clear", "damaged", "damaged_answer", "flush", "healed", "stats"]
-    names += ["clear", "all_damaged", "continued_damaged", "flush", "clear", "continued_healed", "prefetch"]
+    names += ["clear", "all_damaged", "continued_damaged", "flush", "clear", "continued_healed", "prefetch", "diverged"]
     steps: list[list[Any]] = [
         ["generate", prompts],
         ["flush"],
@@ -44,6 +44,7 @@ def first_life(
         ["clear_hot"],
         ["generate", [continued]],
         ["generate", prompts],
+        ["generate", [diverged]],
         ["corrupt_hot"],
         ["generate", prompts],
     ]
@@ -69,6 +70,15 @@ def test_hit_gives_the_prefix_caches_answer(
     for ours, theirs in zip(first_life[1][tier], oracle, strict=True):
         assert ours["cached"] == theirs["cached"]
         assert same_answer(ours, theirs)
+
+
+def test_a_hit_ends_where_the_prompts_differ_and_not_with_the_last_whole_chunk(
+    first_life: tuple[Path, dict[str, Any], str], oracles: list[dict[str, Any]]
+) -> None:
+    (ours,), theirs = first_life[1]["diverged"], oracles[3]
+    assert theirs["cached"] % CHUNK_TOKENS == BLOCK_TOKENS, "the prompts differ elsewhere: change DIVERGED_AFTER"
+    assert ours["cached"] == theirs["cached"]
+    assert same_answer(ours, theirs)
 
 
 def test_wrong_kv_changes_the_answer(
@@ -114,7 +124,7 @@ def test_operators_find_the_lines_they_know(first_life: tuple[Path, dict[str, An
         r"\(cpu: (\d+), disk: (\d+)\), need to load: (\d+)",
         log,
     )
-    assert len(lines) == 16
+    assert len(lines) == 17
     cold, cpu, disk = lines[0:2], lines[2:4], lines[4:6]
     assert all(int(hit) == int(load) == 0 for _, _, _, hit, _, _, load in cold)
     assert all(int(hit) == int(ram) == int(load) > 250 for _, _, _, hit, ram, _, load in cpu)

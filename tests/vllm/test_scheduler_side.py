@@ -278,7 +278,7 @@ def test_what_another_engine_is_storing_is_waited_for(engine: Engine) -> None:
     engine.holds(6)
     assert engine.finds(request) == (96, False)
     assert engine.finds(engine.arrives(132, "plain")) == (96, False)
-    assert engine.finds(engine.arrives(90, "short", **expecting)) == (64, False), "no more than it can use"
+    assert engine.finds(engine.arrives(90, "short", **expecting)) == (80, False), "no more than it can use"
 
 
 @pytest.mark.parametrize("engine", [{"lookup_timeout_ms": 300}], indirect=True)

@@ -260,8 +260,9 @@ class KvEvents:
             group = geometry.groups[transfer.group]
             # The parts of a rank come and go together, so only the last one is announced.
             tells = group.window_tokens is None and (geometry.parts is None or group.part == geometry.parts.here - 1)
-            if tells and not self.announced.knows(transfer.name):
-                end = ends[transfer.name.removesuffix(suffix_of(transfer.group, geometry))]
+            end = ends.get(transfer.name.removesuffix(suffix_of(transfer.group, geometry)))
+            # Another request's chunk, of which only the first blocks are loaded, has no end here.
+            if tells and end is not None and not self.announced.knows(transfer.name):
                 blocks = transfer.chunk_blocks * group.block_tokens // geometry.block_tokens
                 self.announced.know(transfer.name, self._described(request, transfer.group, end - blocks, end))
 

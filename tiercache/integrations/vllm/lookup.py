@@ -54,6 +54,7 @@ from tiercache.integrations.vllm.planning import (
     tail_lengths,
     window_chunks,
 )
+from tiercache.integrations.vllm.siblings import Siblings
 from tiercache.memory.slots import Lease
 from tiercache.tiers.base import Tier
 
@@ -66,6 +67,9 @@ _PART_FOR_PROMOTING = 0.8
 _MOST_QUESTIONS = 256
 """Limit of the questions for one hit: if only few recurrent states are stored, many are needed. Each is answered from
 memory, unless a shared tier has to be asked."""
+
+_MOST_SIBLINGS = 1 << 16
+"""Limit of the chunks whose block names a worker keeps, 16 bytes a block."""
 
 local: dict[tuple[str, int], LookupServer] = {}
 """The servers of workers that live in this process, by engine and rank."""
@@ -128,6 +132,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
     tokens_by_tier: dict[str, int]
     held: bool = False
+    sibling: bytes = b""
 
 
 async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
@@ -185,6 +190,9 @@ class LookupServer:
         # With several groups, every chunk must pass through the hot cache to be held.
         useful = not cache.config.enable_async_loading if geometry.plain else not self._direct
         self.claims = Claims(cache, geometry) if useful and cache.ahead.promotes else None
+        self._siblings = None
+        if geometry.plain and geometry.blocks_per_chunk > 1:
+            self._siblings = Siblings(geometry.blocks_per_chunk, min(_MOST_SIBLINGS, 2 * cache.cpu.pool.count))
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str = "") -> Match:
@@ -210,6 +218,8 @@ class LookupServer:
         cache, geometry, claims = self.thread.cache, self._geometry, self.claims if claim else None
         until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
         match, found = await locate(cache, names, geometry)
+        if self._siblings is not None:
+            await self._add_sibling(self._siblings, names, match, found)
         if claims is not None and not geometry.plain:
             return await claims.claim(claim, names, match, until_s) if match.blocks else match
         direct = self._direct
@@ -223,6 +233,26 @@ class LookupServer:
                 return match
         cache.warm_soon(for_host)
         return match
+
+    async def _add_sibling(
+        self, siblings: Siblings, names: Sequence[bytes], match: Match, found: list[ChunkKey]
+    ) -> None:
+        """Make a match longer if the first blocks after its whole chunks are those of another request's chunk in RAM."""
+        cache, geometry = self.thread.cache, self._geometry
+        whole = geometry.whole_chunks(match.blocks)
+        for blocks, name in siblings.like(names[whole:]):
+            if blocks <= match.blocks - whole:
+                break
+            keys = keys_of(cache.namespace, [name], geometry)
+            if cache.parts.reader.has_at_hand(keys[0]):
+                tiers = (await cache.lookup_keys(keys)).by_tier
+                tokens = match.shortened(whole, geometry).tokens_by_tier
+                for tier in tiers:
+                    tokens[tier] = tokens.get(tier, 0) + blocks * geometry.block_tokens
+                match.blocks, match.tokens_by_tier, match.sibling = whole + blocks, tokens, name
+                found[whole // geometry.blocks_per_chunk :] = keys
+                break
+        siblings.add(names)
 
     def ask(self, asked: Sequence[Lookup]) -> None:
         """Begin lookups. Called by the scheduler's thread in this process. Raises RuntimeError if the loop is closed."""
@@ -299,7 +329,7 @@ class LookupServer:
 
     async def _answer(self, answers: _Answers, question: Question) -> None:
         match = await self.find(question.names, question.claim)
-        answers.add(Answer(question.number, match.blocks, match.tokens_by_tier, match.held))
+        answers.add(Answer(question.number, match.blocks, match.tokens_by_tier, match.held, match.sibling))
 
 
 class _Answers:
@@ -473,7 +503,7 @@ class _Connection:
                 packed = await receive(reader, LARGEST_MESSAGE_BYTES)
                 for found in msgspec.msgpack.decode(packed, type=list[Answer]):
                     if (one := self._waiting.pop(found.number, None)) is not None:
-                        match = Match(found.blocks, found.tokens_by_tier, held=found.held)
+                        match = Match(found.blocks, found.tokens_by_tier, held=found.held, sibling=found.sibling)
                         self._client.answered(self._rank, one, match)
         except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, TierCacheError) as error:
             _miss(list(self._waiting.values()), error)

@@ -138,6 +138,8 @@ class Match:
     """No answer came, which counts as a miss."""
     held: bool = False
     """All blocks are in RAM and stay there for `HELD_FOR_S` after the question, so loading them cannot fail."""
+    sibling: bytes = b""
+    """The name of another request's chunk, whose first blocks are the blocks after the last whole chunk of this match."""
 
     def shortened(self, blocks: int, geometry: BlockGeometry) -> Match:
         """Return the match cut to its first `blocks` blocks. Tokens are taken from the first tiers first."""
@@ -152,10 +154,10 @@ def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
     """Return the match that all workers have, given one answer per worker.
 
     A worker with a longer match may lack the tail of a shorter one: it may have only the full chunk that this tail became.
-    So tails count only if all matches are equally long.
+    So tails count only if all matches are equally long, and siblings only if all workers have the same one.
     """
     match = min(answers, key=lambda match: match.blocks)
-    if any(answer.blocks != match.blocks for answer in answers):
+    if any((answer.blocks, answer.sibling) != (match.blocks, match.sibling) for answer in answers):
         match = match.shortened(geometry.whole_chunks(match.blocks), geometry)
     return replace(match, held=all(answer.held for answer in answers))
 
@@ -393,12 +395,14 @@ def plan_loads(
     end_token: int,
     tables: Tables,
     geometry: BlockGeometry,
+    sibling: bytes = b"",
 ) -> list[BlockTransfer]:
     """Return transfers that fill the blocks kept for tokens `first_token` .. `end_token` (multiples of a block).
 
     `names[i]` names the prefix that ends with block `i`. `matched_blocks` is the length of the hit, which decides whether
-    the last chunk is a tail. Groups with a window load only the blocks that the engine keeps; the first chunk may begin
-    before them. Raises ValueError if a block to fill is null, missing, or would be filled only in part.
+    the last chunk is a tail. `sibling`: see `Match`; it needs a plain geometry. Groups with a window load only the blocks
+    that the engine keeps; the first chunk may begin before them. Raises ValueError if a block to fill is null, missing, or
+    would be filled only in part.
     """
     if first_token % geometry.block_tokens or end_token % geometry.block_tokens:
         raise ValueError(
@@ -418,6 +422,8 @@ def plan_loads(
                     f"group {group.index}: expected blocks {first} .. {stop - 1} to load into, found {blocks}"
                 )
             transfers.append(BlockTransfer(name, len(part), first - part.start, blocks, position))
+    if sibling and end_token > geometry.whole_chunks(matched_blocks) * geometry.block_tokens:
+        transfers[-1] = transfers[-1]._replace(name=sibling, chunk_blocks=geometry.blocks_per_chunk)
     return transfers
 
 

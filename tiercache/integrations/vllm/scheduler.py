@@ -310,9 +310,8 @@ class SchedulerSide:
         tracked.admitted = True
         match = tracked.match or Match()
         if not tracked.load_failed and not tracked.saved_blocks:
-            tracked.saved_blocks = (
-                match.blocks if self.geometry.save_tails else self.geometry.whole_chunks(match.blocks)
-            )
+            is_saved = self.geometry.save_tails and not match.sibling
+            tracked.saved_blocks = match.blocks if is_saved else self.geometry.whole_chunks(match.blocks)
         if external_tokens <= 0:
             self._asking.let_go(tracked)
             return
@@ -321,8 +320,9 @@ class SchedulerSide:
         load = Load(request.request_id, [], tracked.loads_later, tracked.claim, trace=trace_of(request))
         try:
             load.transfers = plan_loads(
-                self._asking.names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry
-            )
+                self._asking.names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry,
+                match.sibling,
+            )  # fmt: skip
             planned = tuple(block for transfer in load.transfers for block in transfer.blocks)
             if planned != wanted or not planned:
                 raise RuntimeError(

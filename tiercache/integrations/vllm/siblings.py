@@ -1,0 +1,81 @@
+"""Find stored chunks that begin with the blocks which a request needs next. Pure: no vLLM, no asyncio.
+
+A request loads whole chunks as far as it shares them with earlier requests. Where it differs from them in the middle of a
+chunk, the first blocks of an earlier request's chunk are those that it needs. Block names are chained over the whole prefix,
+so equal names mean equal KV.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+_KEPT_BYTES = 16
+"""Bytes that are kept of each block's name. The names are cryptographic hashes, of which so many bytes are distinct."""
+_MOST_TRIED = 8
+
+
+class Siblings:
+    """The names of the blocks of many chunks, ordered so that chunks which begin alike are neighbours."""
+
+    def __init__(self, blocks_per_chunk: int, most: int) -> None:
+        """`most` is the number of chunks that are kept: those that were added last."""
+        self._step = blocks_per_chunk
+        self._most = most
+        self._sorted: list[bytes] = []
+        """The kept bytes of the names of each chunk's blocks."""
+        self._names: dict[bytes, bytes] = {}
+        """The name of each chunk, by these bytes."""
+        self._blocks: dict[bytes, bytes] = {}
+        """These bytes, by the name of the chunk. The chunks that were added last come last."""
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, names: Sequence[bytes]) -> None:
+        """Add the whole chunks of a request; `names` has one name per block."""
+        for end in range(self._step, len(names) + 1, self._step):
+            name = names[end - 1]
+            blocks = self._blocks.pop(name, None)
+            if blocks is None:
+                blocks = _joined(names[end - self._step : end])
+                insort(self._sorted, blocks)
+                self._names[blocks] = name
+            self._blocks[name] = blocks
+        while len(self._sorted) > self._most:
+            oldest = self._blocks.pop(next(iter(self._blocks)))
+            del self._sorted[bisect_left(self._sorted, oldest)], self._names[oldest]
+
+    def like(self, names: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Yield chunks that begin with the blocks of these names: how many, at least 1, and the name of the chunk.
+
+        Those with the most blocks come first, and only a few are tried.
+        """
+        wanted = _joined(names[: self._step])
+        right = bisect_left(self._sorted, wanted)
+        left = right - 1
+        for _ in range(_MOST_TRIED):
+            before = _blocks_in_common(self._sorted[left], wanted) if left >= 0 else 0
+            after = _blocks_in_common(self._sorted[right], wanted) if right < len(self._sorted) else 0
+            if not before and not after:
+                return
+            if before > after:
+                yield before, self._names[self._sorted[left]]
+                left -= 1
+            else:
+                yield after, self._names[self._sorted[right]]
+                right += 1
+
+
+def _joined(names: Sequence[bytes]) -> bytes:
+    return b"".join(name[:_KEPT_BYTES] for name in names)
+
+
+def _blocks_in_common(one: bytes, other: bytes) -> int:
+    """Return how many first blocks have equal names. Names are chained, so blocks after these differ."""
+    low, high = 0, min(len(one), len(other)) // _KEPT_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        end = middle * _KEPT_BYTES
+        low, high = (middle, high) if one[end - _KEPT_BYTES : end] == other[end - _KEPT_BYTES : end] else (low, middle - 1)
+    return low

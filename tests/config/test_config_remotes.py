@@ -124,11 +124,11 @@ def test_lmcaches_settings_of_tiers_that_are_not_there_are_named(load_text) -> N
             "remote_storage_plugins: [redis]\nremote_storage_plugin.redis.role: owner",
             "remote_storage_plugin.redis.role: expected one of both, read, write, found 'owner'",
         ),
-        ("remote_storage_plugins: [redis, redis]", "every instance needs a name of its own"),
+        ("remote_storage_plugins: [redis, redis]", "every instance needs its own name"),
         (
             "remote_storage_plugins: [disk]\nextra_config: {remote_storage_plugin.disk.module_path: a, "
             "remote_storage_plugin.disk.class_name: b}",
-            "remote_storage_plugins: 'disk' is the name of a tier of ours; give the instance one of its own, such as disk.a",
+            "remote_storage_plugins: 'disk' is the name of a tier of ours; give the instance another, such as disk.a",
         ),
         ("remote_storage_plugins: [redsi.a]", "there is no type 'redsi' (redsi.a); the nearest is redis"),
         (

@@ -97,7 +97,7 @@ def test_numa_modes() -> None:
 
 @pytest.mark.parametrize("hugepages", [False, True])
 def test_memory_that_is_not_to_be_had_is_one_sentence(hugepages: bool) -> None:
-    with pytest.raises(ConfigError, match=r"max_local_cpu_size: 65536.00 GB .*not to be had .*GB free\. Lower it"):
+    with pytest.raises(ConfigError, match=r"max_local_cpu_size: 65536.00 GB .*cannot be reserved .*GB free\. Lower it"):
         Arena(ArenaSettings(size_bytes=1 << 46, hugepages=hugepages))
 
 
@@ -114,7 +114,7 @@ def test_memory_that_a_limit_refuses_is_one_sentence_and_leaves_nothing(kind: st
         "    print(error)"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("max_local_cpu_size: 0.25 GB of memory are not to be had (Cannot allocate memory)")
+    assert run.stdout.startswith("max_local_cpu_size: 0.25 GB of memory cannot be reserved (Cannot allocate memory)")
     assert not (Path("/dev/shm") / f"tiercache.{shm_name}").exists()
 
 
@@ -127,7 +127,7 @@ def test_memory_that_gives_out_while_it_is_touched_is_given_back_at_once(
     monkeypatch.setattr("tiercache.memory.arena._populate_call", lambda: populate)
     gc.disable()
     try:
-        with pytest.raises(ConfigError, match="not to be had"):
+        with pytest.raises(ConfigError, match="cannot be reserved"):
             Arena(ArenaSettings(size_bytes=SIZE, shm_name=shm_name))
         assert shm_name not in Path("/proc/self/maps").read_text()
     finally:

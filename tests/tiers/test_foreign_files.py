@@ -118,7 +118,7 @@ async def test_nothing_of_others_is_touched_or_counted(
     assert seen(place) == before
     said = [message for message in caplog.messages if "of others" in message]
     assert len(said) == 1, "one warning, the first time"
-    assert said[0].startswith(f"{place} holds files of others, such as ")
+    assert said[0].startswith(f"{place} holds foreign files, such as ")
     assert any(path.name in said[0] for path in place.iterdir() if path.name != "tiercache-chunks")
 
 
@@ -184,7 +184,7 @@ async def test_files_of_others_that_have_all_but_the_header_of_a_chunk_stay(
         assert tier.statistics().occupied_bytes <= FEW_BYTES + 4096
     after = seen(place)
     assert {str(path): after.get(str(path)) for path in theirs} == {str(path): before[str(path)] for path in theirs}
-    assert sum("have the names of chunks" in message for message in caplog.messages) == 1
+    assert sum("foreign files have names of chunks" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("kind", ["disk"])
@@ -386,7 +386,7 @@ async def test_only_headers_that_verify_make_a_directory_ours(
                 await tier.scanned()
                 assert await is_hit(tier, 30)
     assert seen(place) == before
-    assert any("holds files of others" in message for message in caplog.messages)
+    assert any("holds foreign files" in message for message in caplog.messages)
 
 
 BLANK = (b"", bytes(FILE_BYTES), bytes(10_000))

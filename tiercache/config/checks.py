@@ -138,11 +138,11 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
                 f"remote_storage_plugins: {plugin} needs {PLUGIN_PREFIX}{plugin}.base_path or hf3fs_base_path",
             )
     if len(set(listed)) < len(listed):
-        yield ("remote_storage_plugins",), "remote_storage_plugins: every instance needs a name of its own"
+        yield ("remote_storage_plugins",), "remote_storage_plugins: every instance needs its own name"
     for plugin in sorted(OWN_NAMES.intersection(listed)):
         yield (
             ("remote_storage_plugins",),
-            f"remote_storage_plugins: {plugin!r} is the name of a tier of ours; give the instance one of its own, such as "
+            f"remote_storage_plugins: {plugin!r} is the name of a tier of ours; give the instance another, such as "
             f"{plugin}.a",
         )
     scheme = (values.get("remote_url") or "").partition("://")[0]

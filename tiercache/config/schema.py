@@ -169,7 +169,7 @@ class ConfigFields:
         Number(high=1.0), 0.5, "of the hot cache: the most that prefetched and pinned chunks may take", tier="cpu", ours=True
     )
     prefetch_bytes_per_s: float = _key(
-        Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: whatever demand reads leave", tier="cpu", ours=True
+        Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: what demand reads leave", tier="cpu", ours=True
     )
 
     shared_memory_path: str | None = _key(

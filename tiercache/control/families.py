@@ -178,7 +178,7 @@ FAMILIES = (
     _gauge("writer_writing", "writers.*.writing", "Chunks that are being written."),
     _counter("hits", "reader.hits.*", "Chunks served, by the tier that had them."),
     _counter("reader_misses", "reader.misses", "Chunks found in no tier."),
-    _counter("reader_joined", "reader.joined", "Reads that joined one under way."),
+    _counter("reader_joined", "reader.joined", "Reads that joined one in flight."),
     _counter("reader_late", "reader.late", "Reads given up at their deadline."),
     _counter("reader_corrupt", "reader.corrupt", "Reads that failed verification."),
     _counter("reader_failed", "reader.failed", "Reads that failed."),

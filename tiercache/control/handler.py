@@ -128,7 +128,7 @@ class Handler:
             # Drop ended handles when their place is needed; until then their outcome can be queried.
             ended = next((other for other, handle in self._handles.items() if handle.done), None)
             if ended is None:
-                raise ControlError("busy", f"{_MOST_HANDLES} prefetches are under way; cancel some, or wait")
+                raise ControlError("busy", f"{_MOST_HANDLES} prefetches are in flight; cancel some, or wait")
             del self._handles[ended]
         handle = self._cache.prefetch(keys, deadline=command.deadline_s, ttl=command.ttl_s, priority=command.priority)
         self._handles.pop(name, None)  # the newest is the last

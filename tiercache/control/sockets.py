@@ -47,7 +47,7 @@ def _check_peer(path: Path, connection: socket.socket) -> None:
         raise ControlError(
             "refused",
             f"{path}: user {user} answers there, and not user {os.geteuid()}, who asks; run both as one user, or put the "
-            "socket into a directory that nobody else may write to",
+            "socket into a directory that only you may write to",
         )
 
 

@@ -126,7 +126,7 @@ class Arena:
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return (
-            f"max_local_cpu_size: {self.size_bytes / 2**30:.2f} GB of memory are not to be had ({reason}); this machine has "
+            f"max_local_cpu_size: {self.size_bytes / 2**30:.2f} GB of memory cannot be reserved ({reason}); there are "
             f"{free_bytes / 2**30:.2f} GB free. Lower it, or raise what this process may have (ulimit -v, the container's "
             "memory)"
         )
@@ -144,7 +144,7 @@ class Arena:
             )
         except OSError as error:
             logger.warning(
-                "local_cpu_use_hugepages: %d huge pages of 2 MiB are not to be had (%s); using normal pages with "
+                "local_cpu_use_hugepages: %d huge pages of 2 MiB cannot be reserved (%s); using normal pages with "
                 "transparent huge pages. Reserve them with: sysctl vm.nr_hugepages=%d",
                 self.size_bytes // HUGE_PAGE_BYTES,
                 error.strerror,

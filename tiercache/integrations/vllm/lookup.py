@@ -610,7 +610,7 @@ class Claims:
         return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
 
     def release(self, *names_of_claims: str) -> None:
-        """Release all chunks held under these names. Their lookups, if still under way, hold nothing later."""
+        """Release all chunks held under these names. Lookups of these claims that have not ended hold nothing later."""
         now_s = asyncio.get_running_loop().time()
         longest_s = self._cache.config.lookup_timeout_ms / 1000
         while self._over and next(iter(self._over.values())) <= now_s:

@@ -115,7 +115,7 @@ SAMPLED = (
     _tiering(
         "cascade_job_failures", "counter", "Writes to such a tier that were given up.", _below("writers", "dropped")
     ),
-    _tiering("active_promotion_jobs", "gauge", "Reads under way.", _reads(lambda read: read["reading"])),
+    _tiering("active_promotion_jobs", "gauge", "Reads in flight.", _reads(lambda read: read["reading"])),
     _tiering("active_cascade_jobs", "gauge", "Chunks that wait to be written, or are being written.", _unwritten),
     Family(
         f"{_OFFLOAD}allocation_failure",

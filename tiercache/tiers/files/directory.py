@@ -411,7 +411,7 @@ class Scanner:
 
     def _distrust_names(self, name: str) -> None:
         if self._trusts_names:
-            logger.warning("%s: files of others have the names of chunks, such as %s; they stay", self._root, name)
+            logger.warning("%s: foreign files have names of chunks, such as %s; they stay", self._root, name)
         self._trusts_names = False
 
     def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
@@ -775,11 +775,11 @@ def _why_not(root: Path, access: Access) -> str:
         return f"belongs to user {status.st_uid}"
     if not status.st_mode & stat.S_ISVTX:
         if status.st_mode & stat.S_IWOTH:
-            return "may be written to by everybody"
+            return "may be written to by all users"
         if status.st_mode & stat.S_IWGRP and access.file_mode == FILE_MODE:
             return "may be written to by its group, and file_access is not group"
     others = _of_others(root)
-    return f"holds files of others, such as {', '.join(others[:3])}" if others else ""
+    return f"holds foreign files, such as {', '.join(others[:3])}" if others else ""
 
 
 def _of_others(place: Path) -> list[str]:

@@ -55,7 +55,7 @@ _CODES = {
     -200: "no room in any segment",
     -600: "invalid parameters",
     -601: "illegal client",
-    -706: "somebody reads the value",
+    -706: "the value is being read",
     -707: "the read took longer than the master's lease",
     -708: "the value is being copied",
     -714: "the replica is busy",

@@ -88,7 +88,7 @@ def _from_url(settings: RemoteSettings) -> str:
     address, _, query = rest.partition("?")
     address = address.partition("/")[0]
     if query and not query.startswith("device="):
-        raise settings.error("url", "no parameter but device is known; say it in an option of its own")
+        raise settings.error("url", "no parameter but device is known; give it as an option")
     host, colon, port = address.rpartition(":")
     if "@" in rest:
         raise settings.error("url", "Mooncake's master takes no credentials")

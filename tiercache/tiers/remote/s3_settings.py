@@ -144,7 +144,7 @@ def read_identity(settings: RemoteSettings) -> Identity:
     region = (profile or {}).get("region")
     key, secret = options.get("access_key_id"), options.get("secret_access_key")
     if options.get("skip_signature"):
-        return Identity("nobody (skip_signature)", anonymous=True, region=region)
+        return Identity("no credentials (skip_signature)", anonymous=True, region=region)
     if key and secret:
         # The client would add an AWS_SESSION_TOKEN of other credentials to keys in its options, not to a provider's.
         return Identity("the settings", _fixed(key, secret, options.get("session_token")), region=region)

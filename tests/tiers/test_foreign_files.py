@@ -116,7 +116,7 @@ async def test_nothing_of_others_is_touched_or_counted(
         async with opened(kind, place) as tier:
             assert await is_hit(tier, 40), "what was stored is found by the next start"
     assert seen(place) == before
-    said = [message for message in caplog.messages if "of others" in message]
+    said = [message for message in caplog.messages if "foreign files, such as" in message]
     assert len(said) == 1, "one warning, the first time"
     assert said[0].startswith(f"{place} holds foreign files, such as ")
     assert any(path.name in said[0] for path in place.iterdir() if path.name != "tiercache-chunks")

@@ -1,0 +1,200 @@
+"""`python -m tests.bench.vllm.rivals`: the workloads of LMCache's own benchmark client against servers with and without us.
+
+The client is installed apart, since it has the name of LMCache's package:
+
+    pip install --no-deps --target build/lmcache-cli lmcache-cli
+    pip install openai sortedcontainers matplotlib
+
+All servers run at the same time with the same threads and are asked in turn. Each run has documents of its own, and begins
+with nothing in the engine's own cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench.vllm.installed import require_installed
+from tests.bench.vllm.servers import Side
+from tests.bench.vllm.workload import BLOCK_TOKENS
+from tiercache.bench.figures import Figures
+from tiercache.bench.workload import in_turn
+from tiercache.commands.findings import complain
+from tiercache.demo.model import ModelFailed, prepare_model
+from tiercache.demo.server import CONNECTOR, ServerFailed, serving
+from tiercache.signals import ended_by_signals
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_LONGEST_TOKENS = 4096
+_SEQUENCES = 8
+_HOT_GB = 2.0
+_TOKENS_PER_GB = 20_000
+"""Makes the client ask about ten documents of 2,000 tokens."""
+_WORKLOADS: dict[str, tuple[str, ...]] = {
+    "long-doc-qa": ("--ldqa-document-length", "2000", "--ldqa-query-per-document", "3"),
+    "multi-round-chat": (
+        *("--mrc-shared-prompt-length", "500", "--mrc-chat-history-length", "1000"),
+        *("--mrc-user-input-length", "50", "--mrc-output-length", "20", "--mrc-qps", "0.8", "--mrc-duration", "60"),
+    ),
+    "random-prefill": ("--rp-request-length", "1500", "--rp-num-requests", "16"),
+}
+_OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        # vLLM's own memory tier, which needs a specification of ours on a CPU.
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "tiercache.integrations.vllm_offloading",
+        "cpu_bytes_to_use": int(_HOT_GB * 2**30),
+    },
+}
+_OURS = "max_local_cpu_size: {hot_gb}\n"
+_OURS_ON_DISK = _OURS + 'local_disk: "{directory}"\nmax_local_disk_size: 4.0\n'
+_FIGURES = {
+    "mean TTFT ms": "mean_ttft_ms", "p99 TTFT ms": "p99_ttft_ms", "total s": "elapsed_time", "done": "successful_requests"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A server: its engine's blocks, its tiercache.yaml if it has one, and more arguments."""
+
+    blocks: int
+    config: str = ""
+    arguments: tuple[str, ...] = ()
+
+
+def _settings(engine_blocks: int) -> dict[str, _Setting]:
+    return {
+        "vLLM alone": _Setting(engine_blocks),
+        "OffloadingConnector": _Setting(engine_blocks, arguments=("--kv-transfer-config", json.dumps(_OFFLOADING))),
+        "tiercache": _Setting(engine_blocks, _OURS),
+        "tiercache, disk": _Setting(engine_blocks, _OURS_ON_DISK),
+        "engine cache that holds all": _Setting(512),
+    }
+
+
+@app.command()
+def rivals(
+    client: Annotated[Path, typer.Option(help="Where lmcache-cli was installed by pip install --target.")] = Path(
+        "build/lmcache-cli"
+    ),
+    workloads: Annotated[str, typer.Option(help=f"Comma list of: {', '.join(_WORKLOADS)}.")] = "long-doc-qa",
+    servers: Annotated[str, typer.Option(help="Comma list of beginnings of servers' names; all without it.")] = "",
+    pairs: Annotated[int, typer.Option(min=1, help="Runs of each server.")] = 3,
+    engine_blocks: Annotated[int, typer.Option(min=20, help="Blocks of the small engine cache.")] = 64,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Mean and p99 time to first token and total time of each server, as LMCache's benchmark client measures them."""
+    if not (client / "lmcache" / "cli").is_dir():
+        raise typer.Exit(complain(f"--client: {client} has no lmcache-cli; see {__name__}"))
+    require_installed()
+    wanted = tuple(servers.split(",")) if servers else ("",)
+    settings = {name: one for name, one in _settings(engine_blocks).items() if name.startswith(wanted)}
+    figures = Figures()
+    try:
+        with tempfile.TemporaryDirectory(prefix="rivals-", dir=Path.cwd()) as directory, ExitStack() as stack:
+            started = {name: _started(stack, name, one, Path(directory)) for name, one in settings.items()}
+            for workload in workloads.split(","):
+                asyncio.run(_measure(figures, started, workload, pairs, client, Path(directory)))
+    except (ModelFailed, ServerFailed) as error:
+        raise typer.Exit(complain(str(error))) from error
+    for workload in workloads.split(","):
+        _show(figures, workload, list(settings))
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures.to_dict(), indent=1))
+
+
+def _started(stack: ExitStack, name: str, setting: _Setting, directory: Path) -> Side:
+    print(f"starting {name}", file=sys.stderr)
+    place = directory / name.replace(" ", "-").replace(",", "")
+    place.mkdir()
+    config = place / "tiercache.yaml" if setting.config else None
+    if config is not None:
+        config.write_text(setting.config.format(hot_gb=_HOT_GB, directory=place / "kv"))
+    arguments = [
+        *("--max-model-len", str(_LONGEST_TOKENS), "--max-num-seqs", str(_SEQUENCES)),
+        *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(setting.blocks)),
+        *setting.arguments,
+    ]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:2])),
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+    }
+    server = stack.enter_context(
+        serving(
+            prepare_model(),
+            place / "server.log",
+            config,
+            connector=CONNECTOR,
+            arguments=arguments,
+            environment=environment,
+        )
+    )
+    return Side(name, server)
+
+
+async def _measure(
+    figures: Figures, sides: dict[str, Side], workload: str, pairs: int, client: Path, directory: Path
+) -> None:
+    for pair in range(pairs):
+        print(f"{workload}, run {pair + 1} of {pairs}", file=sys.stderr)
+        await in_turn(
+            pair, *(partial(_run, figures, side, workload, pair, client, directory) for side in sides.values())
+        )
+
+
+async def _run(figures: Figures, side: Side, workload: str, seed: int, client: Path, directory: Path) -> None:
+    await asyncio.to_thread(side.server.forget_prefix_cache)
+    await side.settle()
+    found = await asyncio.to_thread(_ask, side, workload, seed, client, directory)
+    for name, field in _FIGURES.items():
+        figures.add(f"{workload}.{side.name}.{name}", float(found[field]))
+
+
+def _ask(side: Side, workload: str, seed: int, client: Path, directory: Path) -> dict[str, Any]:
+    """Run the client; return its results."""
+    command = [
+        *(sys.executable, "-m", "lmcache.cli.main", "bench", "engine", "--engine-url", side.server.url),
+        *("--workload", workload, "--kv-cache-volume", "1", "--tokens-per-gb-kvcache", str(_TOKENS_PER_GB)),
+        *("--seed", str(seed), "--output-dir", str(directory), "--no-csv", "--json", "-q", "--no-interactive"),
+        *_WORKLOADS[workload],
+    ]
+    environment = os.environ | {"PYTHONPATH": str(client.resolve()), "LMCACHE_DISABLE_BANNER": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    if run.returncode:
+        raise ServerFailed(f"lmcache bench engine ended with status {run.returncode}: {run.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads((directory / "bench_summary.json").read_text())["results"]
+    return found
+
+
+def _show(figures: Figures, workload: str, names: list[str]) -> None:
+    table = Table(title=f"lmcache bench engine, {workload}: medians (extremes)")
+    for column in ("server", *_FIGURES):
+        table.add_column(column)
+    for name in names:
+        cells = []
+        for figure in _FIGURES:
+            found = figures.to_dict()[f"{workload}.{name}.{figure}"]
+            cells.append(f"{found['median']:,.4g} ({found['min']:,.4g} to {found['max']:,.4g})")
+        table.add_row(name, *cells)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    with ended_by_signals():
+        app()

@@ -68,7 +68,7 @@ _MOST_QUESTIONS = 256
 """Limit of the questions for one hit: if only few recurrent states are stored, many are needed. Each is answered from
 memory, unless a shared tier has to be asked."""
 
-_MOST_SIBLINGS = 1 << 16
+_MOST_SIBLINGS = 1 << 14
 """Limit of the chunks whose block names a worker keeps, 16 bytes a block."""
 
 local: dict[tuple[str, int], LookupServer] = {}

@@ -8,6 +8,7 @@ so equal names mean equal KV.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 _KEPT_BYTES = 16
@@ -26,7 +27,7 @@ class Siblings:
         """The kept bytes of the names of each chunk's blocks."""
         self._names: dict[bytes, bytes] = {}
         """The name of each chunk, by these bytes."""
-        self._blocks: dict[bytes, bytes] = {}
+        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         """These bytes, by the name of the chunk. The chunks that were added last come last."""
 
     def __len__(self) -> int:
@@ -36,14 +37,14 @@ class Siblings:
         """Add the whole chunks of a request; `names` has one name per block."""
         for end in range(self._step, len(names) + 1, self._step):
             name = names[end - 1]
-            blocks = self._blocks.pop(name, None)
-            if blocks is None:
-                blocks = _joined(names[end - self._step : end])
-                insort(self._sorted, blocks)
-                self._names[blocks] = name
-            self._blocks[name] = blocks
+            if name in self._blocks:
+                self._blocks.move_to_end(name)
+                continue
+            blocks = self._blocks[name] = _joined(names[end - self._step : end])
+            insort(self._sorted, blocks)
+            self._names[blocks] = name
         while len(self._sorted) > self._most:
-            oldest = self._blocks.pop(next(iter(self._blocks)))
+            _, oldest = self._blocks.popitem(last=False)
             del self._sorted[bisect_left(self._sorted, oldest)], self._names[oldest]
 
     def like(self, names: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.vllm.test_lookup import Worker, answer_of, begun, engine  # noqa: F401
 from tiercache.core.keys import keys_from_hashes
 from tiercache.integrations.vllm.lookup import LookupClient
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, Match, plan_loads
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, Match, Sibling, plan_loads
 from tiercache.integrations.vllm.siblings import Siblings
 
 STEP = 4
@@ -20,20 +20,27 @@ GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=STEP)
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12), st.lists(st.integers(0, 2), max_size=9))
-def test_the_chunk_with_the_most_blocks_in_common_comes_first(requests: list[list[int]], wanted: list[int]) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12),
+    st.lists(st.integers(0, 2), max_size=9),
+    st.booleans(),
+)
+def test_the_chunk_with_the_most_blocks_in_common_comes_first(
+    requests: list[list[int]], wanted: list[int], tails: bool
+) -> None:
     distinct: dict[tuple[int, ...], bytes] = {}
 
     def names(request: list[int]) -> list[bytes]:
         return [distinct.setdefault(tuple(request[: end + 1]), os.urandom(32)) for end in range(len(request))]
 
-    siblings = Siblings(STEP, 1000)
+    siblings = Siblings(STEP, 1000, tails=tails)
     for request in requests:
         siblings.add(names(request))
     chunks = {
-        names(request)[end - 1]: names(request)[end - STEP : end]
+        names(request)[start:][:STEP][-1]: names(request)[start:][:STEP]
         for request in requests
-        for end in range(STEP, len(request) + 1, STEP)
+        for start in range(0, len(request), STEP)
+        if tails or start + STEP <= len(request)
     }
     assert len(siblings) == len(chunks)
     whole = len(wanted) // STEP * STEP
@@ -41,7 +48,8 @@ def test_the_chunk_with_the_most_blocks_in_common_comes_first(requests: list[lis
     common = {name: sum(a == b for a, b in zip(blocks, rest, strict=False)) for name, blocks in chunks.items()}
     found = list(siblings.like(rest))
     assert [blocks for blocks, _ in found] == sorted((n for n in common.values() if n), reverse=True)[:8]
-    assert all(common[name] == blocks for blocks, name in found)
+    for blocks, sibling in found:
+        assert (common[sibling.name], len(chunks[sibling.name])) == (blocks, sibling.chunk_blocks)
 
 
 def test_the_chunks_that_were_added_first_are_dropped() -> None:
@@ -56,12 +64,14 @@ def test_the_chunks_that_were_added_first_are_dropped() -> None:
 def test_the_last_blocks_of_a_hit_are_loaded_from_the_other_chunk() -> None:
     names = [bytes([number]) * 32 for number in range(8)]
     tables = [[*range(101, 109)]]
-    other = b"o" * 32
+    other = Sibling(b"o" * 32, 4)
     assert plan_loads(names, 6, 0, 96, tables, GEOMETRY, other) == [
         BlockTransfer(names[3], 4, 0, (101, 102, 103, 104)),
-        BlockTransfer(other, 4, 0, (105, 106)),
+        BlockTransfer(other.name, 4, 0, (105, 106)),
     ]
-    assert plan_loads(names, 6, 80, 96, tables, GEOMETRY, other) == [BlockTransfer(other, 4, 1, (106,))]
+    assert plan_loads(names, 6, 80, 96, tables, GEOMETRY, other) == [BlockTransfer(other.name, 4, 1, (106,))]
+    tail = Sibling(b"t" * 32, 3)
+    assert plan_loads(names, 6, 64, 96, tables, GEOMETRY, tail) == [BlockTransfer(tail.name, 3, 0, (105, 106))]
     assert plan_loads(names, 6, 0, 64, tables, GEOMETRY, other) == [BlockTransfer(names[3], 4, 0, (101, 102, 103, 104))]
 
 
@@ -87,7 +97,7 @@ def test_a_hit_goes_on_into_another_requests_chunk(engine: str, ranks: int) -> N
     with ExitStack() as stack:
         workers = [stack.enter_context(Holder(engine, rank, STORED)) for rank in range(ranks)]
         match = answer_of(begun(client, ASKED, "r"))
-        assert (match.blocks, match.tokens_by_tier, match.sibling) == (6, {"cpu": 96}, STORED[7])
+        assert (match.blocks, match.tokens_by_tier, match.sibling) == (6, {"cpu": 96}, Sibling(STORED[7], 4))
         for worker in workers:
             if worker.server.claims is not None:
                 assert set(worker.server.claims.leases) == set(worker.keys)
@@ -95,6 +105,18 @@ def test_a_hit_goes_on_into_another_requests_chunk(engine: str, ranks: int) -> N
             cache = workers[1].thread.cache
             workers[1].thread.submit(cache.forget(workers[1].keys[1:])).result(10)
             assert answer_of(begun(client, ASKED)) == Match(4, {"cpu": 64})
+    client.close()
+
+
+def test_a_hit_goes_on_into_another_requests_tail(engine: str) -> None:  # noqa: F811
+    client = LookupClient(engine, 1, GEOMETRY, 5.0)
+    with Worker(engine, 0, 0) as worker:
+        cache = worker.thread.cache
+        worker.thread.submit(worker.server.find(STORED[:7])).result(10)
+        for key, blocks in zip(keys_from_hashes(cache.namespace, [STORED[3], STORED[6]]), (4, 3), strict=True):
+            assert worker.thread.submit(cache.put(key, b"x" * 1024 * blocks)).result(10)
+        match = answer_of(begun(client, ASKED))
+        assert (match.blocks, match.sibling) == (6, Sibling(STORED[6], 3))
     client.close()
 
 

@@ -44,6 +44,7 @@ from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     HitSearch,
     Match,
+    Sibling,
     agreed,
     all_names,
     full_chunks,
@@ -132,7 +133,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
     tokens_by_tier: dict[str, int]
     held: bool = False
-    sibling: bytes = b""
+    sibling: Sibling | None = None
 
 
 async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
@@ -192,7 +193,8 @@ class LookupServer:
         self.claims = Claims(cache, geometry) if useful and cache.ahead.promotes else None
         self._siblings = None
         if geometry.plain and geometry.blocks_per_chunk > 1:
-            self._siblings = Siblings(geometry.blocks_per_chunk, min(_MOST_SIBLINGS, 2 * cache.cpu.pool.count))
+            most = min(_MOST_SIBLINGS, 2 * cache.cpu.pool.count)
+            self._siblings = Siblings(geometry.blocks_per_chunk, most, tails=geometry.save_tails)
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str = "") -> Match:
@@ -240,16 +242,16 @@ class LookupServer:
         """Make a match longer if the first blocks after its whole chunks are those of another request's chunk in RAM."""
         cache, geometry = self.thread.cache, self._geometry
         whole = geometry.whole_chunks(match.blocks)
-        for blocks, name in siblings.like(names[whole:]):
+        for blocks, sibling in siblings.like(names[whole:]):
             if blocks <= match.blocks - whole:
                 break
-            keys = keys_of(cache.namespace, [name], geometry)
+            keys = keys_of(cache.namespace, [sibling.name], geometry)
             if cache.parts.reader.has_at_hand(keys[0]):
                 tiers = (await cache.lookup_keys(keys)).by_tier
                 tokens = match.shortened(whole, geometry).tokens_by_tier
                 for tier in tiers:
                     tokens[tier] = tokens.get(tier, 0) + blocks * geometry.block_tokens
-                match.blocks, match.tokens_by_tier, match.sibling = whole + blocks, tokens, name
+                match.blocks, match.tokens_by_tier, match.sibling = whole + blocks, tokens, sibling
                 found[whole // geometry.blocks_per_chunk :] = keys
                 break
         siblings.add(names)

@@ -128,6 +128,14 @@ class BlockTransfer(NamedTuple):
     """Position in the geometry's `groups` of the group that has the blocks."""
 
 
+class Sibling(NamedTuple):
+    """Another request's chunk, whose first blocks a request can load."""
+
+    name: bytes
+    chunk_blocks: int
+    """Number of blocks of the whole chunk or tail."""
+
+
 @dataclass
 class Match:
     """The result of a lookup: blocks of the contiguous prefix, and their tokens by tier."""
@@ -138,8 +146,8 @@ class Match:
     """No answer came, which counts as a miss."""
     held: bool = False
     """All blocks are in RAM and stay there for `HELD_FOR_S` after the question, so loading them cannot fail."""
-    sibling: bytes = b""
-    """The name of another request's chunk, whose first blocks are the blocks after the last whole chunk of this match."""
+    sibling: Sibling | None = None
+    """The chunk whose first blocks are the blocks after the last whole chunk of this match."""
 
     def shortened(self, blocks: int, geometry: BlockGeometry) -> Match:
         """Return the match cut to its first `blocks` blocks. Tokens are taken from the first tiers first."""
@@ -395,7 +403,7 @@ def plan_loads(
     end_token: int,
     tables: Tables,
     geometry: BlockGeometry,
-    sibling: bytes = b"",
+    sibling: Sibling | None = None,
 ) -> list[BlockTransfer]:
     """Return transfers that fill the blocks kept for tokens `first_token` .. `end_token` (multiples of a block).
 
@@ -423,7 +431,7 @@ def plan_loads(
                 )
             transfers.append(BlockTransfer(name, len(part), first - part.start, blocks, position))
     if sibling and end_token > geometry.whole_chunks(matched_blocks) * geometry.block_tokens:
-        transfers[-1] = transfers[-1]._replace(name=sibling, chunk_blocks=geometry.blocks_per_chunk)
+        transfers[-1] = transfers[-1]._replace(name=sibling.name, chunk_blocks=sibling.chunk_blocks)
     return transfers
 
 

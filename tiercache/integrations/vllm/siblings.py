@@ -11,6 +11,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from tiercache.integrations.vllm.planning import Sibling
+
 _KEPT_BYTES = 16
 """Bytes that are kept of each block's name. The names are cryptographic hashes, of which so many bytes are distinct."""
 _MOST_TRIED = 8
@@ -19,12 +21,13 @@ _MOST_TRIED = 8
 class Siblings:
     """The names of the blocks of many chunks, ordered so that chunks which begin alike are neighbours."""
 
-    def __init__(self, blocks_per_chunk: int, most: int) -> None:
-        """`most` is the number of chunks that are kept: those that were added last."""
+    def __init__(self, blocks_per_chunk: int, most: int, *, tails: bool = False) -> None:
+        """`most` is the number of chunks that are kept: those that were added last. `tails`: requests store tails too."""
         self._step = blocks_per_chunk
         self._most = most
+        self._tails = tails
         self._sorted: list[bytes] = []
-        """The kept bytes of the names of each chunk's blocks."""
+        """The kept bytes of the names of each chunk's blocks. A tail comes before the chunk that it became."""
         self._names: dict[bytes, bytes] = {}
         """The name of each chunk, by these bytes."""
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
@@ -34,21 +37,23 @@ class Siblings:
         return len(self._sorted)
 
     def add(self, names: Sequence[bytes]) -> None:
-        """Add the whole chunks of a request; `names` has one name per block."""
-        for end in range(self._step, len(names) + 1, self._step):
+        """Add the chunks of a request; `names` has one name per block."""
+        last = len(names) if self._tails else len(names) - len(names) % self._step
+        for start in range(0, last, self._step):
+            end = min(start + self._step, last)
             name = names[end - 1]
             if name in self._blocks:
                 self._blocks.move_to_end(name)
                 continue
-            blocks = self._blocks[name] = _joined(names[end - self._step : end])
+            blocks = self._blocks[name] = _joined(names[start:end])
             insort(self._sorted, blocks)
             self._names[blocks] = name
         while len(self._sorted) > self._most:
             _, oldest = self._blocks.popitem(last=False)
             del self._sorted[bisect_left(self._sorted, oldest)], self._names[oldest]
 
-    def like(self, names: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
-        """Yield chunks that begin with the blocks of these names: how many, at least 1, and the name of the chunk.
+    def like(self, names: Sequence[bytes]) -> Iterator[tuple[int, Sibling]]:
+        """Yield chunks that begin with the blocks of these names: how many, at least 1, and the chunk.
 
         Those with the most blocks come first, and only a few are tried.
         """
@@ -61,11 +66,15 @@ class Siblings:
             if not before and not after:
                 return
             if before > after:
-                yield before, self._names[self._sorted[left]]
+                yield before, self._sibling(left)
                 left -= 1
             else:
-                yield after, self._names[self._sorted[right]]
+                yield after, self._sibling(right)
                 right += 1
+
+    def _sibling(self, position: int) -> Sibling:
+        blocks = self._sorted[position]
+        return Sibling(self._names[blocks], len(blocks) // _KEPT_BYTES)
 
 
 def _joined(names: Sequence[bytes]) -> bytes:
@@ -78,5 +87,7 @@ def _blocks_in_common(one: bytes, other: bytes) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         end = middle * _KEPT_BYTES
-        low, high = (middle, high) if one[end - _KEPT_BYTES : end] == other[end - _KEPT_BYTES : end] else (low, middle - 1)
+        low, high = (
+            (middle, high) if one[end - _KEPT_BYTES : end] == other[end - _KEPT_BYTES : end] else (low, middle - 1)
+        )
     return low

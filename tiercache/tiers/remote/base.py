@@ -7,11 +7,10 @@ asynchronous client, and `examples/sqlite_tier.py` for a small example.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ import numpy as np
 from tiercache.core.header import MAGIC, Header, HeaderError, payload_checksum
 from tiercache.core.index import RememberedKeys
 from tiercache.core.keys import ChunkKey
+from tiercache.core.tombstones import Tombstones
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import Tier, TierStatistics, Traits
@@ -113,8 +113,8 @@ class RemoteTier(Tier):
         """Keys whose value recently failed verification; lookups do not report them."""
         self._writing: set[ChunkKey] = set()
         self._removing_bad: set[ChunkKey] = set()
-        self._changes: list[set[ChunkKey]] = []
-        """Keys that were written or removed during each lookup and read in flight."""
+        self._removed = Tombstones()
+        """Removals, since a lookup or a read in flight may have found the value before."""
         self._operations: set[asyncio.Future[Any]] = set()
         self.counters = TierStatistics()
         self._open = False
@@ -215,15 +215,11 @@ class RemoteTier(Tier):
         now_s = time.monotonic()
         unknown = [key for key in keys if not self.known.has(key, now_s) and not self._bad.has(key, now_s)]
         if unknown:
-            with self._changes_meanwhile() as changed:
-                found = await self._exist(unknown)
+            epoch = self._removed.epoch
+            found = await self._exist(unknown)
             for key, is_there in zip(unknown, found, strict=True):
-                if key in changed:
-                    continue
-                if is_there and not self._bad.has(key, now_s):
+                if is_there and not self._bad.has(key, now_s) and not self._removed.forgot(key, epoch):
                     self.known.add(key, now_s)
-                else:
-                    self.known.discard(key)
         return self.prefix(keys)
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -232,25 +228,25 @@ class RemoteTier(Tier):
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         self._check_open()
-        with self._changes_meanwhile() as changed:
-            try:
-                length = await self._get_with_retry(key, into)
-            except CorruptChunk as error:
-                self.counters.corrupt += 1
-                if key not in changed:
-                    self.known.discard(key)
-                    self._bad.add(key, time.monotonic())
-                    if self.writes and not isinstance(error, NotOurs):
-                        await self._remove_bad(key)
-                raise
+        epoch = self._removed.epoch
+        try:
+            length = await self._get_with_retry(key, into)
+        except CorruptChunk as error:
+            self.counters.corrupt += 1
+            # A write that has ended since the first attempt has discarded the key: the value is a new one.
+            if key not in self._writing and self._bad.discard(key):
+                self._bad.add(key, time.monotonic())
+                if self.writes and not isinstance(error, NotOurs):
+                    await self._remove_bad(key)
+            raise
+        self._bad.discard(key)
         if length is None:
             self.counters.read_misses += 1
-            if key not in changed:
-                self.known.discard(key)
+            self.known.discard(key)
             return None
         self.counters.reads += 1
         self.counters.read_bytes += length
-        if key not in changed:
+        if not self._removed.forgot(key, epoch):
             self.known.add(key, time.monotonic(), length)
         return length
 
@@ -261,7 +257,6 @@ class RemoteTier(Tier):
         if key in self._removing_bad:  # the server might execute the two requests in any order
             return False
         self._writing.add(key)
-        self._note_change(key)
         try:
             stored = await self._finish(self._put(key, payload[:payload_bytes]))
         except BaseException:
@@ -278,12 +273,11 @@ class RemoteTier(Tier):
 
     async def remove(self, key: ChunkKey) -> bool:
         self._check_open()
-        self.known.discard(key)
         try:
             return await self._finish(self._delete(key))
-        finally:  # a lookup or a read may have found the value meanwhile
+        finally:
             self.known.discard(key)
-            self._note_change(key)
+            self._removed.forget(key)
 
     def statistics(self) -> TierStatistics:
         """Return the counters. `resident` and `occupied_bytes` cover only the keys that this process knows."""
@@ -299,6 +293,8 @@ class RemoteTier(Tier):
             return await self._finish(self._get(key, into))
         except CorruptChunk as error:
             self.counters.read_again += 1
+            self.known.discard(key)
+            self._bad.add(key, time.monotonic())
             logger.info("%s; reading it again", error)
         return await self._finish(self._get(key, into))
 
@@ -313,20 +309,6 @@ class RemoteTier(Tier):
             logger.info("%s: a bad value stays for now: %s", self.name, error)
         finally:
             self._removing_bad.discard(key)
-
-    @contextlib.contextmanager
-    def _changes_meanwhile(self) -> Iterator[set[ChunkKey]]:
-        """Collect the keys that are being written now, and those written or removed until the block ends."""
-        changed = set(self._writing)
-        self._changes.append(changed)
-        try:
-            yield changed
-        finally:
-            self._changes = [each for each in self._changes if each is not changed]
-
-    def _note_change(self, key: ChunkKey) -> None:
-        for changed in self._changes:
-            changed.add(key)
 
     def _check_open(self) -> None:
         if not self._open:

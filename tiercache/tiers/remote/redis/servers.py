@@ -6,7 +6,6 @@ redis-py makes the connections (TCP, TLS, Unix sockets, logins) and asks the Sen
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import ssl
 import threading
@@ -38,8 +37,7 @@ T = TypeVar("T")
 
 _ATTEMPTS = 5
 _REFRESH_INTERVAL_S = 0.1
-_FIRST_BACKOFF_S = 0.05
-_LONGEST_BACKOFF_S = 2.0
+_BACKOFF = redis.backoff.EqualJitterBackoff(cap=2.0, base=0.05)
 _KEEPALIVE_S = 60
 """Idle seconds after which the kernel probes a connection, so that no firewall drops it."""
 _REDIRECTIONS = ("MOVED", "ASK")
@@ -156,9 +154,10 @@ class ConnectionPool:
         )
         try:
             host, port = sentinels.discover_master(self.address.service)
-        except redis.sentinel.MasterNotFoundError:
-            if _all_reject_password(sentinels.sentinels):
-                raise SettingRejected("sentinel_password", "no Sentinel that answers accepts it") from None
+        except redis.sentinel.MasterNotFoundError as error:
+            # redis-py has the errors of the Sentinels only as text.
+            if str(error).count("AuthenticationError") == len(self.address.endpoints):
+                raise SettingRejected("sentinel_password", "no Sentinel accepts it") from None
             raise ConnectionLost(f"no Sentinel knows a master of {self.address.service!r} that is up") from None
         except (redis.RedisError, OSError) as error:
             raise self._explained(self.address.endpoints[0], error) from None
@@ -179,7 +178,7 @@ class ConnectionPool:
             connection.close()
 
     def close(self) -> None:
-        """Make threads that wait for a server fail now. May be called again, for threads that had no socket yet."""
+        """Make threads that wait for a server fail now. A thread that has no socket yet fails at its deadline."""
         with self._lock:
             self._closed = True
             idle = [connection for server in self._servers.values() for connection in server.idle]
@@ -198,9 +197,8 @@ class ConnectionPool:
                 connection = RedisConnection(raw, endpoint, self._timeout_s)
         except (ConnectionLost, SettingRejected) as error:
             with self._lock:
-                backoff_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(server.failures, 10))
+                server.retry_at_s = time.monotonic() + _BACKOFF.compute(min(server.failures, 10))
                 server.failures += 1
-                server.retry_at_s = time.monotonic() + backoff_s * random.uniform(0.5, 1.0)
                 server.problem = str(error)
                 server.lost = True
                 self.losses += 1
@@ -267,23 +265,6 @@ class ConnectionPool:
         if self.address.tls and not endpoint.path and _cause(error, FileNotFoundError) is not None:
             return SettingRejected("tls_ca_file", "one of tls_ca_file, tls_cert_file and tls_key_file is not there")
         return ConnectionLost(f"{endpoint} cannot be reached: {text}")
-
-
-def _all_reject_password(sentinels: Sequence[Any]) -> bool:
-    """Return True if some Sentinels want another password and none accepts it.
-
-    redis-py treats them as unreachable.
-    """
-    rejected = False
-    for sentinel in sentinels:
-        try:
-            sentinel.ping()
-            return False
-        except redis.AuthenticationError:
-            rejected = True
-        except (redis.RedisError, OSError):
-            continue
-    return rejected
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> Any:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _KNOWN_KEYS = 1 << 20
 _BAD_KEYS = 1 << 16
 _REMEMBERED_S = 10.0
-_CLOSE_S = 0.1
+_CLOSE_S = 1.0
 """Seconds that `close` waits for operations that `_disconnect` has interrupted."""
 
 

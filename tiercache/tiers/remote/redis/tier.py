@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,6 @@ logger = logging.getLogger("tiercache.redis")
 T = TypeVar("T")
 
 _CONTROL_THREADS = 2
-_CLOSE_S = 1.0
-_CLOSE_AGAIN_S = 0.01
 
 
 class RedisTier(RemoteTier):
@@ -69,15 +66,9 @@ class RedisTier(RemoteTier):
             logger.warning("%s: not there yet: %s; if the server %s", self.name, error, tls)
 
     async def _disconnect(self) -> None:
-        threads = (self._readers, self._writers, self._control)
-        for workers in threads:
+        for workers in (self._readers, self._writers, self._control):
             workers.close()
         self._servers.pool.close()
-        # A thread that was about to connect is interrupted in a later round.
-        until_s = time.monotonic() + _CLOSE_S
-        while any(workers.unfinished for workers in threads) and time.monotonic() < until_s:
-            await asyncio.sleep(_CLOSE_AGAIN_S)
-            self._servers.pool.close()
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
         return await self._in_thread(self._readers, self._get_blocking, key, into)

@@ -46,4 +46,4 @@ def test_a_file_that_is_forgotten_while_it_is_opened_is_not_kept(tmp_path: Path,
     assert files.kept(str(path)) is again
     files.release(again)
     files.release(again)
-    files.close(str(path))
+    files.close()

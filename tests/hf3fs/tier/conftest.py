@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
+from tests.hf3fs_emulator.client import descriptors
 from tests.needs import needs_fuse
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
@@ -59,6 +60,7 @@ def mortal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     with Hf3fsEmulator(fuse=request.param == "fuse") as emulator:
         yield emulator
         emulator.resume()
+    descriptors.let_go_of_dead_mounts()
 
 
 async def until(engine: RingEngine, condition: Callable[[], bool]) -> None:

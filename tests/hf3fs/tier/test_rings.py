@@ -71,7 +71,7 @@ def bench(emulator: Hf3fsEmulator, place: Path) -> OpenBench:
             yield bench
         finally:
             await engine.close()
-            await asyncio.to_thread(bench.files.close, "")
+            await asyncio.to_thread(bench.files.close)
 
     return make
 

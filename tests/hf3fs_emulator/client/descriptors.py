@@ -74,5 +74,15 @@ def deregister_fd(fd: int) -> None:
             os.close(file.duplicate)
 
 
+def let_go_of_dead_mounts() -> None:
+    """Close files of dead mounts, which the real library keeps open until their numbers are registered again."""
+    with _lock:
+        dead = {fd: file for fd, file in _registered.items() if not is_hf3fs(file.duplicate)}
+        for fd in dead:
+            del _registered[fd]
+        for duplicate in {file.duplicate for file in dead.values()}:
+            os.close(duplicate)
+
+
 def registered(fd: int) -> RegisteredFile | None:
     return _registered.get(abs(fd))

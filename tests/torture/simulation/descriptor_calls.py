@@ -69,15 +69,9 @@ class DescriptorCalls:
         self._table.close(fd)
 
     def dup(self, fd: int, /) -> int:
-        """As `dup2`."""
+        """As if the file had been opened once more: locks and the position are the copy's own."""
         opened, _ = self._use("dup", fd)
         return self._table.add(Opened(opened.disk, opened.inode, opened.path, opened.flags))
-
-    def dup2(self, fd: int, fd2: int, inheritable: bool = True) -> int:
-        """As if the file had been opened once more: locks and the position are the copy's own."""
-        opened, _ = self._use("dup2", fd)
-        self._table.replace(fd2, Opened(opened.disk, opened.inode, opened.path, opened.flags))
-        return fd2
 
     def ioctl(self, fd: int, *arguments: object) -> bytes:
         """One that its file system answers, with zeroes."""

@@ -182,11 +182,6 @@ class Descriptors:
         self.opened.pop(number).close()
         heapq.heappush(self._free, number)
 
-    def replace(self, number: int, opened: Opened) -> None:
-        """What has the number is closed."""
-        self.opened.pop(number).close()
-        self.opened[number] = opened
-
     def close_all(self) -> None:
         while self.opened:
             self.opened.popitem()[1].close()

@@ -47,7 +47,6 @@ def check_fittings(cache: TierCache) -> None:
                 f"transfers of {tier.name}": max(0, len(engine._unfinished()) - unheard),
                 f"transfer buffers of {tier.name}": max(0, lost - unheard),
                 f"calls of {tier.name}": io.active,
-                f"files of dead mounts of {tier.name}": io.files._orphans,
             }
     left = {name: count for name, count in kept.items() if count}
     if left:

@@ -120,8 +120,7 @@ class Machine:
             calls = self.daemon.calls
             replacements += [
                 ("tiercache.tiers.hf3fs.tier", "load_library", functools.partial(library_of, self.daemon)),
-                ("tiercache.tiers.hf3fs.files", "fcntl", Stand(sys.modules["fcntl"], ioctl=calls.ioctl)),
-                ("tiercache.tiers.hf3fs.files", "os", Stand(os, dup=calls.dup, dup2=calls.dup2)),
+                ("tiercache.tiers.hf3fs.files", "os", Stand(os, dup=calls.dup)),
                 ("tiercache.tiers.hf3fs.engine", "os", Stand(os, dup=calls.dup)),
                 ("tiercache.assembly", "hf3fs_settings", self._few_places),
             ]

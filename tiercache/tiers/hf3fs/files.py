@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import threading
 from collections import OrderedDict
@@ -14,9 +13,7 @@ from tiercache.tiers.files.access import occupied_bytes, open_regular
 
 _OPEN_FILES = 128
 _STALE_NUMBERS = 2 * _OPEN_FILES
-"""Upper bound of the numbers that a tier may leave registered if it is closed while its mount is dead."""
-_GET_MAGIC = 0x80046802
-"""ioctl that every file of a 3FS mount answers. A plain directory, which the emulator may use, returns ENOTTY."""
+"""Upper bound of the numbers that stay registered if the kept files are closed while their mount is dead."""
 
 
 class RegisteredFile:
@@ -34,7 +31,7 @@ class RegisteredFiles:
     metadata calls.
 
     A file is deregistered before it is closed; afterwards its number would still mean the old file. That is impossible
-    while its mount is dead, so such a file stays open until another file of a living mount replaces it.
+    while its mount is dead: such a number is deregistered when the next file gets it.
     """
 
     def __init__(self, library: Any) -> None:
@@ -42,10 +39,7 @@ class RegisteredFiles:
         self._kept: OrderedDict[str, RegisteredFile] = OrderedDict()
         self._forgotten = 0
         """Incremented when files are forgotten: a file being opened meanwhile may be among them, and is not kept."""
-        self._orphans: list[int] = []
-        """Descriptors of dead mounts to deregister."""
         self._keeps = True
-        self._closed = False
         self._lock = threading.Lock()
 
     def kept(self, path: str) -> RegisteredFile | None:
@@ -143,30 +137,14 @@ class RegisteredFiles:
             self._library.force_fsync(file.descriptor)
         return occupied_bytes(os.fstat(file.descriptor))
 
-    def close(self, living: str) -> None:
-        """Close all files except those in use, which their users close.
-
-        `living` is the path of a file of the mount. It is used to deregister descriptors of a dead mount.
-        """
+    def close(self) -> None:
+        """Close all files except those in use, which their users close."""
         self._keeps = False
         self.forget_all()
-        if self._orphans:
-            with contextlib.suppress(OSError):
-                descriptor = os.open(living, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    self._close_orphans(descriptor)
-                finally:
-                    os.close(descriptor)
-        self._closed = True
-        with self._lock:
-            orphans, self._orphans = self._orphans, []
-        for descriptor in orphans:
-            _close(descriptor)
 
     def _open(self, path: str, flags: int) -> RegisteredFile:
         descriptor = open_regular(path, flags)
         try:
-            self._close_orphans(descriptor)
             self._register(descriptor)
         except BaseException:
             _close(descriptor)
@@ -195,23 +173,7 @@ class RegisteredFiles:
     def close_file(self, descriptor: int) -> None:
         """Deregister and close a file without users."""
         self._library.deregister_fd(descriptor)
-        if _mount_lives(descriptor) or self._closed:  # a mount that lives now has deregistered the file above
-            _close(descriptor)
-        else:
-            with self._lock:
-                self._orphans.append(descriptor)
-
-    def _close_orphans(self, living: int) -> None:
-        """Deregister and close files of a dead mount.
-
-        3FS deregisters only numbers that are on a living mount, so each becomes a duplicate of `living` first.
-        """
-        with self._lock:
-            orphans, self._orphans = self._orphans, []
-        for descriptor in orphans:
-            if _mount_lives(living):
-                os.dup2(living, descriptor, inheritable=False)
-            self.close_file(descriptor)
+        _close(descriptor)
 
 
 def _is_deleted(descriptor: int) -> bool:
@@ -219,14 +181,6 @@ def _is_deleted(descriptor: int) -> bool:
         return not os.fstat(descriptor).st_nlink
     except OSError as error:
         return error.errno in (errno.ENOENT, errno.ESTALE)
-
-
-def _mount_lives(descriptor: int) -> bool:
-    try:
-        fcntl.ioctl(descriptor, _GET_MAGIC, bytes(4))
-    except OSError as error:
-        return error.errno == errno.ENOTTY
-    return True
 
 
 def _close(descriptor: int) -> None:

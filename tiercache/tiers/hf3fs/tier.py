@@ -29,7 +29,7 @@ from tiercache.tiers.compression import unpacked
 from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings
-from tiercache.tiers.files.directory import MANIFEST, PendingFile
+from tiercache.tiers.files.directory import PendingFile
 from tiercache.tiers.files.format import host_checksum, verify_chunk
 from tiercache.tiers.files.io_posix import places_of
 from tiercache.tiers.files.tier import FileTier
@@ -123,10 +123,7 @@ class RingIO(ChunkIO):
             await engine.close()
             if self.active:
                 await asyncio.wait(self.active, timeout=_CLOSE_S)
-            roots = [
-                directory.files.root for directory in self._directories.all
-            ] or self._directories.settings.directories
-            self._directories.metadata.later(self.files.close, str(roots[0] / MANIFEST))
+            self._directories.metadata.later(self.files.close)
         for workers in (self.file_threads, self._readers, self._writers):
             workers.close()
 

@@ -96,23 +96,29 @@ class _Pages:
             unmap(found["data"][0], *found["shape"])
 
 
-class MappedFile:
-    """A verified chunk file, which is mapped until `memory` and all its views are gone.
+class Mapped:
+    """A mapped chunk file that was verified; see `Leased`. It stays mapped until `memory` and all its views are gone.
 
-    It never changes, and its pages outlive its deletion. If another program shortens it, the kernel kills this process with
-    SIGBUS at the next access.
+    The file never changes, and its pages outlive its deletion. If another program shortens it, the kernel kills this
+    process with SIGBUS at the next access.
     """
 
-    __slots__ = ("inode", "memory", "payload_bytes")
+    __slots__ = ("hot", "inode", "key", "leases", "length_bytes", "memory", "payload_bytes", "unlinked")
 
-    def __init__(self, memory: np.ndarray, payload_bytes: int, inode: Inode) -> None:
-        self.memory = memory
-        """uint8, read-only: the header of 4096 bytes, the payload, and padding."""
+    def __init__(self, key: ChunkKey, memory: np.ndarray, payload_bytes: int, inode: Inode) -> None:
+        self.key = key
+        self.memory: np.ndarray | None = memory
+        """uint8, read-only: the header of 4096 bytes, the payload, and padding. None once the chunk is unmapped."""
+        self.length_bytes = memory.nbytes
         self.payload_bytes = payload_bytes
         self.inode = inode
+        self.leases = 0
+        self.hot = True
+        self.unlinked = False
+        """True once the file has lost its name."""
 
 
-def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, access: Access) -> MappedFile:
+def map_chunk_file(path: Path | str, key: ChunkKey, fingerprint: bytes, access: Access) -> Mapped:
     """Map and verify the chunk at `path`. Blocks. Raises like `read_chunk_file`, OSError (ENOMEM) if mapping fails, and
     PermissionError if another user can change the file.
     """
@@ -131,24 +137,7 @@ def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, access: Acc
     if header.codec is not Codec.PLAIN:
         # Only another tier compresses. Its file goes to quarantine, so that the chunk can be stored again.
         raise CorruptChunk(f"{path}: it is compressed, and cannot be read in place")
-    return MappedFile(memory, header.payload_bytes, (status.st_dev, status.st_ino))
-
-
-class Mapped:
-    """A mapped chunk; see `Leased`."""
-
-    __slots__ = ("file", "hot", "key", "leases", "length_bytes", "payload_bytes", "unlinked")
-
-    def __init__(self, key: ChunkKey, file: MappedFile) -> None:
-        self.key = key
-        self.payload_bytes = file.payload_bytes
-        self.leases = 0
-        self.hot = True
-        self.file: MappedFile | None = file
-        """None once the chunk is unmapped."""
-        self.length_bytes = file.memory.nbytes
-        self.unlinked = False
-        """True once the file has lost its name."""
+    return Mapped(key, memory, header.payload_bytes, (status.st_dev, status.st_ino))
 
 
 class Mappings(LeaseOwner):
@@ -158,7 +147,7 @@ class Mappings(LeaseOwner):
     All methods belong to the event loop. `unmap` drops a list of mapped files in a thread, since that takes time.
     """
 
-    def __init__(self, unmap: Callable[[list[MappedFile]], None]) -> None:
+    def __init__(self, unmap: Callable[[list[np.ndarray]], None]) -> None:
         super().__init__()
         self.most_bytes = 0
         self.most_chunks = max_mappings()
@@ -171,7 +160,7 @@ class Mappings(LeaseOwner):
         """Called when a chunk can no longer be found here."""
         self._entries: OrderedDict[ChunkKey, Mapped] = OrderedDict()
         self._unmap = unmap
-        self._unmapping: list[MappedFile] = []
+        self._unmapping: list[np.ndarray] = []
         self._closed = False
 
     def open(self, most_bytes: int) -> None:
@@ -208,20 +197,19 @@ class Mappings(LeaseOwner):
         self._entries.move_to_end(key)
         return self.serve(entry, purpose, counted=False)
 
-    def add(self, key: ChunkKey, file: MappedFile, purpose: Purpose, *, findable: bool) -> Lease:
+    def add(self, entry: Mapped, purpose: Purpose, *, findable: bool) -> Lease:
         """Add a chunk that was just mapped and return its first lease. If it is not `findable`, no lookup finds it."""
-        entry = self._entries.get(key) if findable else None
-        if entry is not None and entry.file is not None and entry.file.inode != file.inode:
-            self._remove(entry)
-            entry = None
-        if entry is not None:
-            self._unmap_soon(file)  # another read has mapped it too
+        before = self._entries.get(entry.key) if findable else None
+        if before is not None and before.inode == entry.inode:  # another read has mapped it too
+            self._unmap_soon(entry)
+            entry = before
         else:
-            entry = Mapped(key, file)
+            if before is not None:
+                self._remove(before)
             entry.hot = findable and not self._closed
             self.mapped_bytes += entry.length_bytes
             if entry.hot:
-                self._entries[key] = entry
+                self._entries[entry.key] = entry
             else:
                 self._mark(entry)
         lease = self.begin_lease(entry, purpose)
@@ -230,9 +218,9 @@ class Mappings(LeaseOwner):
 
     def view(self, entry: Mapped, length_bytes: int) -> np.ndarray:
         """Return the first bytes of a chunk: uint8, read-only. Raises CacheClosed."""
-        if self._closed or entry.file is None:
+        if self._closed or entry.memory is None:
             raise CacheClosed("the cache is closed, and its memory given back")
-        return entry.file.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]
+        return entry.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]
 
     def begin_lease(self, entry: Mapped, purpose: Purpose) -> Lease:
         entry.leases += ONE[purpose]
@@ -297,11 +285,10 @@ class Mappings(LeaseOwner):
             if self.on_gone is not None:
                 self.on_gone(entry.key)
         entry.hot = False
-        if not entry.leases and entry.file is not None:
+        if not entry.leases and entry.memory is not None:
             self.mapped_bytes -= entry.length_bytes
             self.unlinked_bytes -= entry.length_bytes if entry.unlinked else 0
-            file, entry.file = entry.file, None
-            self._unmap_soon(file)
+            self._unmap_soon(entry)
 
     def _trim(self) -> None:
         for _ in range(len(self._entries)):
@@ -313,10 +300,12 @@ class Mappings(LeaseOwner):
             else:
                 self._entries.move_to_end(key)
 
-    def _unmap_soon(self, file: MappedFile) -> None:
+    def _unmap_soon(self, entry: Mapped) -> None:
         if not self._unmapping and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon(self.hand_over)  # with the others dropped in this iteration
-        self._unmapping.append(file)
+        assert entry.memory is not None
+        self._unmapping.append(entry.memory)
+        entry.memory = None
 
 
 class MappingIO(PosixIO):
@@ -334,7 +323,7 @@ class MappingIO(PosixIO):
         await self._directories.metadata.submit(require_memory, settings.directories[0], settings.cap_bytes)
 
     def map(
-        self, files: ChunkFiles, key: ChunkKey, mapped: list[MappedFile], *, ahead: bool = False
+        self, files: ChunkFiles, key: ChunkKey, mapped: list[Mapped], *, ahead: bool = False
     ) -> asyncio.Future[int | None]:
         """Map and verify a chunk, with the result of `read`, and append it to `mapped`.
 
@@ -342,9 +331,9 @@ class MappingIO(PosixIO):
         """
 
         def by(path: str) -> int:
-            file = map_chunk_file(path, key, self._directories.fingerprint, files.access)
-            mapped.append(file)
-            return file.payload_bytes
+            chunk = map_chunk_file(path, key, self._directories.fingerprint, files.access)
+            mapped.append(chunk)
+            return chunk.payload_bytes
 
         def map_ahead(pause: Callable[[], None]) -> int | None:
             pause()
@@ -390,7 +379,7 @@ class MappingIO(PosixIO):
                 _inodes, directory.files, [entry.key for entry in entries]
             )
             for entry, inode in zip(entries, inodes, strict=True):
-                if entry.file is not None and inode != entry.file.inode and mappings.get(entry.key) is entry:
+                if inode != entry.inode and mappings.get(entry.key) is entry:
                     unmapped += mappings.lost(entry.key, replaced=inode is not None)
                 if inode is None and not is_obsolete(entry.key):
                     directory.index.remove(entry.key)
@@ -417,7 +406,6 @@ class SharedMemoryTier(FileTier):
         self._io = io
         self.mappings = io.mappings
         self.mappings.on_gone = self._changed
-        self._listener: Callable[[ChunkKey], None] | None = None
         self._stored: asyncio.Queue[ChunkKey] = asyncio.Queue(_MAX_KEYS_AHEAD)
         """Chunks of other processes to map ahead."""
 
@@ -444,7 +432,7 @@ class SharedMemoryTier(FileTier):
         return Tier.prefix(self, keys)  # uses `contains`, which also covers mapped chunks
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
-        self._listener = on_change
+        self._on_change = on_change
 
     def lease(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
         """Return a reader's lease on a mapped chunk, or None. Counts as an access unless that is `counted` already."""
@@ -466,7 +454,7 @@ class SharedMemoryTier(FileTier):
         read is counted.
         """
         mappings, directory = self.mappings, self.directories.all[0]
-        mapped: list[MappedFile] = []
+        mapped: list[Mapped] = []
 
         def begin(files: ChunkFiles) -> asyncio.Future[int | None]:
             return self._io.map(files, key, mapped, ahead=ahead)
@@ -478,7 +466,7 @@ class SharedMemoryTier(FileTier):
         findable = not mappings.tombstones.forgot(key, epoch)
         if findable and key not in directory.index:
             directory.add(key, file_bytes(length))  # a listing finds the deletion of known chunks only
-        lease = mappings.add(key, mapped[0], purpose, findable=findable)
+        lease = mappings.add(mapped[0], purpose, findable=findable)
         self._io.check([key])
         return lease
 
@@ -525,8 +513,8 @@ class SharedMemoryTier(FileTier):
             is_known = super().contains(key)
             if not is_known or entry.unlinked:
                 self.mappings.lost(key, replaced=is_known)
-        if self._listener is not None:
-            self._listener(key)
+        if self._on_change is not None:
+            self._on_change(key)
 
 
 def max_mappings(limit: Path = Path("/proc/sys/vm/max_map_count")) -> int:

@@ -95,6 +95,8 @@ class Client:
 
     files: dict[int, File] = field(default_factory=dict)
     """Those that its rings know, by their descriptors."""
+    stale: set[int] = field(default_factory=set)
+    """Descriptors of those that a daemon knew that has died. They stay known until their numbers are used again."""
     links: list[str] = field(default_factory=list)
     """What it has registered, and perhaps taken away since."""
     rings: int = 0
@@ -158,6 +160,10 @@ class Daemon:
         self.generation += 1
         self._iovs.clear()
         self._held.clear()
+        for client in self.clients.values():
+            for descriptor in sorted(client.files.keys() - client.stale):
+                self.let_go(client.files[descriptor])
+            client.stale = set(client.files)
         for job in list(self._jobs):
             self._end(job)
         self.calls.sever(self.disk)
@@ -176,8 +182,8 @@ class Daemon:
                 if found is not None:
                     self.disk.remove(directory, name, found)
                 self.unmap(name)
-            for file in client.files.values():
-                self.let_go(file)
+            for descriptor in sorted(client.files.keys() - client.stale):
+                self.let_go(client.files[descriptor])
 
     def has_mapped(self, memory: mmap.mmap) -> bool:
         views = [*self._iovs.values(), *(job.memory for job in self._jobs)]

@@ -161,7 +161,7 @@ class Machine:
             left["pinned memory"] = twin.pinned
         if self.daemon is not None and (client := self.daemon.clients.get(process)) is not None:
             left |= {
-                "files that rings know": list(client.files),
+                "files that rings know": sorted(client.files.keys() - client.stale),
                 "rings": client.rings,
                 "buffers of rings": client.iovs,
             }

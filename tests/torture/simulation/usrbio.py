@@ -51,7 +51,10 @@ class Library:
 
     def deregister_fd(self, descriptor: int) -> None:
         if self._is_ours(descriptor) and (file := self.client.files.pop(descriptor, None)) is not None:
-            self.daemon.let_go(file)
+            if descriptor in self.client.stale:
+                self.client.stale.discard(descriptor)
+            else:
+                self.daemon.let_go(file)
 
     def force_fsync(self, descriptor: int) -> int:
         try:

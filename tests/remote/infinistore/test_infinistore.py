@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.needs import RDMA_DEVICES
+from tests.remote.arena import ARENA, chunk, page_aligned
 from tests.remote.infinistore import fake
 from tiercache.config.remote_options import options_of
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
-from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing import TierContract
-from tiercache.testing.contract import CHUNK_BYTES, chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.base import NotOurs, RemoteSettings
 from tiercache.tiers.remote.infinistore import InfiniStoreTier
@@ -30,11 +29,13 @@ NAME = f"tiercache:{KEY.hex()}"
 
 def make_tier(url: str = "infinistore://127.0.0.1:22345", timeout_s: float = 5.0, **options: Any) -> InfiniStoreTier:
     values = {option.name: option.default for option in options_of("infinistore").values()}
-    return InfiniStoreTier(
+    tier = InfiniStoreTier(
         RemoteSettings(
             *("infinistore", "infinistore", bytes(range(16)), CHUNK_BYTES, url, values | options), timeout_s=timeout_s
         )
     )
+    tier.use_arena(ARENA)
+    return tier
 
 
 @pytest.fixture
@@ -42,13 +43,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> fake.Server:
     monkeypatch.setattr(fake, "server", fake.Server())
     monkeypatch.setitem(sys.modules, "infinistore", fake)  # type: ignore[arg-type]
     return fake.server
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(ArenaSettings(size_bytes=4 << 20))
-    yield arena
-    arena.close()
 
 
 class TestOverRdma(TierContract):
@@ -80,17 +74,14 @@ class TestOverTcp(TestOverRdma):
         return make_tier(connection_type="TCP")
 
 
-async def test_slots_of_the_arena_are_registered_and_used_themselves(server: fake.Server, arena: Arena) -> None:
+async def test_slots_of_the_arena_are_registered_and_used_themselves(server: fake.Server) -> None:
     tier = make_tier()
-    tier.use_arena(arena)
     await tier.open()
     try:
-        arena.memory[: PAYLOAD.nbytes] = PAYLOAD
-        async with tier._detour_lock:  # somebody else has the detour
-            assert await tier.write(KEY, arena.memory[:CHUNK_BYTES], CHUNK_BYTES)
-            into = arena.memory[CHUNK_BYTES : 2 * CHUNK_BYTES]
-            assert await tier.read(KEY, into) == CHUNK_BYTES and np.array_equal(into, PAYLOAD)
-        assert (arena.address, arena.memory.nbytes) in server.connections[0].regions
+        assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+        into = page_aligned(CHUNK_BYTES)
+        assert await tier.read(KEY, into) == CHUNK_BYTES and np.array_equal(into, PAYLOAD)
+        assert (ARENA.address, ARENA.memory.nbytes) in server.connections[0].regions
         assert len(server.values[NAME]) == 88 and len(server.values[f"{NAME}:payload"]) == CHUNK_BYTES
     finally:
         await tier.close()
@@ -258,7 +249,7 @@ def test_the_fake_has_the_constants_of_the_real_module() -> None:
 
 
 @pytest.mark.needs("libibverbs1", "RDMA")
-async def test_on_a_real_server(tmp_path: Path, arena: Arena) -> None:
+async def test_on_a_real_server(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "infinistore.server", "--service-port", "22345", "--manage-port", "22346"),
@@ -267,15 +258,13 @@ async def test_on_a_real_server(tmp_path: Path, arena: Arena) -> None:
             stderr=log,
         )
     tier = make_tier(device_name=RDMA_DEVICES[0])
-    tier.use_arena(arena)
     try:
         await tier.open()
         async with asyncio.timeout(60):
             while tier._connection is None:
                 await asyncio.sleep(0.05)
-        arena.memory[:CHUNK_BYTES] = PAYLOAD
-        assert await tier.write(KEY, arena.memory[:CHUNK_BYTES], CHUNK_BYTES)
-        into = arena.memory[CHUNK_BYTES : 2 * CHUNK_BYTES]
+        assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+        into = page_aligned(CHUNK_BYTES)
         assert await tier.read(KEY, into) == CHUNK_BYTES and np.array_equal(into, PAYLOAD)
         assert await tier.remove(KEY)
     finally:

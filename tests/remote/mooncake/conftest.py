@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.remote.arena import ARENA, payloads_in_the_arena  # noqa: F401 - a fixture
 from tests.servers.mooncake import Holder, Master, plain_client, running
 from tiercache.config.remote_options import options_of
-from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.mooncake import MooncakeTier
@@ -31,7 +31,7 @@ def make_tier(
 ) -> MooncakeTier:
     """Made directly, with every option that the configuration would give it."""
     values = {option.name: option.default for option in options_of("mooncake").values()}
-    return MooncakeTier(
+    tier = MooncakeTier(
         RemoteSettings(
             name="mooncake",
             type="mooncake",
@@ -43,6 +43,8 @@ def make_tier(
             concurrency=concurrency,
         )
     )
+    tier.use_arena(ARENA)
+    return tier
 
 
 @pytest.fixture(scope="package")
@@ -68,10 +70,3 @@ def master(shared_store: tuple[Master, Holder], shared_client: Any) -> Master:
 def client(shared_client: Any, master: Master) -> Any:
     """Mooncake's own client, for what a test does behind the tier's back."""
     return shared_client
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(ArenaSettings(size_bytes=32 << 20))
-    yield arena
-    arena.close()

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from tests.needs import takes_minutes
+from tests.remote.arena import chunk, page_aligned
 from tests.remote.mooncake.conftest import make_tier
 from tests.servers.mooncake import Holder, Master, running
 from tiercache.bench.loop_figures import lags
 from tiercache.errors import ConfigError, TierFull, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote import mooncake as mooncake_module
 
 pytestmark = pytest.mark.needs("libibverbs1")

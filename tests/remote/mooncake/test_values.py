@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.remote.arena import ARENA, chunk, page_aligned
 from tests.remote.mooncake.conftest import make_tier
 from tests.servers.mooncake import Master
-from tiercache.core.header import PACKED_BYTES, aligned
-from tiercache.errors import CorruptChunk, TierUnavailable
-from tiercache.memory.arena import Arena
-from tiercache.testing.contract import chunk, page_aligned
+from tiercache.core.header import PACKED_BYTES
+from tiercache.errors import CorruptChunk
 from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.mooncake import MooncakeTier
 
@@ -27,9 +26,8 @@ NAME = f"tiercache:{KEY.hex()}"
 
 
 @pytest.fixture
-async def tier(master: Master, arena: Arena) -> AsyncIterator[MooncakeTier]:
+async def tier(master: Master) -> AsyncIterator[MooncakeTier]:
     tier = make_tier(master.url, chunk_bytes=LARGEST, timeout_s=10.0)
-    tier.use_arena(arena)
     await tier.open()
     yield tier
     await tier.close()
@@ -37,7 +35,7 @@ async def tier(master: Master, arena: Arena) -> AsyncIterator[MooncakeTier]:
 
 @pytest.fixture
 async def other(master: Master) -> AsyncIterator[MooncakeTier]:
-    """Another client of the same store, without an arena."""
+    """Another client of the same store."""
     tier = make_tier(master.url, chunk_bytes=LARGEST)
     await tier.open()
     yield tier
@@ -45,22 +43,17 @@ async def other(master: Master) -> AsyncIterator[MooncakeTier]:
 
 
 @pytest.mark.parametrize("length", [1, 88, 4097, (1 << 20) + 13, LARGEST])
-@pytest.mark.parametrize("where", ["arena", "elsewhere"])
 async def test_every_length_comes_back_and_padding_is_left_alone(
-    tier: MooncakeTier, other: MooncakeTier, arena: Arena, length: int, where: str
+    tier: MooncakeTier, other: MooncakeTier, length: int
 ) -> None:
     key, payload = chunk(length, length)
-    padded = aligned(length)
-    if where == "arena":
-        arena.memory[:padded] = payload
-        payload = arena.memory[:padded]
     assert await tier.write(key, payload, length)
-    into = arena.memory[LARGEST << 1 :][: padded + 4096] if where == "arena" else page_aligned(padded + 4096)
-    reader = tier if where == "arena" else other
-    into[:] = 0xEE
-    assert await reader.read(key, into) == length
-    assert np.array_equal(into[:length], payload[:length])
-    assert (into[length:] == 0xEE).all()
+    for reader in (tier, other):
+        into = page_aligned(length + 4096)
+        into[:] = 0xEE
+        assert await reader.read(key, into) == length
+        assert np.array_equal(into[:length], payload[:length])
+        assert (into[length:] == 0xEE).all()
 
 
 async def test_the_value_is_the_payload_and_its_header(tier: MooncakeTier, client: Any) -> None:
@@ -68,17 +61,6 @@ async def test_the_value_is_the_payload_and_its_header(tier: MooncakeTier, clien
     value = client.get(NAME)
     assert len(value) == 1000 + PACKED_BYTES
     assert value[:1000] == PAYLOAD[:1000].tobytes() and value[1000:1008] == b"TIERKV\r\n"
-
-
-async def test_the_arena_is_read_and_written_without_the_detour(tier: MooncakeTier, arena: Arena) -> None:
-    arena.memory[:LENGTH] = PAYLOAD
-    tier._memory._wait_s = 0.05
-    with tier._memory.reachable(PAYLOAD):  # somebody else has the detour
-        assert await tier.write(KEY, arena.memory[:LENGTH], LENGTH)
-        into = arena.memory[LENGTH : 2 * LENGTH]
-        assert await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
-        with pytest.raises(TierUnavailable, match="detour"):
-            await tier.read(KEY, page_aligned(LENGTH))
 
 
 async def test_two_clients_share_their_chunks(tier: MooncakeTier, other: MooncakeTier) -> None:
@@ -161,6 +143,7 @@ async def test_a_value_of_a_wrong_length_is_stored_anew(
 async def test_a_chunk_of_another_layout_is_not_taken(tier: MooncakeTier, master: Master) -> None:
     other = make_tier(master.url)
     other = MooncakeTier(replace(other.settings, fingerprint=bytes(16)))
+    other.use_arena(ARENA)
     await other.open()
     try:
         assert await other.write(KEY, PAYLOAD, LENGTH)

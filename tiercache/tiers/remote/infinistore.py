@@ -12,12 +12,11 @@ server does not report the length of a value, so the header's length is used to 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import logging
 import mmap
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -67,11 +66,9 @@ class InfiniStoreTier(RemoteTier):
         self._connecting: asyncio.Task[None] | None = None
         self._closed: asyncio.Future[None]
         """The end of the last closed connection. The next connection is made after it."""
-        # A header for each transfer, and a bounce buffer for a payload outside of the arena.
         transfers = 2 * settings.concurrency + 4
         self._headers = np.frombuffer(mmap.mmap(-1, aligned(transfers * _CELL_BYTES)), dtype=np.uint8)
-        self._detour = np.frombuffer(mmap.mmap(-1, aligned(settings.chunk_bytes)), dtype=np.uint8)
-        self._detour_lock = asyncio.Lock()
+        """A header for each transfer."""
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         for number in range(transfers):
             self._free.put_nowait(number * _CELL_BYTES)
@@ -138,7 +135,7 @@ class InfiniStoreTier(RemoteTier):
         connection = api.InfinityConnection(config)
         connection.connect()
         if self._rdma:
-            places = [self._headers, self._detour, *([self._arena.memory] if self._arena is not None else [])]
+            places = [self._headers, *([self._arena.memory] if self._arena is not None else [])]
             try:
                 for place in places:
                     connection.register_mr(int(place.ctypes.data), place.nbytes)
@@ -179,15 +176,10 @@ class InfiniStoreTier(RemoteTier):
             payload_bytes = self.verified_header(key, raw).payload_bytes
             if not 0 < payload_bytes <= into.nbytes:
                 raise CorruptChunk(f"{self.name}: length: expected at most {into.nbytes} bytes, found {payload_bytes}")
-            target = into[:payload_bytes]
-            async with self._reachable(target) as place:
-                got_bytes = await self._read(f"{name}:payload", place)
-                if got_bytes is None:
-                    return None
-                length = await self._hashers.submit(self.verified, key, raw, place, got_bytes)
-                if place is not target:
-                    await self._hashers.submit(np.copyto, target, place)
-                return length
+            got_bytes = await self._read(f"{name}:payload", into[:payload_bytes])
+            if got_bytes is None:
+                return None
+            return await self._hashers.submit(self.verified, key, raw, into, got_bytes)
         finally:
             self._free.put_nowait(cell)
 
@@ -198,10 +190,7 @@ class InfiniStoreTier(RemoteTier):
         try:
             header = self._headers[cell : cell + PACKED_BYTES]
             header[:] = np.frombuffer(packed, dtype=np.uint8)
-            async with self._reachable(payload) as place:
-                if place is not payload:
-                    await self._hashers.submit(np.copyto, place, payload)
-                await self._write(f"{name}:payload", place)
+            await self._write(f"{name}:payload", payload)
             await self._write(name, header)
             return True
         finally:
@@ -310,16 +299,6 @@ class InfiniStoreTier(RemoteTier):
         except Exception as error:  # the API raises plain Exception
             self._break(connection, str(error))
             raise TierUnavailable(f"{self.name}: {error}") from error
-
-    @contextlib.asynccontextmanager
-    async def _reachable(self, payload: np.ndarray) -> AsyncIterator[np.ndarray]:
-        """Yield `payload` itself if the server can reach it, else as many bytes of the bounce buffer. The caller copies."""
-        offset = -1 if self._arena is None else int(payload.ctypes.data) - self._arena.address
-        if not self._rdma or (self._arena is not None and 0 <= offset <= self._arena.memory.nbytes - payload.nbytes):
-            yield payload
-            return
-        async with self._detour_lock:
-            yield self._detour[: payload.nbytes]
 
     def _name(self, key: ChunkKey) -> str:
         return self._prefix + key.hex()

@@ -114,12 +114,8 @@ class MooncakeTier(RemoteTier):
                 f"{self.name} needs Mooncake, which cannot be imported ({error}): pip install "
                 "'tiercache[mooncake]', and the system's libibverbs1, also without RDMA"
             ) from error
-        self._memory = WiredMemory(
-            None if self._arena is None else self._arena.memory,
-            settings.chunk_bytes,
-            cells=2 * settings.concurrency,
-            wait_s=settings.timeout_s,
-        )
+        arena = None if self._arena is None else self._arena.memory
+        self._memory = WiredMemory(arena, headers=2 * settings.concurrency)
         self._client = MooncakeClient(self.name, self._address, self._memory)
         self._client.start()
         problem = await self._control.submit(self._client.wait_for_first_try, settings.timeout_s)
@@ -183,17 +179,13 @@ class MooncakeTier(RemoteTier):
         payload_bytes = size - PACKED_BYTES
         if not 0 < payload_bytes <= into.nbytes:
             raise NotOurs(f"{self.name}: {name} has {size} bytes, which no chunk has")
-        target = into[:payload_bytes]
-        with self._memory.header() as (header, header_address), self._memory.reachable(target) as place:
-            code = self._read(name, [int(place.ctypes.data), header_address], [payload_bytes, PACKED_BYTES])
+        with self._memory.header() as (header, header_address):
+            code = self._read(name, [int(into.ctypes.data), header_address], [payload_bytes, PACKED_BYTES])
             if code in _MISSES:
                 return None
             if code != size:
                 raise self._failure(f"reading {name}", code)
-            length = self.verified(key, bytes(header), place, payload_bytes)
-            if place is not target:
-                np.copyto(target, place)
-            return length
+            return self.verified(key, bytes(header), into, payload_bytes)
 
     def _read(self, name: str, addresses: list[int], sizes: list[int]) -> int:
         """Return Mooncake's code, or the number of bytes read.
@@ -225,15 +217,9 @@ class MooncakeTier(RemoteTier):
             if size >= 0:
                 session.store.remove(name, True)
         packed = self.packed_header(key, payload)
-        with (
-            self._memory.header() as (header, header_address),
-            self._memory.reachable(payload) as place,
-            self._use() as session,
-        ):
+        with self._memory.header() as (header, header_address), self._use() as session:
             header[:] = np.frombuffer(packed, dtype=np.uint8)
-            if place is not payload:
-                np.copyto(place, payload)
-            addresses, sizes = [int(place.ctypes.data), header_address], [payload.nbytes, PACKED_BYTES]
+            addresses, sizes = [int(payload.ctypes.data), header_address], [payload.nbytes, PACKED_BYTES]
             code = session.store.batch_put_from_multi_buffers([name], [addresses], [sizes], session.write_config)[0]
         if code not in (0, _ALREADY_THERE):
             raise self._failure(f"writing {name}", code)
@@ -267,41 +253,26 @@ class MooncakeTier(RemoteTier):
 
 
 class WiredMemory:
-    """The arena, cells for headers, and a bounce buffer for payloads elsewhere, registered with Mooncake.
+    """The arena and memory for headers, registered with Mooncake.
 
     Thread-safe, except that `wire` and `release` must not be called at the same time. Stays mapped while this object
     lives.
     """
 
-    def __init__(self, arena: np.ndarray | None, chunk_bytes: int, cells: int, wait_s: float) -> None:
-        self._arena = np.empty(0, dtype=np.uint8) if arena is None else arena
-        self._headers = np.frombuffer(mmap.mmap(-1, aligned(cells * _CELL_BYTES)), dtype=np.uint8)
+    def __init__(self, arena: np.ndarray | None, headers: int) -> None:
+        self._headers = np.frombuffer(mmap.mmap(-1, aligned(headers * _CELL_BYTES)), dtype=np.uint8)
+        self._memories = [self._headers] if arena is None else [self._headers, arena]
         self._free: SimpleQueue[int] = SimpleQueue()
-        for number in range(cells):
+        for number in range(headers):
             self._free.put(number * _CELL_BYTES)
-        self._detour = np.frombuffer(mmap.mmap(-1, aligned(chunk_bytes)), dtype=np.uint8)
-        self._detour_lock = threading.Lock()
-        self._wait_s = wait_s
         self._registered: list[int] = []
 
     def wire(self, register: Callable[[int, int], int]) -> int:
-        """Register all memory by `register(address, size)`, which returns 0 on success.
-
-        Returns Mooncake's code; 0 also if only the arena cannot be registered.
-        """
-        for memory in (self._headers, self._detour, self._arena):
-            if not memory.nbytes:
-                continue
-            code = register(int(memory.ctypes.data), memory.nbytes)
-            if not code:
-                self._registered.append(int(memory.ctypes.data))
-            elif memory is not self._arena:
+        """Register all memory by `register(address, size)`, which returns 0 on success. Return Mooncake's code."""
+        for memory in self._memories:
+            if code := register(int(memory.ctypes.data), memory.nbytes):
                 return code
-            else:
-                logger.warning(
-                    "the arena (%d bytes) cannot be registered with Mooncake (code %d): each chunk is copied once more; "
-                    "with RDMA see ulimit -l", memory.nbytes, code,
-                )  # fmt: skip
+            self._registered.append(int(memory.ctypes.data))
         return 0
 
     def release(self, unregister: Callable[[int], int]) -> None:
@@ -317,24 +288,6 @@ class WiredMemory:
             yield self._headers[offset : offset + PACKED_BYTES], int(self._headers.ctypes.data) + offset
         finally:
             self._free.put(offset)
-
-    @contextlib.contextmanager
-    def reachable(self, payload: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield `payload` itself if it is in the arena, else as many bytes of the bounce buffer, which threads use in
-        turn.
-
-        The caller copies. Raises TierUnavailable if another thread keeps the bounce buffer too long.
-        """
-        offset = int(payload.ctypes.data) - int(self._arena.ctypes.data)
-        if int(self._arena.ctypes.data) in self._registered and 0 <= offset <= self._arena.nbytes - payload.nbytes:
-            yield payload
-            return
-        if not self._detour_lock.acquire(timeout=self._wait_s):
-            raise TierUnavailable("Mooncake's detour for memory outside of the arena stays taken")
-        try:
-            yield self._detour[: payload.nbytes]
-        finally:
-            self._detour_lock.release()
 
 
 class _Session:
@@ -487,7 +440,7 @@ class MooncakeClient:
         if code:
             self._memory.release(store.unregister_buffer)
             store.close()
-            return f"Mooncake registers no memory: code {code}"
+            return f"Mooncake registers no memory: code {code}; with RDMA see ulimit -l"
         config = module.ReplicateConfig()
         config.replica_num = 1
         if address.prefer_local:

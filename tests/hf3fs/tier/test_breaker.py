@@ -46,7 +46,8 @@ async def test_hanging_daemon_opens_the_readers_breaker(mortal: Hf3fsEmulator, s
     reader.tiers[0].breaker = Breaker(BreakerSettings(slow_s=0.5, first_pause_s=0.1))
     for number in (1, 2, 3, 4):
         key, payload = chunk(number)
-        assert await tier.write(key, payload, CHUNK_BYTES)
+        cpu.pool.view(0)[:] = payload
+        assert await tier.write(key, cpu.pool.view(0), CHUNK_BYTES)
     assert await is_hit(reader, 1)
     mortal.control.hang()
     assert not any(await asyncio.gather(*(is_hit(reader, number) for number in (1, 2, 3, 4))))

@@ -61,7 +61,7 @@ _MAYBE_BAD_FILE = frozenset({errno.EBADF, errno.EIO})
 
 
 class RingIO(ChunkIO):
-    """Moves chunks by rings. If the arena itself is registered, payloads in other memory go through the mount."""
+    """Moves chunks by rings."""
 
     sees_remounts = True
     perhaps_files = ChunkIO.perhaps_files - {errno.EREMOTEIO}  # a failed RPC of a ring does not indicate a bad file
@@ -72,8 +72,7 @@ class RingIO(ChunkIO):
         self._directories = directories
         self.places = places_of(threads)
         self._readers = Workers(f"{directories.name}-read", threads)
-        """Threads that verify chunks read by rings, and read the others through the mount."""
-        self._writers = Workers(f"{directories.name}-write", threads)
+        """Threads that verify chunks."""
         self.arena: Arena | None = None
         """Arena of the payloads, set before `prepare`. If it is shared memory, rings move payloads without a copy."""
         self.engine: RingEngine | None = None
@@ -124,7 +123,7 @@ class RingIO(ChunkIO):
             if self.active:
                 await asyncio.wait(self.active, timeout=_CLOSE_S)
             self._directories.metadata.later(self.files.close)
-        for workers in (self.file_threads, self._readers, self._writers):
+        for workers in (self.file_threads, self._readers):
             workers.close()
 
     def describe(self) -> str:
@@ -183,11 +182,6 @@ class RingIO(ChunkIO):
             raise TierUnavailable(f"{self._directories.name} is closed")
         return self.engine
 
-    def _out_of_reach(self, memory: np.ndarray) -> bool:
-        """Return True if rings cannot move a payload there: the arena is registered, and the memory is not part of it."""
-        arena = self._engine().arena
-        return arena is not None and _inside(arena, memory, memory.nbytes) is None
-
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=f"tiercache-{self._directories.name}")
         self.active.add(task)
@@ -198,8 +192,6 @@ class RingIO(ChunkIO):
 
     async def _ring_read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> int | None:
         path = files.path(key)
-        if self._out_of_reach(into):
-            return await self._readers.submit(files.read, key, into)
         file = self.files.kept(path)
         if file is None:
             try:
@@ -237,7 +229,7 @@ class RingIO(ChunkIO):
             engine = self._engine()
             buffers = engine.buffers
             place = await buffers.take(self._rings.timeout_s)
-            direct = _inside(engine.arena, into, into.nbytes)
+            direct = _place_in(engine.arena, into)
             room_bytes = into.nbytes if direct is not None else min(into.nbytes, buffers.place_bytes - HEADER_BYTES)
             transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, room_bytes), read=True)
             try:
@@ -291,13 +283,11 @@ class RingIO(ChunkIO):
     # Writes
 
     async def _ring_write(self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> int:
-        if self._out_of_reach(payload):
-            return await self._writers.submit(files.write, key, payload, payload_bytes)
         engine = self._engine()
         buffers = engine.buffers
         place = await buffers.take(self._rings.timeout_s)
         padded = payload[: aligned(payload_bytes)]
-        direct = _inside(engine.arena, padded, padded.nbytes)
+        direct = _place_in(engine.arena, padded)
 
         def begin() -> tuple[PendingFile, RegisteredFile]:
             pending = files.begin_write(key, payload_bytes)
@@ -361,14 +351,13 @@ class RingIO(ChunkIO):
         return files.finish_write(pending, occupied_bytes or pending.reserved_bytes)
 
 
-def _inside(arena: RegisteredMemory | None, memory: np.ndarray, length_bytes: int) -> Piece | None:
-    """Return the position of `memory` in the registered arena, or None if it is not part of it."""
+def _place_in(arena: RegisteredMemory | None, memory: np.ndarray) -> Piece | None:
+    """Return the piece of the registered arena that `memory` is, or None if the arena is not registered."""
     if arena is None:
         return None
     start = memory.ctypes.data - arena.memory.ctypes.data
-    if not 0 <= start <= arena.memory.nbytes - length_bytes:
-        return None
-    return arena, start, length_bytes
+    assert 0 <= start <= arena.memory.nbytes - memory.nbytes, "a payload outside of the arena"
+    return arena, start, memory.nbytes
 
 
 def _pieces(buffers: Buffers, place: int, direct: Piece | None, payload_bytes: int) -> list[tuple[Piece, int]]:

@@ -58,7 +58,7 @@ async def test_hanging_daemon_opens_the_readers_breaker(mortal: Hf3fsEmulator, s
             await asyncio.sleep(0.02)
         while reader.abandoned:
             await asyncio.wait({*reader.abandoned})
-    await until(tier.io.engine, lambda: tier.io.engine.in_flight == 0)
+    await until(lambda: tier.io.engine.in_flight == 0)
     for number in (1, 2, 3, 4):
         assert await is_hit(reader, number)
     assert reader.breakers() == {"hf3fs": "closed"}

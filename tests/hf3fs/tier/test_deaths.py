@@ -81,7 +81,7 @@ async def test_death_is_noticed_by_a_full_tier(mortal: Hf3fsEmulator, opened: Op
         await asyncio.to_thread(mortal.restart)
         with pytest.raises(OSError, match="Errno 107"):
             await put(tier3, memory, 50)
-        await until(tier3.io.engine, lambda: tier3.io.engine.restarts == 1)
+        await until(lambda: tier3.io.engine.restarts == 1)
         await tier3.scanned()
         await written(tier3, memory, 50)
 
@@ -106,7 +106,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         mortal.kill()
         manifest.write_text(good)
         await asyncio.to_thread(mortal.restart)
-        await until(tier3.io.engine, lambda: tier3.io.engine.serves)
+        await until(lambda: tier3.io.engine.serves)
         await works_again(tier3, memory, 3)
         await get(tier3, memory, 1)
 

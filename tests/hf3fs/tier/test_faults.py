@@ -46,7 +46,7 @@ async def test_hanging_daemon_keeps_what_it_may_still_write_to(
         assert tier.io.engine.in_flight == 3
         assert await all_places_are_free(tier, but=3)
         emulator.control.resume()
-        await until(tier.io.engine, lambda: tier.io.engine.in_flight == 0)
+        await until(lambda: tier.io.engine.in_flight == 0)
         for outcome in await asyncio.gather(*reads, return_exceptions=True):
             assert isinstance(outcome, TierUnavailable)
         assert await all_places_are_free(tier)
@@ -65,7 +65,7 @@ async def test_write_that_was_given_up_never_shows(
             await put(tier, memory, 1)
         assert await tier.read(chunk(1)[0], memory.make()) is None
         emulator.control.resume()
-        await until(tier.io.engine, lambda: tier.io.engine.in_flight == 0)
+        await until(lambda: tier.io.engine.in_flight == 0)
         assert await tier.read(chunk(1)[0], memory.make()) is None
         await put(tier, memory, 1)
         await get(tier, memory, 1)
@@ -82,7 +82,7 @@ async def test_lost_answers_cost_neither_buffers_nor_entries_for_good(
         writes = [put(tier, memory, number) for number in range(10, 26)]
         outcomes = await asyncio.gather(*writes, return_exceptions=True)
         assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
-        await until(tier.io.engine, lambda: tier.io.engine.restarts > 0)
+        await until(lambda: tier.io.engine.restarts > 0)
         await works_again(tier, memory, 2)
         await get(tier, memory, 1)
         assert await all_places_are_free(tier)
@@ -122,7 +122,7 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
         await asyncio.to_thread(mortal.restart)
         outcomes = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), PATIENCE_S)
         assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
-        await until(tier.io.engine, lambda: tier.io.engine.restarts == 1)
+        await until(lambda: tier.io.engine.restarts == 1)
         assert tier.io.engine.in_flight == 0
         for number in range(1, 9):
             await get(tier, memory, number)
@@ -284,7 +284,7 @@ async def test_close_in_the_middle_blames_nobody(
         emulator.control.hang()
         reads = start_reading(tier, memory, 1, 2)
         write = asyncio.create_task(put(tier, memory, 3))
-        await until(tier.io.engine, lambda: tier.io.engine.in_flight == 3)
+        await until(lambda: tier.io.engine.in_flight == 3)
         await tier.close()
         for outcome in await asyncio.gather(*reads, write, return_exceptions=True):
             assert isinstance(outcome, TierUnavailable)

@@ -40,7 +40,7 @@ async def serve_until(tier: Hf3fsTier, memory: Memory, condition: Callable[[], o
     asking: set[asyncio.Task[None]] = set()
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
-            await tier.io.engine.until(lambda: tier.io.engine.serves or bool(condition()))
+            await until(lambda: tier.io.engine.serves or bool(condition()))
             asking.add(asyncio.create_task(ask()))
             await asyncio.wait(asking, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in asking if task.done()]:
@@ -64,7 +64,7 @@ async def test_slots_come_back_from_lost_answers_time_and_again(
             left = await serve_until(tier, memory, lambda reads=reads: all(read.done() for read in reads))
             await asyncio.gather(*left)
             assert all(isinstance(read.exception(), TierUnavailable) for read in reads)
-            await until(tier.io.engine, lambda incident=incident: tier.io.engine.restarts >= incident)
+            await until(lambda incident=incident: tier.io.engine.restarts >= incident)
             for slot in reads.values():
                 memory.give_back(slot)
         assert tier.io.engine.in_flight == 0
@@ -82,7 +82,7 @@ async def test_a_slot_that_the_daemon_still_has_is_not_given_back(
         mortal.control.hold(2 * LOST, direction="read")
         reads = start(tier, memory)
         await asyncio.to_thread(mortal.control.until_struck, struck + 2 * LOST)
-        await until(tier.io.engine, lambda: not tier.io.engine.serves)
+        await until(lambda: not tier.io.engine.serves)
         with pytest.raises(TierUnavailable):
             await get(tier, memory, 99)
         assert not any(read.done() for read in reads), "the daemon may still write there"
@@ -92,6 +92,6 @@ async def test_a_slot_that_the_daemon_still_has_is_not_given_back(
         assert all(isinstance(read.exception(), TierUnavailable) for read in reads)
         for slot in reads.values():
             assert not (slot == 0xEE).all(), "given back before it was written to"
-        await until(tier.io.engine, lambda: tier.io.engine.serves)
+        await until(lambda: tier.io.engine.serves)
         await get(tier, memory, 99)
         assert tier.io.engine.in_flight == 0

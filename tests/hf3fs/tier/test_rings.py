@@ -173,7 +173,7 @@ async def test_an_unexpected_exception_of_the_library_makes_new_rings(
             dead = opened.begin(file, 0)
             with pytest.raises(TierUnavailable):
                 await dead.ended
-        await until(opened.engine, lambda: opened.engine.restarts == 1)
+        await until(lambda: opened.engine.restarts == 1)
         opened.buffers = opened.engine.buffers
         assert await moved([opened.begin(file, 0)]) == [PAGE]
         opened.files.release(file)

@@ -56,7 +56,7 @@ async def test_writing_chunk_is_seen_by_nobody(
     async with opened(place) as writer, opened(place) as reader:
         emulator.control.hang()
         write = asyncio.create_task(writer.write(key, memory.make(payload), CHUNK_BYTES))
-        await until(writer.io.engine, lambda: writer.io.engine.in_flight == 1)
+        await until(lambda: writer.io.engine.in_flight == 1)
         assert await reader.probe([key]) == 0
         assert await reader.read(key, memory.make()) is None
         emulator.control.resume()

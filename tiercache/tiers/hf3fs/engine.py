@@ -141,7 +141,6 @@ class RingEngine:
         self._watch: asyncio.TimerHandle | None = None
         self._examination: asyncio.Task[None] | None = None
         self._closed = False
-        self._changed = asyncio.Event()
 
     async def open(self) -> None:
         """Register the memory and make the rings. Raises OSError if the mount refuses, ConfigError for a bad size."""
@@ -187,14 +186,6 @@ class RingEngine:
         assert self._buffers is not None
         return self._buffers
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` is true. Used by tests.
-
-        It is evaluated whenever a transfer begins, ends or times out, and when rings are dropped or made.
-        """
-        while not condition():
-            await self._changed.wait()
-
     def suspect(self) -> None:
         """Examine the daemon soon although no transfer is late: a call on the mount failed as on a dead mount."""
         self._suspected = True
@@ -214,7 +205,6 @@ class RingEngine:
         transfer = Transfer(descriptor, parts, loop.create_future(), loop.create_future(), loop.time())
         min(rings.reads if read else rings.writes, key=lambda ring: len(ring.unfinished)).submit(transfer)
         self._watch_soon()
-        self._notify()
         return transfer
 
     def _require_rings(self) -> RingSet:
@@ -224,10 +214,6 @@ class RingEngine:
 
     def _unfinished(self) -> list[Transfer]:
         return [] if self._rings is None else [each for ring in self._rings.all for each in ring.unfinished]
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _settled(self, transfers: list[Transfer]) -> None:
         """Called by a ring with transfers that were answered."""
@@ -239,7 +225,6 @@ class RingEngine:
                 transfer.ended.set_exception(transfer.error)
             else:
                 transfer.ended.set_result(transfer.moved_bytes)
-        self._notify()
 
     async def _make_rings(self) -> None:
         try:
@@ -267,7 +252,6 @@ class RingEngine:
             if not transfer.ended.done():
                 transfer.ended.set_exception(TierUnavailable(reason))
             self._abandoned.append(transfer)
-        self._notify()
         return rings
 
     def _end_abandoned(self) -> None:
@@ -275,7 +259,6 @@ class RingEngine:
         abandoned, self._abandoned = self._abandoned, []
         for transfer in abandoned:
             transfer.over.set_result(None)
-        self._notify()
 
     # Examination of the daemon
 
@@ -293,7 +276,6 @@ class RingEngine:
             transfer.ended.set_exception(TierUnavailable(f"3FS at {self.mount} did not answer for {timeout_s:.1f} s"))
         if late:
             logger.warning("3FS at %s: no answer to %d transfers for %.1f s", self.mount, len(late), timeout_s)
-            self._notify()
         is_suspect = (
             self._suspected
             or self._rings is None
@@ -345,7 +327,6 @@ class RingEngine:
             self._end_abandoned()
         await self._make_rings()
         self.restarts += 1
-        self._notify()
         logger.info("3FS at %s: rings made anew", self.mount)
 
     # Calls of the thread

@@ -17,6 +17,7 @@ from tiercache.core.header import aligned
 from tiercache.device.device import Device
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.twin import TwinDriver
+from tiercache.tiers import gds
 from tiercache.tiers.gds import DeviceFiles, GdsSettings, GdsTier, KvikioFiles, import_kvikio
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -64,19 +65,26 @@ def files(request: pytest.FixtureRequest, driver: TwinDriver, device: Device) ->
 
 
 @pytest.fixture(params=["gds", "weka"])
-def opened(request: pytest.FixtureRequest, device: Device, files: DeviceFiles) -> Callable[..., Any]:
-    """Opens a tier on a directory; its files move as `files` says."""
+def opened(
+    request: pytest.FixtureRequest, device: Device, files: DeviceFiles, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Opens a tier on a directory; its files move as those of `files` do."""
+
+    async def works(directories: object, driver: object) -> str:
+        return ""
+
+    monkeypatch.setattr(gds, "probe_gds", works)
 
     @asynccontextmanager
     async def make(
         directory: Path, cap_bytes: int = 64 << 20, fingerprint: bytes = FINGERPRINT
     ) -> AsyncIterator[GdsTier]:
-        common = {"threads": THREADS, "chunk_bytes": CHUNK_BYTES}
+        common = {"threads": THREADS, "chunk_bytes": CHUNK_BYTES, "way": files.name}
         if request.param == "gds":
-            tier = GdsTier(GdsSettings((directory,), cap_bytes, **common), fingerprint, device, files)
+            tier = GdsTier(GdsSettings((directory,), cap_bytes, **common), fingerprint, device)
         else:
             settings = WekaSettings((directory,), cap_bytes, direct=None, **common)
-            tier = WekaTier(settings, fingerprint, device, files)
+            tier = WekaTier(settings, fingerprint, device)
         await tier.open()
         try:
             yield tier

@@ -105,14 +105,14 @@ async def test_an_opening_that_is_cancelled_keeps_nothing(
     files: DeviceFiles,
 ) -> None:
     opening, go_on = threading.Event(), threading.Event()
-    open_files = files.open
+    open_files = type(files).open
 
-    def slowly() -> None:
-        open_files()
+    def slowly(files: DeviceFiles) -> None:
+        open_files(files)
         opening.set()
         go_on.wait(30)
 
-    monkeypatch.setattr(files, "open", slowly)
+    monkeypatch.setattr(type(files), "open", slowly)
     tier = asyncio.ensure_future(opened(tmp_path).__aenter__())
     assert await asyncio.to_thread(opening.wait, 30)
     tier.cancel()

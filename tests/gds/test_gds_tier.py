@@ -214,13 +214,13 @@ async def test_all_files_are_closed_by_a_thread(
     opened: Opened, slots: Slots, files: DeviceFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mount may hang."""
-    threads, close = [], files.close
+    threads, close = [], type(files).close
 
-    def watched() -> None:
+    def watched(files: DeviceFiles) -> None:
         threads.append(threading.current_thread())
-        close()
+        close(files)
 
-    monkeypatch.setattr(files, "close", watched)
+    monkeypatch.setattr(type(files), "close", watched)
     async with opened(tmp_path) as tier:
         key = await store(tier, slots, 1)
         assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES

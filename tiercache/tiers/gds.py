@@ -23,7 +23,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,14 +37,14 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import zero_padding
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.compression import unpacked
-from tiercache.tiers.files.access import file_system_of, occupied_bytes, open_found, open_regular
+from tiercache.tiers.files.access import file_system_of, occupied_bytes, open_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories, FileSettings
 from tiercache.tiers.files.format import (
     NO_ROOM,
+    created,
     host_checksum,
     read_chunk_file,
-    reserve,
     verify_chunk,
     write_chunk_file,
 )
@@ -54,6 +54,13 @@ from tiercache.tiers.files.tier import FileTier
 logger = logging.getLogger("tiercache.disk")
 
 _TASK_BYTES = 16 << 20
+
+
+class _Buffer(NamedTuple):
+    """Pinned memory of one call, and the stream of its copies."""
+
+    memory: np.ndarray
+    stream: Stream
 
 
 class DeviceFiles:
@@ -69,7 +76,7 @@ class DeviceFiles:
         self._driver = driver
         self._buffer_bytes = file_bytes(chunk_bytes)
         self._threads = threads
-        self._buffers: SimpleQueue[tuple[np.ndarray, Stream]] = SimpleQueue()
+        self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
         self._arena: Arena | None = None
         self._pinned = False
         self._lock = threading.Lock()
@@ -84,61 +91,40 @@ class DeviceFiles:
         self._pinned = self._driver.pin(self._arena.memory, self._buffer_bytes)
         for number in range(self._threads):
             start = number * self._buffer_bytes
-            self._buffers.put((self._arena.memory[start : start + self._buffer_bytes], self._driver.make_stream()))
+            memory = self._arena.memory[start : start + self._buffer_bytes]
+            self._buffers.put(_Buffer(memory, self._driver.make_stream()))
 
     def read(self, path: str, key: bytes, fingerprint: bytes, into: Tensor, *, direct: bool) -> int:
         """Read the chunk at `path` into device memory, verify and decompress it. Return the payload's length."""
-        with self._buffer() as (buffer, stream):
-            return self._load(path, key, fingerprint, into, buffer, stream, direct)
+        with self._buffer() as buffer:
+            return self._load(path, key, fingerprint, into, buffer, direct=direct)
 
     def write(
-        self,
-        path: str,
-        key: bytes,
-        fingerprint: bytes,
-        payload: Tensor,
-        payload_bytes: int,
-        *,
-        direct: bool,
-        durable: bool,
+        self, path: str, key: bytes, fingerprint: bytes, payload: Tensor, payload_bytes: int, *, direct: bool, durable: bool
     ) -> int:
         """Write a chunk from device memory like `write_chunk_file`."""
-        with self._buffer() as (buffer, stream):
-            padded = buffer[HEADER_BYTES : file_bytes(payload_bytes)]
-            self._copy(host_tensor(padded[:payload_bytes]), payload[:payload_bytes], stream)
+        with self._buffer() as buffer:
+            padded = buffer.memory[HEADER_BYTES : file_bytes(payload_bytes)]
+            self._copy(host_tensor(padded[:payload_bytes]), payload[:payload_bytes], buffer.stream)
             padded[payload_bytes:] = 0
             header = Header(key, fingerprint, payload_bytes, payload_checksum(padded[:payload_bytes]))
-            return self._store(path, header, payload, buffer, stream, direct=direct, durable=durable)
+            return self._store(path, header, payload, buffer, direct=direct, durable=durable)
 
     def close(self) -> None:
         """Close. Idempotent. The last call in flight frees what it uses."""
         with self._lock:
-            was_closed, self._closed = self._closed, True
-            ended = self._ended and not was_closed
-        if ended:
-            self._free()
+            self._closed = True
+            self._free_if_unused()
 
-    def _load(
-        self, path: str, key: bytes, fingerprint: bytes, into: Tensor, buffer: np.ndarray, stream: Stream, direct: bool
-    ) -> int:
-        padded = buffer[HEADER_BYTES:]
+    def _load(self, path: str, key: bytes, fingerprint: bytes, into: Tensor, buffer: _Buffer, *, direct: bool) -> int:
+        padded = buffer.memory[HEADER_BYTES:]
         length = unpacked(read_chunk_file(path, key, fingerprint, padded, direct=direct), padded)
-        self._upload(into, padded, length, stream)
+        self._upload(into, padded, length, buffer.stream)
         return length
 
-    def _store(
-        self,
-        path: str,
-        header: Header,
-        payload: Tensor,
-        buffer: np.ndarray,
-        stream: Stream,
-        *,
-        direct: bool,
-        durable: bool,
-    ) -> int:
+    def _store(self, path: str, header: Header, payload: Tensor, buffer: _Buffer, *, direct: bool, durable: bool) -> int:
         """Write the file. `buffer` holds the payload behind the header's page."""
-        return write_chunk_file(path, header, buffer[HEADER_BYTES:], direct=direct, durable=durable)
+        return write_chunk_file(path, header, buffer.memory[HEADER_BYTES:], direct=direct, durable=durable)
 
     def _upload(self, into: Tensor, padded: np.ndarray, length: int, stream: Stream) -> None:
         zero_padding(padded, length)
@@ -151,12 +137,12 @@ class DeviceFiles:
         finally:
             self._driver.finish(stream)
 
-    @property
-    def _ended(self) -> bool:
-        return self._closed and not self._calls
+    def _free_if_unused(self) -> None:
+        if self._closed and not self._calls:
+            self._free()
 
     def _free(self) -> None:
-        """Free everything. Needs a closed object without calls in flight."""
+        """Free everything. Idempotent."""
         arena, self._arena = self._arena, None
         if arena is None:
             return
@@ -167,8 +153,8 @@ class DeviceFiles:
         arena.close()
 
     @contextmanager
-    def _buffer(self) -> Iterator[tuple[np.ndarray, Stream]]:
-        """Hold a buffer and its stream during a call."""
+    def _buffer(self) -> Iterator[_Buffer]:
+        """Hold a buffer during a call."""
         with self._lock:
             if self._closed:
                 raise TierUnavailable(f"{self.name}: the files are closed")
@@ -181,9 +167,7 @@ class DeviceFiles:
             del buffer
             with self._lock:
                 self._calls -= 1
-                ended = self._ended
-            if ended:
-                self._free()
+                self._free_if_unused()
 
 
 class KvikioFiles(DeviceFiles):
@@ -213,9 +197,7 @@ class KvikioFiles(DeviceFiles):
             self._registered = False
         super()._free()
 
-    def _load(
-        self, path: str, key: bytes, fingerprint: bytes, into: Tensor, buffer: np.ndarray, stream: Stream, direct: bool
-    ) -> int:
+    def _load(self, path: str, key: bytes, fingerprint: bytes, into: Tensor, buffer: _Buffer, *, direct: bool) -> int:
         descriptor, status = open_found(path, os.O_RDONLY)  # cuFile would wait for a pipe
         os.close(descriptor)
         total_bytes = status.st_size
@@ -223,45 +205,28 @@ class KvikioFiles(DeviceFiles):
         if total_bytes < file_bytes(1) or total_bytes > room_bytes:
             raise CorruptChunk(f"{path}: length: expected at most {room_bytes} bytes, found {total_bytes}")
         got = self._transfer(path, "r", _slot(into, total_bytes))
-        self._copy(host_tensor(buffer[:total_bytes]), _slot(into, total_bytes), stream)
-        padded, raw_header = buffer[HEADER_BYTES:], buffer[:PACKED_BYTES].data
+        self._copy(host_tensor(buffer.memory[:total_bytes]), _slot(into, total_bytes), buffer.stream)
+        padded, raw_header = buffer.memory[HEADER_BYTES:], buffer.memory[:PACKED_BYTES].data
         header = verify_chunk(path, raw_header, key, fingerprint, got, total_bytes, host_checksum(padded))
         length = unpacked(header, padded)
         if header.codec is not Codec.PLAIN:
-            self._upload(into, padded, length, stream)
+            self._upload(into, padded, length, buffer.stream)
         return length
 
-    def _store(
-        self,
-        path: str,
-        header: Header,
-        payload: Tensor,
-        buffer: np.ndarray,
-        stream: Stream,
-        *,
-        direct: bool,
-        durable: bool,
-    ) -> int:
+    def _store(self, path: str, header: Header, payload: Tensor, buffer: _Buffer, *, direct: bool, durable: bool) -> int:
         total_bytes = file_bytes(header.payload_bytes)
-        packed = header.pack()
-        buffer[:HEADER_BYTES] = 0
-        buffer[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+        page = buffer.memory[:HEADER_BYTES]
+        page[:] = 0
+        page[:PACKED_BYTES] = np.frombuffer(header.pack(), dtype=np.uint8)
         slot = _slot(payload, total_bytes)
-        self._copy(slot[:HEADER_BYTES], host_tensor(buffer[:HEADER_BYTES]), stream)
-        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            reserve(descriptor, total_bytes)
+        self._copy(slot[:HEADER_BYTES], host_tensor(page), buffer.stream)
+        with created(path, os.O_RDWR, total_bytes) as descriptor:
             written = self._transfer(path, "r+", slot)
             if written != total_bytes:
                 raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", path)
             if durable:
                 os.fdatasync(descriptor)
             return occupied_bytes(os.fstat(descriptor))
-        except BaseException:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(descriptor)
 
     def _transfer(self, path: str, flags: str, slot: Tensor) -> int:
         """Move a whole slot from or to a file. Return the bytes moved. kvikio raises RuntimeError for all errors."""
@@ -369,24 +334,18 @@ class DeviceIO(PosixIO):
     Without a device it serves host memory only.
     """
 
-    def __init__(
-        self, directories: Directories, device: Device | None, way: str, files: DeviceFiles | None = None
-    ) -> None:
-        """`way`: auto (cuFile if it works), cufile (or ConfigError), posix (pinned memory). `files` skips the probe."""
+    def __init__(self, directories: Directories, device: Device | None, way: str) -> None:
+        """`way`: auto (cuFile if it works), cufile (or ConfigError), posix (pinned memory)."""
         super().__init__(directories)
         self.device = device
         self.files: DeviceFiles | None = None
         self._way = way
-        self._given_files = files
 
     @property
     def serves_device(self) -> bool:
         return self.files is not None
 
     async def open(self) -> None:
-        if self._given_files is not None:
-            await self._take(self._given_files)
-            return
         directories = self._directories
         if self.device is None:
             logger.warning(
@@ -467,20 +426,13 @@ class GdsSettings(FileSettings):
 
 
 class GdsTier(FileTier):
-    def __init__(
-        self,
-        settings: GdsSettings,
-        fingerprint: bytes,
-        device: Device | None = None,
-        files: DeviceFiles | None = None,
-    ) -> None:
-        """`files` moves device memory in place of what `way` selects."""
+    def __init__(self, settings: GdsSettings, fingerprint: bytes, device: Device | None = None) -> None:
         super().__init__(
             "gds",
             "gds_path",
             settings,
             fingerprint,
-            lambda directories: DeviceIO(directories, device, settings.way, files),
+            lambda directories: DeviceIO(directories, device, settings.way),
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tiercache.device.device import Device
 from tiercache.tiers.files.index import RelistingLookup
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.gds import DeviceFiles, DeviceIO, GdsSettings
+from tiercache.tiers.gds import DeviceIO, GdsSettings
 
 METADATA_THREADS = 8
 
@@ -28,19 +28,13 @@ class WekaSettings(GdsSettings):
 
 
 class WekaTier(FileTier):
-    def __init__(
-        self,
-        settings: WekaSettings,
-        fingerprint: bytes,
-        device: Device | None = None,
-        files: DeviceFiles | None = None,
-    ) -> None:
+    def __init__(self, settings: WekaSettings, fingerprint: bytes, device: Device | None = None) -> None:
         super().__init__(
             "weka",
             "weka_path",
             settings,
             fingerprint,
-            lambda directories: DeviceIO(directories, device, settings.way, files),
+            lambda directories: DeviceIO(directories, device, settings.way),
             lambda directories: RelistingLookup(directories, settings.refresh_s),
             metadata_threads=METADATA_THREADS,
         )

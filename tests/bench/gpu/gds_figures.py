@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.bench.gpu.accelerator import Accelerator
 from tests.bench.gpu.report import Report
@@ -17,7 +18,8 @@ from tiercache.bench.workload import new_keys
 from tiercache.core.header import HEADER_BYTES
 from tiercache.device.device import Device
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.gds import DeviceFiles, GdsSettings, GdsTier, KvikioFiles, import_kvikio, probe_gds
+from tiercache.tiers import gds
+from tiercache.tiers.gds import GdsSettings, GdsTier, import_kvikio, probe_gds
 
 MIB = 1 << 20
 _THREADS = 4
@@ -89,12 +91,10 @@ async def _check_damage(report: Report, tier: GdsTier, key: bytes, slot: Any, ch
 @asynccontextmanager
 async def _opened(device: Device, directory: Path, way: str, chunk_bytes: int) -> AsyncIterator[GdsTier]:
     """A GDS tier whose chunks move by `way`."""
-    files = DeviceFiles(device.driver, chunk_bytes, 2 * _THREADS)
-    if way == "cufile":
-        files = KvikioFiles(device.driver, device.pool.memory, chunk_bytes, 2 * _THREADS)
-    settings = GdsSettings((directory,), 1 << 32, threads=_THREADS, chunk_bytes=chunk_bytes)
-    tier = GdsTier(settings, _FINGERPRINT, device, files)
-    await tier.open()
+    settings = GdsSettings((directory,), 1 << 32, threads=_THREADS, chunk_bytes=chunk_bytes, way=way)
+    tier = GdsTier(settings, _FINGERPRINT, device)
+    with mock.patch.object(gds, "probe_gds", mock.AsyncMock(return_value="")):  # kvikio's fallbacks are measured too
+        await tier.open()
     try:
         yield tier
     finally:

@@ -159,9 +159,7 @@ def write_chunk_file(
     removed. The write holds a place of `turns`.
     """
     total_bytes = file_bytes(header.payload_bytes)
-    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))
-    try:
-        reserve(descriptor, total_bytes)
+    with created(path, os.O_WRONLY | (os.O_DIRECT if direct else 0), total_bytes) as descriptor:
         buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
         with turns.taken(total_bytes):
             written = os.pwritev(descriptor, buffers, 0)
@@ -175,6 +173,15 @@ def write_chunk_file(
         if durable:
             os.fdatasync(descriptor)
         return occupied_bytes(os.fstat(descriptor))
+
+
+@contextmanager
+def created(path: Path | str, flags: int, length_bytes: int) -> Iterator[int]:
+    """Create `path`, which must not exist, with room for `length_bytes`, and open it. An error removes the file."""
+    descriptor = open_regular(path, flags | os.O_CREAT | os.O_EXCL)
+    try:
+        reserve(descriptor, length_bytes)
+        yield descriptor
     except BaseException:
         os.unlink(path)
         raise

@@ -100,7 +100,7 @@ def _tier(tier: S3Tier) -> tuple[Move, Move, Move]:
 def _client(tier: S3Tier) -> tuple[Move, Move, Move]:
     import obstore
 
-    reads, writes = tier.reads, tier.writes
+    reads, writes = tier.store, tier.put_store
 
     async def put(key: ChunkKey, slot: np.ndarray) -> None:
         await obstore.put_async(writes, f"bench/{key.hex()}", slot.data, use_multipart=False)

@@ -25,7 +25,7 @@ class TestS3(CompressionContract):
 
     async def damage(self, tier: Tier, key: bytes) -> None:
         assert isinstance(tier, S3Tier)
-        store, path = tier.writes, tier.path(key)
+        store, path = tier.put_store, tier.path(key)
         value = bytearray((await (await obstore.get_async(store, path)).bytes_async()).to_bytes())
         value[20_000] ^= 1
         await obstore.put_async(store, path, bytes(value))

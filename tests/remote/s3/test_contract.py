@@ -27,7 +27,7 @@ class TestS3Tier(TierContract):
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
         assert isinstance(tier, S3Tier)
-        store, path = tier.writes, tier.path(key)
+        store, path = tier.put_store, tier.path(key)
         value = bytearray((await (await obstore.get_async(store, path)).bytes_async()).to_bytes())
         value[88 + 17] ^= 1
         await obstore.put_async(store, path, bytes(value))

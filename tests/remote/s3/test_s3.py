@@ -37,12 +37,12 @@ async def opened(tier: S3Tier) -> AsyncIterator[S3Tier]:
 
 
 async def stored(tier: S3Tier, number: int) -> bytes:
-    answer = await obstore.get_async(tier.reads, tier.path(chunk(number)[0]))
+    answer = await obstore.get_async(tier.store, tier.path(chunk(number)[0]))
     return (await answer.bytes_async()).to_bytes()
 
 
 async def replace(tier: S3Tier, number: int, value: bytes) -> None:
-    await obstore.put_async(tier.writes, tier.path(chunk(number)[0]), value)
+    await obstore.put_async(tier.put_store, tier.path(chunk(number)[0]), value)
 
 
 async def read(tier: S3Tier, number: int, length: int = CHUNK_BYTES) -> np.ndarray | None:

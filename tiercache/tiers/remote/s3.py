@@ -59,9 +59,9 @@ class S3Tier(RemoteTier):
         self.address = read_address(settings)
         self.pending = 0
         """Number of requests in flight."""
-        self.reads: Any = None
+        self.store: Any = None
         """The client's store for all requests except puts."""
-        self.writes: Any = None
+        self.put_store: Any = None
         """The client's store for puts, which has a longer timeout."""
         self._part_bytes = int(settings.options.get("part_bytes", PART_BYTES))
         self._directory = "/".join(filter(None, (self.address.prefix, settings.fingerprint.hex())))
@@ -81,7 +81,7 @@ class S3Tier(RemoteTier):
     async def _connect(self) -> None:
         """Check the settings. A store that does not answer does not stop the start; a store that refuses does."""
         identity = await self._workers.submit(read_identity, self.settings)
-        self._obstore, self.reads, self.writes = await self._workers.submit(
+        self._obstore, self.store, self.put_store = await self._workers.submit(
             _make_stores, self.settings, self.address, identity, self._part_bytes
         )
         _open_tiers.add(self)
@@ -145,7 +145,7 @@ class S3Tier(RemoteTier):
             began_s = time.monotonic()
             async with self._transfers:
                 # A multipart put takes more requests.
-                put = self._obstore.put_async(self.writes, self.path(key), body, use_multipart=False)
+                put = self._obstore.put_async(self.put_store, self.path(key), body, use_multipart=False)
                 await self._ask("put", put)
             self.compression.sent(stored.header.payload_bytes, time.monotonic() - began_s)
             return True
@@ -164,7 +164,7 @@ class S3Tier(RemoteTier):
         if not await self._exists(path):
             return False
         async with self._questions:
-            await self._ask("delete", self._obstore.delete_async(self.reads, path))
+            await self._ask("delete", self._obstore.delete_async(self.store, path))
         return True
 
     # Requests, which each end within about `timeout_s` without progress
@@ -173,7 +173,7 @@ class S3Tier(RemoteTier):
         """Return a buffer with bytes `start` to `end` of the object, or up to its end; None if there is no object."""
         async with self._transfers:
             try:
-                return await self._ask("get", self._obstore.get_range_async(self.reads, path, start=start, end=end))
+                return await self._ask("get", self._obstore.get_range_async(self.store, path, start=start, end=end))
             except RequestFailed as error:
                 if error.status != _OUT_OF_RANGE:
                     raise
@@ -181,7 +181,7 @@ class S3Tier(RemoteTier):
 
     async def _exists(self, path: str) -> bool:
         async with self._questions:
-            return await self._ask("head", self._obstore.head_async(self.reads, path)) is not None
+            return await self._ask("head", self._obstore.head_async(self.store, path)) is not None
 
     async def _ask(self, what: str, answer: Awaitable[T]) -> T | None:
         """Wait for the answer to a request; None if there is no such object. Raises RequestFailed.

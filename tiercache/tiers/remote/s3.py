@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import obstore
+from obstore.store import S3Store
 
 from tiercache.core.header import PACKED_BYTES
 from tiercache.core.keys import ChunkKey
@@ -43,7 +45,6 @@ PART_BYTES = 4 << 20
 _REQUESTS = 32
 """Limit of transfers in flight, each with up to two parts of the client's memory; also the limit of other requests."""
 _COPYING_THREADS = 2
-_CLOSE_S = 1.0
 _EXIT_S = 0.5
 _ASLEEP_S = 5.0
 _LET_GO_S = 0.02
@@ -68,8 +69,6 @@ class S3Tier(RemoteTier):
         self._workers = Workers(settings.name, max(_COPYING_THREADS, min(4, settings.concurrency)))
         self._transfers = asyncio.Semaphore(_REQUESTS)
         self._questions = asyncio.Semaphore(_REQUESTS)
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def describe(self) -> str:
         return f"{self.name} ({self.address})"
@@ -81,7 +80,7 @@ class S3Tier(RemoteTier):
     async def _connect(self) -> None:
         """Check the settings. A store that does not answer does not stop the start; a store that refuses does."""
         identity = await self._workers.submit(read_identity, self.settings)
-        self._obstore, self.store, self.put_store = await self._workers.submit(
+        self.store, self.put_store = await self._workers.submit(
             _make_stores, self.settings, self.address, identity, self._part_bytes
         )
         _open_tiers.add(self)
@@ -97,13 +96,13 @@ class S3Tier(RemoteTier):
             logger.warning("%s; the tier is used as soon as it answers", error)
 
     async def _disconnect(self) -> None:
-        """Wait briefly for requests in flight, and for the client's threads to release Python's objects."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_S):
-                await self._idle.wait()
-            _open_tiers.discard(self)
-        await asyncio.sleep(_LET_GO_S)
         self._workers.close()
+
+    async def close(self) -> None:
+        await super().close()
+        if not self.pending:
+            _open_tiers.discard(self)
+        await asyncio.sleep(_LET_GO_S)  # the client's threads release Python's objects
 
     # Operations
 
@@ -145,7 +144,7 @@ class S3Tier(RemoteTier):
             began_s = time.monotonic()
             async with self._transfers:
                 # A multipart put takes more requests.
-                put = self._obstore.put_async(self.put_store, self.path(key), body, use_multipart=False)
+                put = obstore.put_async(self.put_store, self.path(key), body, use_multipart=False)
                 await self._ask("put", put)
             self.compression.sent(stored.header.payload_bytes, time.monotonic() - began_s)
             return True
@@ -164,7 +163,7 @@ class S3Tier(RemoteTier):
         if not await self._exists(path):
             return False
         async with self._questions:
-            await self._ask("delete", self._obstore.delete_async(self.store, path))
+            await self._ask("delete", obstore.delete_async(self.store, path))
         return True
 
     # Requests, which each end within about `timeout_s` without progress
@@ -173,7 +172,7 @@ class S3Tier(RemoteTier):
         """Return a buffer with bytes `start` to `end` of the object, or up to its end; None if there is no object."""
         async with self._transfers:
             try:
-                return await self._ask("get", self._obstore.get_range_async(self.store, path, start=start, end=end))
+                return await self._ask("get", obstore.get_range_async(self.store, path, start=start, end=end))
             except RequestFailed as error:
                 if error.status != _OUT_OF_RANGE:
                     raise
@@ -181,7 +180,7 @@ class S3Tier(RemoteTier):
 
     async def _exists(self, path: str) -> bool:
         async with self._questions:
-            return await self._ask("head", self._obstore.head_async(self.store, path)) is not None
+            return await self._ask("head", obstore.head_async(self.store, path)) is not None
 
     async def _ask(self, what: str, answer: Awaitable[T]) -> T | None:
         """Wait for the answer to a request; None if there is no such object. Raises RequestFailed.
@@ -189,7 +188,6 @@ class S3Tier(RemoteTier):
         The client's exceptions hold the request and the answer, so they are neither raised nor chained.
         """
         self.pending += 1
-        self._idle.clear()
         try:
             return await answer
         except Exception as error:
@@ -198,8 +196,6 @@ class S3Tier(RemoteTier):
             failure = RequestFailed(f"{self.name}: {what} of {self.address}", str(error))
         finally:
             self.pending -= 1
-            if not self.pending:
-                self._idle.set()
         raise failure
 
 
@@ -244,20 +240,8 @@ def _place(box: list[Any], start: int, header: bytearray, into: np.ndarray) -> i
 # The client library
 
 
-def _make_stores(
-    settings: RemoteSettings, address: S3Address, identity: Identity, part_bytes: int
-) -> tuple[Any, Any, Any]:
-    """Return the module obstore, the store for reads and the store for puts. Reads files: runs in a thread.
-
-    Raises ConfigError.
-    """
-    try:
-        import obstore
-        from obstore.store import S3Store
-    except ImportError as error:
-        raise settings.error(
-            "url", f"the s3 tier needs obstore, which cannot be imported ({error}): pip install 'tiercache[s3]'"
-        ) from None
+def _make_stores(settings: RemoteSettings, address: S3Address, identity: Identity, part_bytes: int) -> tuple[Any, Any]:
+    """Return the store for reads and the store for puts. Reads files: runs in a thread. Raises ConfigError."""
     given = settings.options
     options: dict[str, Any] = {"disable_bulk_delete": True}  # some stores lack it, and chunks are deleted one by one
     if given.get("express"):
@@ -305,7 +289,7 @@ def _make_stores(
     # A put is answered after all of it was sent, so the first byte of the answer may take as long as the whole.
     sending_s = settings.chunk_bytes / _SLOWEST_BYTES_PER_S
     writes = make(settings.timeout_s + sending_s, settings.chunk_bytes)
-    return obstore, make(settings.timeout_s, part_bytes), writes
+    return make(settings.timeout_s, part_bytes), writes
 
 
 # The client's exceptions. Their text may hold signed data and tokens, so none of it is repeated: it is only searched

@@ -53,6 +53,7 @@ class CompressionChoice:
 
     It is compressed if reads are shorter (transfer, then decompression) and the write rate is not lower. All times are
     measured per byte: transfers as they occur, the codec on a part of every 256th chunk under the current load.
+    Threads may call it without a lock: a measurement that another thread overwrites is one of many.
     """
 
     def __init__(self, concurrency: int = 4) -> None:

@@ -116,32 +116,27 @@ class Compression:
         """Record a transfer to the storage."""
         with self._lock:
             self.stored_bytes += stored_bytes
-            if self._choice is not None:
-                self._choice.sent(stored_bytes, seconds)
+        if self._choice is not None:
+            self._choice.sent(stored_bytes, seconds)
 
     def received(self, stored_bytes: int, seconds: float) -> None:
         """Record a transfer from the storage."""
         if self._choice is not None:
-            with self._lock:
-                self._choice.received(stored_bytes, seconds)
+            self._choice.received(stored_bytes, seconds)
 
     def _next_codec(self, plain: np.ndarray) -> Codec:
         choice = self._choice
         if choice is None:
             return self._codec
-        with self._lock:
-            due = choice.trial_due()
-        if due:
+        if choice.trial_due():
             part = plain[:_PART_BYTES]
             began_s = time.perf_counter()
             stored = _blosc_of(_items(part, self._item), Codec.ZSTD)
             compressed_s = time.perf_counter()
             _library().decompress(stored, _scratch(part.nbytes))
             ended_s = time.perf_counter()
-            with self._lock:
-                choice.tried(part.nbytes, len(stored), compressed_s - began_s, ended_s - compressed_s)
-        with self._lock:
-            return choice.codec
+            choice.tried(part.nbytes, len(stored), compressed_s - began_s, ended_s - compressed_s)
+        return choice.codec
 
     def _take_buffer(self, size_bytes: int) -> np.ndarray:
         with contextlib.suppress(IndexError):

@@ -273,6 +273,7 @@ class TierContract:
         reader = await self.make_tier(tmp_path)
         reader.writes = False
         await reader.open()
+        assert reader.writes is False
         into = page_aligned(self.chunk_bytes)
         assert await reader.probe(keys) == 8
         assert await reader.read(keys[0], into) == self.chunk_bytes

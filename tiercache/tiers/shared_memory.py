@@ -495,10 +495,7 @@ class SharedMemoryTier(FileTier):
 
     async def remove(self, key: ChunkKey) -> bool:
         self.mappings.forget(key)
-        try:
-            return await super().remove(key)
-        finally:
-            self.mappings.forget(key)  # a get may have mapped it before its file was deleted
+        return await super().remove(key)
 
     def statistics(self) -> TierStatistics:
         counters = super().statistics()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tiercache.config.secrets import shown_scheme
 from tiercache.tiers.remote.base import RemoteSettings
@@ -131,11 +131,11 @@ def _check(settings: RemoteSettings, address: RedisAddress) -> None:
 
 
 def _endpoint(settings: RemoteSettings, text: str, default_port: int) -> Endpoint:
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest.removeprefix(":")
-    else:
-        host, _, port = text.partition(":")
-    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or parts.netloc != text:
         raise settings.error("url", "expected host or host:port behind the scheme")
-    return Endpoint(host, int(port or default_port))
+    return Endpoint(host, port or default_port)

@@ -84,14 +84,14 @@ class Compression:
         self._buffers: list[np.ndarray] = []
         if mode != "none":
             try:
-                _blosc()
-            except ImportError as error:
+                _library()
+            except TierUnavailable as error:
                 if mode != "auto":
                     raise ConfigError(
-                        f"{tier}: compression by {mode} needs numcodecs, which cannot be imported ({error}): pip "
-                        "install numcodecs, or set it to none"
+                        f"{tier}: compression by {mode} needs numcodecs, which cannot be imported ({error.__cause__}): "
+                        "pip install numcodecs, or set it to none"
                     ) from error
-                logger.info("%s: numcodecs cannot be imported (%s): nothing is compressed", tier, error)
+                logger.info("%s: nothing is compressed: %s", tier, error)
                 self._choice = None
 
     def pack(self, key: ChunkKey, fingerprint: bytes, padded: np.ndarray, payload_bytes: int) -> Packed:
@@ -231,19 +231,14 @@ def _pages(size_bytes: int) -> np.ndarray:
     return np.frombuffer(memory, dtype=np.uint8)
 
 
+@cache
 def _library() -> Any:
     """Return Blosc. Raises TierUnavailable if it is missing, not CorruptChunk, since the chunks may be good."""
     try:
-        return _blosc()
+        from numcodecs import blosc
     except ImportError as error:
         raise TierUnavailable(
             f"compressed chunks need numcodecs, which cannot be imported ({error}): pip install numcodecs"
         ) from error
-
-
-@cache
-def _blosc() -> Any:
-    from numcodecs import blosc
-
     blosc.use_threads = False  # each call runs in a worker thread already, and must not wait for others
     return blosc

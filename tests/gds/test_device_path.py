@@ -503,10 +503,10 @@ async def test_copies_are_enqueued_off_the_loop(bench: Bench) -> None:
 async def test_host_slot_of_a_copy_that_hangs_is_not_used_again_before_it_ends(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiercache.device.device.LONGEST_COPY_S", 0.1)
     bench.tier.gate.clear()
     assert await bench.put(1, paged=True) == 1
     bench.cpu.clear()
+    monkeypatch.setattr("tiercache.device.device.LONGEST_COPY_S", 0.1)
     hold, reader = Hold(bench.device.storing.stream), Reader(bench.cpu, [bench.staging])
     assert await reader.fetch(chunk(1)[0], bench.soon(0.5)) is None
     while reader.in_flight:

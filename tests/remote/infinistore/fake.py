@@ -34,6 +34,9 @@ class Server:
         self.codes: list[int] = []
         self.down = False
         self.hang = False
+        self.may_connect = threading.Event()
+        """Connecting waits for it."""
+        self.may_connect.set()
         self.connections: list[InfinityConnection] = []
 
 
@@ -70,6 +73,7 @@ class InfinityConnection:
         server.connections.append(self)
 
     def connect(self):  # type: ignore[no-untyped-def]
+        assert server.may_connect.wait(30)
         if server.down:
             raise Exception("Failed to initialize remote connection")
         self.connected = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ async def test_a_header_without_its_payload_is_a_miss(server: fake.Server) -> No
     del server.values[f"{NAME}:payload"]
     assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) is None
     await tier.close()
+
+
+async def test_a_connection_that_comes_up_after_the_close_is_closed(server: fake.Server) -> None:
+    server.may_connect.clear()
+    tier = make_tier(timeout_s=0.05)
+    await tier.open()
+    await tier.close()
+    server.may_connect.set()
+    (thread,) = [thread for thread in threading.enumerate() if "connect" in thread.name]
+    await asyncio.to_thread(thread.join, 30)
+    (connection,) = server.connections
+    assert not connection.connected
 
 
 async def test_another_chunks_header_does_not_pass(server: fake.Server) -> None:

@@ -64,6 +64,8 @@ class InfiniStoreTier(RemoteTier):
         self._connection: Any = None
         self._problem = "it is being connected"
         self._connecting: asyncio.Task[None] | None = None
+        self._last: Any = None
+        """The last connection that was made, until it is closed. Belongs to the connecting thread."""
         self._closed: asyncio.Future[None]
         """The end of the last closed connection. The next connection is made after it."""
         transfers = 2 * settings.concurrency + 4
@@ -101,10 +103,9 @@ class InfiniStoreTier(RemoteTier):
     async def _disconnect(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
-            self._closed = self._connector.submit(connection.close)
-            await asyncio.wait([self._closed], timeout=self.settings.timeout_s)
+            self._connection = None
+            closed = self._connector.submit(self._close_last)  # also a connection that is just being made
+            await asyncio.wait([closed], timeout=self.settings.timeout_s)
         for workers in (self._hashers, self._blocking, self._connector):
             workers.close()
 
@@ -142,7 +143,13 @@ class InfiniStoreTier(RemoteTier):
             except Exception:
                 connection.close()
                 raise
+        self._last = connection
         return connection
+
+    def _close_last(self) -> None:
+        connection, self._last = self._last, None
+        if connection is not None:
+            connection.close()
 
     def _connected(self) -> Any:
         if self._connection is None:
@@ -154,7 +161,7 @@ class InfiniStoreTier(RemoteTier):
         if self._connection is connection:
             self._connection, self._problem = None, problem
             self.known.clear()
-            self._closed = self._connector.submit(connection.close)
+            self._closed = self._connector.submit(self._close_last)
             # The single thread closes and connects, so the new connection is made after the end of the old.
             self._connecting = asyncio.create_task(self._keep_trying())
         return self._closed

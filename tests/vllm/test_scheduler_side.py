@@ -1,4 +1,4 @@
-"""The scheduler's half against a real cache, with plain stand-ins for what vLLM hands over."""
+"""The scheduler's half against a real cache: what it finds, loads, saves, and tells the workers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.vllm.halves import NAMES, TOKENS, Scheduled, output_of
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
-from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
 from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient, LookupServer
@@ -24,22 +24,21 @@ from tiercache.integrations.vllm.names import Adapters, BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 
-GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=2)
-NAMES = [bytes([number]) * 32 for number in range(64)]
+GEOMETRY = BlockGeometry(TOKENS, blocks_per_chunk=2)
 BLOCKS = list(range(100, 164))
 
 
-class Engine:
+class Engine(Scheduled):
     """A scheduler's half, its worker's cache, and vLLM's side of the conversation."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, role: str = "kv_both", **settings: Any) -> None:
         name = uuid.uuid4().hex
-        layout = Layout("m", chunk_tokens=32, bytes_per_token=128, block_tokens=16)
+        layout = Layout("m", chunk_tokens=32, bytes_per_token=128, block_tokens=TOKENS)
         config = Config(**({"max_local_cpu_size": 0.01} | settings))
         self.thread = CacheThread(config, layout)
         self.server = LookupServer(name, 0, self.thread, GEOMETRY)
         self.client = LookupClient(name, 1, GEOMETRY, 5.0)
-        self.side = SchedulerSide(config, GEOMETRY, BlockNames("sha256", 16), self.client, 1)
+        self.side = SchedulerSide(config, GEOMETRY, BlockNames("sha256", TOKENS), self.client, 1, role=role)
 
     def close(self) -> None:
         self.client.close()
@@ -47,142 +46,88 @@ class Engine:
         self.thread.close(1.0)
 
     def holds(self, blocks: int) -> None:
-        cache = self.thread.cache
-        for key in keys_from_hashes(cache.namespace, NAMES[1:blocks:2]):
-            assert self.thread.submit(cache.put(key, b"x" * 4096)).result(10)
-
-    def arrives(self, tokens: int, name: str = "r", **more: Any) -> Any:
-        request = SimpleNamespace(
-            request_id=name,
-            num_tokens=tokens,
-            num_prompt_tokens=tokens,
-            block_hashes=NAMES[: tokens // 16],
-            cache_salt=None,
-            num_computed_tokens=0,
-            num_in_flight_tokens=0,
-            priority=0,
-            skip_reading_prefix_cache=False,
-        )
-        vars(request).update(more)
-        self.side.on_new_request(request)
-        return request
+        for key in self.keys(*NAMES[1:blocks:2]):
+            assert self.thread.submit(self.thread.cache.put(key, b"x" * 4096)).result(10)
 
     def claims(self) -> int:
         """Chunks that are held for requests."""
         claims = self.server.claims
         assert claims is not None
+        return int(self.on_loop(lambda: claims.held))
 
-        async def held() -> int:
-            return claims.held
-
-        return self.thread.submit(held()).result(10)
-
-    def key(self, chunk: int) -> ChunkKey:
-        (key,) = keys_from_hashes(self.thread.cache.namespace, [NAMES[2 * chunk + 1]])
-        return key
-
-    def forgets_hot(self, chunk: int) -> None:
-        """That one is on the disk alone."""
-        cache, key = self.thread.cache, self.key(chunk)
-
-        async def drop() -> bool:
-            await cache.flush()
-            return cache.cpu.forget(key)
-
-        assert self.thread.submit(drop()).result(10)
-
-    def finds(self, request: Any, computed: int = 0) -> tuple[int, bool]:
-        until_s = time.monotonic() + 5
-        while (answer := self.side.matched_tokens(request, computed))[0] is None:
-            assert time.monotonic() < until_s
-        tokens, later = answer
-        assert tokens is not None
-        return tokens, later
-
-    def admits(self, request: Any, computed: int = 0) -> tuple[int, bool]:
-        tokens, later = self.finds(request, computed)
-        self.side.after_allocation(request, (BLOCKS[: request.num_tokens // 16 + 1],), tokens)
-        request.num_computed_tokens = computed + tokens
-        return tokens, later
+    def enters(self, request: Any, computed: int = 0) -> tuple[int, bool]:
+        return self.admits(request, BLOCKS[: request.num_tokens // TOKENS + 1], computed=computed)
 
     def steps(self, *scheduled: tuple[Any, int], preempted: tuple[str, ...] = ()) -> StepWork:
         """One step, from scheduling to the processed output of a worker that moved everything."""
-        output: Any = SimpleNamespace(
-            preempted_req_ids=set(preempted),
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[request.request_id for request, _ in scheduled],
-                num_computed_tokens=[request.num_computed_tokens for request, _ in scheduled],
-            ),
-            num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (BLOCKS,)),
-        )
-        work = self.side.step_work(output)
+        work = self.side.step_work(output_of(scheduled, lambda _: (BLOCKS,), preempted))
         for request, tokens in scheduled:
             request.num_computed_tokens += tokens
         return work
 
-    def reports(self, work: StepWork, failed: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def reports(self, work: StepWork, *failed: int) -> None:
         if failed:
             self.side.loads_failed(set(failed))
         self.side.progress(
             StepReport({save.request_id: 1 for save in work.saves}, {load.request_id for load in work.loads})
         )
 
+    def ends(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self.side.finished(request, (BLOCKS[: request.num_tokens // TOKENS + 1],))
+
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    made = Engine(**getattr(request, "param", {}))
-    yield made
-    made.close()
+def made() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(*role: str, **settings: Any) -> Engine:
+        engines.append(Engine(*role, **settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
-def saved(work: StepWork) -> list[BlockTransfer]:
-    return [transfer for save in work.saves for transfer in save.transfers]
+@pytest.fixture
+def engine(made: Callable[..., Engine]) -> Engine:
+    return made()
 
 
-def test_cold_prompt_is_saved_chunk_by_chunk_as_it_is_computed(engine: Engine) -> None:
-    request = engine.arrives(100)
-    assert engine.admits(request) == (0, False)
-    assert saved(engine.steps((request, 20))) == []
-    assert saved(engine.steps((request, 50))) == [
-        BlockTransfer(NAMES[1], 2, 0, (100, 101)),
-        BlockTransfer(NAMES[3], 2, 0, (102, 103)),
-    ]
-    assert [transfer.name for transfer in saved(engine.steps((request, 30)))] == [NAMES[5]]
-    assert saved(engine.steps((request, 1))) == []
+@pytest.fixture
+def with_disk(made: Callable[..., Engine], tmp_path: Path) -> Engine:
+    return made(local_disk=str(tmp_path), max_local_disk_size=0.1)
+
+
+def saved(work: StepWork) -> list[bytes]:
+    return [transfer.name for save in work.saves for transfer in save.transfers]
+
+
+# Loading
 
 
 def test_hit_is_loaded_and_not_saved_again(engine: Engine) -> None:
     engine.holds(6)
     request = engine.arrives(132)
-    assert engine.admits(request) == (96, False)
+    assert engine.enters(request) == (96, False)
     work = engine.steps((request, 36))
     assert [transfer.blocks for transfer in work.loads[0].transfers] == [(100, 101), (102, 103), (104, 105)]
     engine.reports(work)
-    assert [transfer.name for transfer in saved(engine.steps((request, 1)))] == [NAMES[7]]
-
-
-@pytest.fixture
-def with_disk(tmp_path: Path) -> Iterator[Engine]:
-    made = Engine(local_disk=str(tmp_path), max_local_disk_size=0.1)
-    yield made
-    made.close()
+    assert saved(engine.steps((request, 1))) == [NAMES[7]]
 
 
 def test_only_what_is_held_to_the_last_chunk_is_loaded_at_once(with_disk: Engine) -> None:
     engine = with_disk
     engine.holds(6)
-    assert engine.admits(engine.arrives(132, "hot")) == (96, False)
-    engine.forgets_hot(2)
-    assert engine.admits(engine.arrives(132, "promoted")) == (96, False)
+    assert engine.enters(engine.arrives(132, "hot")) == (96, False)
+    engine.only_on_disk(NAMES[5])
+    assert engine.enters(engine.arrives(132, "promoted")) == (96, False)
     assert engine.claims() == 3
     claims = engine.server.claims
     assert claims is not None
     claims._most = 2
-    assert engine.admits(engine.arrives(132, "no room")) == (96, True)
-    work = engine.steps()
-    assert [(load.request_id, load.asynchronous) for load in work.loads] == [
+    assert engine.enters(engine.arrives(132, "no room")) == (96, True)
+    assert [(load.request_id, load.asynchronous) for load in engine.steps().loads] == [
         ("hot", False), ("promoted", False), ("no room", True)
     ]  # fmt: skip
 
@@ -190,10 +135,10 @@ def test_only_what_is_held_to_the_last_chunk_is_loaded_at_once(with_disk: Engine
 def test_a_chunk_that_cannot_be_read_makes_the_hit_shorter(with_disk: Engine, tmp_path: Path) -> None:
     engine = with_disk
     engine.holds(6)
-    engine.forgets_hot(1)
-    (file,) = [path for path in tmp_path.glob("??/*") if path.name == engine.key(1).hex()]
+    engine.only_on_disk(NAMES[3])
+    (file,) = tmp_path.glob(f"??/{engine.keys(NAMES[3])[0].hex()}")
     file.write_bytes(b"damaged" * 2000)
-    assert engine.admits(engine.arrives(132)) == (32, False)
+    assert engine.enters(engine.arrives(132)) == (32, False)
 
 
 def test_what_the_engine_has_itself_is_not_waited_for(
@@ -218,16 +163,12 @@ def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_milli
 ) -> None:
     """Without that a request would wait for the whole of a step: it arrives right before its turn."""
     waited: list[float] = []
-
-    def waits(_: Lookup, timeout_s: float) -> None:
-        waited.append(timeout_s)
-
     engine.holds(6)
     requests = [engine.arrives(132, name) for name in ("a", "b")]
     for request in requests:
         engine.side.matched_tokens(request, 0)
     assert [engine.finds(request) for request in requests] == [(96, False)] * 2
-    monkeypatch.setattr(Lookup, "wait", waits)
+    monkeypatch.setattr(Lookup, "wait", lambda _, timeout_s: waited.append(timeout_s))
     monkeypatch.setattr(engine.client, "begin", lambda *_: Lookup([]))
     engine.steps()
     for number in range(3):
@@ -250,9 +191,9 @@ def test_what_was_found_long_ago_is_not_loaded_at_once(monkeypatch: pytest.Monke
 def test_nothing_is_held_for_a_request_that_loads_nothing(engine: Engine) -> None:
     engine.holds(6)
     computed, aborted = engine.arrives(132, "computed"), engine.arrives(132, "aborted")
-    assert engine.admits(computed, computed=96) == (0, False)
+    assert engine.enters(computed, computed=96) == (0, False)
     assert engine.finds(aborted) == (96, False)
-    assert engine.side.finished(aborted, ((),))[0] is False
+    assert engine.ends(aborted)[0] is False
     assert engine.side.has_news
     assert {claim.partition("#")[0] for claim in engine.steps().released} == {"computed", "aborted"}
 
@@ -261,7 +202,7 @@ def test_what_is_let_go_of_one_lookup_is_not_what_the_next_one_holds(engine: Eng
     """Of a request that was put back: the first is let go with a step that begins after the second lookup."""
     engine.holds(6)
     request = engine.arrives(132)
-    assert engine.admits(request) == (96, False)
+    assert engine.enters(request) == (96, False)
     first = engine.steps((request, 36)).loads[0].claim
     assert engine.finds(request) == (96, False)
     released = engine.steps().released
@@ -281,8 +222,8 @@ def test_what_another_engine_is_storing_is_waited_for(engine: Engine) -> None:
     assert engine.finds(engine.arrives(90, "short", **expecting)) == (80, False), "no more than it can use"
 
 
-@pytest.mark.parametrize("engine", [{"lookup_timeout_ms": 300}], indirect=True)
-def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(engine: Engine) -> None:
+def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(made: Callable[..., Engine]) -> None:
+    engine = made(lookup_timeout_ms=300)
     engine.holds(2)
     began_s = time.monotonic()
     request = engine.arrives(132, kv_transfer_params={"tiercache.expect_tokens": 96})
@@ -290,15 +231,65 @@ def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(engine: E
     assert time.monotonic() - began_s >= 0.3
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
-def test_a_producer_says_what_it_stores_and_a_consumer_stores_nothing(engine: Engine, role: str) -> None:
-    names = BlockNames("sha256", 16)
-    engine.side = SchedulerSide(engine.side.config, GEOMETRY, names, engine.client, 1, role=role)
+def test_short_hits_are_not_loaded_and_who_wants_no_cached_kv_gets_none(made: Callable[..., Engine]) -> None:
+    engine = made(min_retrieve_tokens=65)
+    engine.holds(6)
+    assert engine.enters(engine.arrives(68, "short")) == (0, False)
+    assert engine.enters(engine.arrives(100, "long")) == (96, False)
+    assert engine.finds(engine.arrives(100, "none", skip_reading_prefix_cache=True)) == (0, False)
+
+
+def test_load_that_cannot_be_planned_is_reported_as_failed(engine: Engine) -> None:
+    engine.holds(4)
     request = engine.arrives(100)
-    engine.admits(request)
-    stored = saved(engine.steps((request, 100)))
-    assert len(stored) == (0 if role == "kv_consumer" else 3)
-    _, said = engine.side.finished(request, (BLOCKS[:7],))
+    assert engine.admits(request, BLOCKS[:3]) == (64, False)
+    (load,) = engine.steps((request, 36)).loads
+    assert load.impossible == (100, 101, 102) and not load.transfers
+
+
+def test_failed_load_is_recomputed_saved_anew_and_not_tried_again(engine: Engine) -> None:
+    engine.holds(4)
+    request = engine.arrives(132)
+    engine.enters(request)
+    engine.reports(engine.steps((request, 68)), 102, 103)
+    request.num_computed_tokens = 32
+    assert saved(engine.steps((request, 100))) == NAMES[1:8:2]
+    request.num_computed_tokens = 0
+    assert engine.side.matched_tokens(request, 0) == (0, False)
+
+
+def test_preempted_request_is_looked_up_and_saved_again(engine: Engine) -> None:
+    request = engine.arrives(64)
+    engine.enters(request)
+    engine.reports(engine.steps((request, 32)))
+    request.num_computed_tokens = 0
+    assert engine.steps(preempted=("r",)).preempted == {"r"}
+    engine.holds(2)
+    assert engine.enters(request) == (32, False)
+
+
+# Saving
+
+
+def test_cold_prompt_is_saved_chunk_by_chunk_as_it_is_computed(engine: Engine) -> None:
+    request = engine.arrives(100)
+    assert engine.enters(request) == (0, False)
+    assert saved(engine.steps((request, 20))) == []
+    assert engine.steps((request, 50)).saves[0].transfers == [
+        BlockTransfer(NAMES[1], 2, 0, (100, 101)),
+        BlockTransfer(NAMES[3], 2, 0, (102, 103)),
+    ]
+    assert saved(engine.steps((request, 30))) == [NAMES[5]]
+    assert saved(engine.steps((request, 1))) == []
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+def test_a_producer_says_what_it_stores_and_a_consumer_stores_nothing(made: Callable[..., Engine], role: str) -> None:
+    engine = made(role)
+    request = engine.arrives(100)
+    engine.enters(request)
+    assert len(saved(engine.steps((request, 100)))) == (0 if role == "kv_consumer" else 3)
+    _, said = engine.ends(request)
     assert said == ({"tiercache.expect_tokens": 96} if role == "kv_producer" else None)
 
 
@@ -306,128 +297,76 @@ def test_nothing_is_saved_beside_an_unconfirmed_load(engine: Engine) -> None:
     """If the load fails, what the step computes from its blocks is wrong - for all that share them."""
     engine.holds(4)
     loading, other = engine.arrives(132), engine.arrives(132, "other")
-    engine.admits(loading)
-    engine.admits(other, computed=64)
+    engine.enters(loading)
+    engine.enters(other, computed=64)
     work = engine.steps((loading, 68), (other, 68))
     assert saved(work) == []
-    in_flight = engine.steps((other, 1))
-    assert saved(in_flight) == []
+    assert saved(engine.steps((other, 1))) == []
     engine.reports(work)
-    assert {transfer.name for transfer in saved(engine.steps((loading, 1), (other, 1)))} == {NAMES[5], NAMES[7]}
-
-
-def test_failed_load_is_recomputed_saved_anew_and_not_tried_again(engine: Engine) -> None:
-    engine.holds(4)
-    request = engine.arrives(132)
-    engine.admits(request)
-    engine.reports(engine.steps((request, 68)), failed={102, 103})
-    request.num_computed_tokens = 32
-    assert [transfer.name for transfer in saved(engine.steps((request, 100)))] == [
-        NAMES[1],
-        NAMES[3],
-        NAMES[5],
-        NAMES[7],
-    ]
-    request.num_computed_tokens = 0
-    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert set(saved(engine.steps((loading, 1), (other, 1)))) == {NAMES[5], NAMES[7]}
 
 
 def test_blocks_of_a_finished_request_are_held_until_they_are_copied(engine: Engine) -> None:
-    request = engine.arrives(64)
-    engine.admits(request)
-    work = engine.steps((request, 64))
-    assert engine.side.finished(request, (BLOCKS[:4],))[0]
-    assert engine.side.holds_blocks
+    held, copied = engine.arrives(64), engine.arrives(64, "copied")
+    for request in (held, copied):
+        engine.enters(request)
+    engine.reports(engine.steps((copied, 64)))
+    work = engine.steps((held, 64))
+    assert not engine.ends(copied)[0]
+    assert engine.ends(held)[0] and engine.side.holds_blocks
     assert engine.steps().held == {"r"}
     engine.reports(work)
     assert not engine.side.holds_blocks
 
 
-def test_copied_blocks_are_given_back_at_once(engine: Engine) -> None:
-    request = engine.arrives(64)
-    engine.admits(request)
-    engine.reports(engine.steps((request, 64)))
-    assert not engine.side.finished(request, (BLOCKS[:4],))[0]
-
-
 def test_what_could_not_be_saved_yet_is_saved_at_the_end(engine: Engine) -> None:
     engine.holds(2)
     request = engine.arrives(68)
-    engine.admits(request)
+    engine.enters(request)
     engine.reports(engine.steps((request, 36)))
-    assert engine.side.finished(request, (BLOCKS[:4],))[0]
+    assert engine.ends(request)[0]
     work = engine.steps()
-    assert [transfer.name for transfer in saved(work)] == [NAMES[3]] and work.held == {"r"}
+    assert saved(work) == [NAMES[3]] and work.held == {"r"}
 
 
-@pytest.mark.parametrize("engine", [{"enable_async_loading": True}], indirect=True)
-def test_request_aborted_while_it_receives_is_held_by_the_load_alone(engine: Engine) -> None:
+def test_request_aborted_while_it_receives_is_held_by_the_load_alone(made: Callable[..., Engine]) -> None:
+    engine = made(enable_async_loading=True)
     engine.holds(4)
     request = engine.arrives(100)
-    assert engine.admits(request) == (64, True)
+    assert engine.enters(request) == (64, True)
     assert engine.steps().loads[0].asynchronous
-    assert not engine.side.finished(request, (BLOCKS[:4],))[0]
-
-
-def test_preempted_request_is_looked_up_and_saved_again(engine: Engine) -> None:
-    request = engine.arrives(64)
-    engine.admits(request)
-    engine.reports(engine.steps((request, 32)))
-    request.num_computed_tokens = 0
-    assert engine.steps(preempted=("r",)).preempted == {"r"}
-    engine.holds(2)
-    assert engine.admits(request) == (32, False)
+    assert not engine.ends(request)[0]
 
 
 def test_after_a_reset_nothing_stored_before_is_found(engine: Engine) -> None:
     engine.holds(4)
     running = engine.arrives(64, "running")
-    engine.admits(running, computed=48)
+    engine.enters(running, computed=48)
     engine.side.reset()
-    assert engine.steps((running, 16)).forget_hot
+    assert engine.side.has_news
+    work = engine.steps((running, 16))
+    assert work.forget_hot and len(work.generation) == 16
     assert saved(engine.steps((running, 1))) == []
     request = engine.arrives(100)
-    assert engine.admits(request) == (0, False)
-    names = [transfer.name for transfer in saved(engine.steps((request, 100)))]
+    assert engine.enters(request) == (0, False)
+    names = saved(engine.steps((request, 100)))
     assert len(names) == 3 and not set(names) & set(NAMES)
 
 
-@pytest.mark.parametrize("engine", [{"save_decode_cache": True}], indirect=True)
-def test_generated_tokens_are_saved_when_asked_for(engine: Engine) -> None:
-    request = engine.arrives(32)
-    engine.admits(request)
-    assert [transfer.name for transfer in saved(engine.steps((request, 32)))] == [NAMES[1]]
+def test_generated_tokens_are_saved_when_asked_for_and_unimportant_requests_are_not(
+    made: Callable[..., Engine],
+) -> None:
+    engine = made(save_decode_cache=True, priority_limit=1)
+    request, unimportant = engine.arrives(32), engine.arrives(64, "unimportant", priority=2)
+    engine.enters(request)
+    engine.enters(unimportant)
+    assert saved(engine.steps((request, 32), (unimportant, 64))) == [NAMES[1]]
     request.num_tokens, request.block_hashes = 64, NAMES[:4]
     request.num_computed_tokens = 63
-    assert [transfer.name for transfer in saved(engine.steps((request, 1)))] == [NAMES[3]]
+    assert saved(engine.steps((request, 1))) == [NAMES[3]]
 
 
-@pytest.mark.parametrize("engine", [{"priority_limit": 1}], indirect=True)
-def test_unimportant_requests_are_not_stored(engine: Engine) -> None:
-    request = engine.arrives(64, priority=2)
-    engine.admits(request)
-    assert saved(engine.steps((request, 64))) == []
-
-
-@pytest.mark.parametrize("engine", [{"min_retrieve_tokens": 65}], indirect=True)
-def test_short_hits_are_not_loaded(engine: Engine) -> None:
-    engine.holds(4)
-    assert engine.admits(engine.arrives(100)) == (0, False)
-
-
-def test_request_that_wants_no_cached_kv_is_not_looked_up(engine: Engine) -> None:
-    engine.holds(4)
-    assert engine.side.matched_tokens(engine.arrives(100, skip_reading_prefix_cache=True), 0) == (0, False)
-
-
-def test_load_that_cannot_be_planned_is_reported_as_failed(engine: Engine) -> None:
-    engine.holds(4)
-    request = engine.arrives(100)
-    while engine.side.matched_tokens(request, 0)[0] is None:
-        pass
-    engine.side.after_allocation(request, (BLOCKS[:3],), 64)
-    (load,) = engine.steps((request, 36)).loads
-    assert load.impossible == (100, 101, 102) and not load.transfers
+# What workers are told
 
 
 def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine: Engine) -> None:
@@ -435,107 +374,38 @@ def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine
     says = {"tiercache.session": "s", "tiercache.step": "plan", "tiercache.ended": "tool"}
     request = engine.arrives(100, kv_transfer_params=says)
     assert engine.side.has_news
-    engine.admits(request)
+    engine.enters(request)
     work = engine.steps((request, 100))
-    assert work.turns == [RequestBegan("s", [NAMES[1], NAMES[3], NAMES[5]])]
+    assert work.turns == [RequestBegan("s", NAMES[1:6:2])]
     assert not engine.side.has_news
     engine.reports(work)
-    engine.side.finished(request, (BLOCKS[:7],))
+    engine.ends(request)
     assert engine.side.has_news
-    wishes = Wishes("s", "plan", "tool")
-    assert engine.steps().turns == [RequestEnded("r", wishes, [NAMES[1], NAMES[3], NAMES[5]])]
+    assert engine.steps().turns == [RequestEnded("r", Wishes("s", "plan", "tool"), NAMES[1:6:2])]
 
 
 def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) -> None:
     engine.holds(4)
     request = engine.arrives(132, kv_transfer_params={"tiercache.forget": True})
-    assert engine.admits(request) == (64, False)
-    first = engine.steps((request, 68))
-    engine.reports(first)
-    second = engine.steps((request, 1))
-    engine.reports(second)
-    engine.side.finished(request, (BLOCKS[:9],))
-    work = engine.steps()
-    saves = [*first.saves, *second.saves, *work.saves]
-    assert [transfer.name for save in saves for transfer in save.transfers] == [NAMES[5], NAMES[7]]
-    assert all(save.to_be_forgotten for save in saves)
-    (ended,) = work.turns
-    assert isinstance(ended, RequestEnded)
-    assert ended.names == [NAMES[1], NAMES[3], NAMES[5], NAMES[7]]
+    assert engine.enters(request) == (64, False)
+    works = []
+    for tokens in (68, 1):
+        works.append(engine.steps((request, tokens)))
+        engine.reports(works[-1])
+    engine.ends(request)
+    works.append(engine.steps())
+    assert [name for work in works for name in saved(work)] == [NAMES[5], NAMES[7]]
+    assert all(save.to_be_forgotten for work in works for save in work.saves)
+    (ended,) = works[-1].turns
+    assert isinstance(ended, RequestEnded) and ended.names == NAMES[1:8:2]
 
 
 def test_request_that_says_nothing_makes_no_news(engine: Engine) -> None:
     request = engine.arrives(100, kv_transfer_params={"do_remote_prefill": False})
-    engine.admits(request)
+    engine.enters(request)
     engine.reports(engine.steps((request, 100)))
-    engine.side.finished(request, (BLOCKS[:7],))
+    engine.ends(request)
     assert not engine.side.has_news and engine.steps().turns == []
-
-
-def test_reset_is_news_and_names_its_generation(engine: Engine) -> None:
-    engine.side.reset()
-    assert engine.side.has_news
-    work = engine.steps()
-    assert work.forget_hot and len(work.generation) == 16
-
-
-# Adapters
-
-
-class Adapter:
-    """A LoRA's directory, which a thread looks at when `there` is set."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "adapter_model.safetensors").write_bytes(b"weights")
-        self.there = threading.Event()
-        self.request = SimpleNamespace(lora_name="a", lora_path=str(directory))
-
-    def known_to(self, engine: Engine) -> None:
-        engine.side.names.adapters = Adapters(self._place, time.time_ns() + 3600 * 10**9)
-
-    def _place(self, path: str) -> Path:
-        self.there.wait(30)
-        return Path(path)
-
-    def names(self, engine: Engine) -> list[bytes]:
-        """Of its blocks, while what they hold is not known to be something else."""
-        key = engine.side.names.adapters.key_of(self.request.lora_path).result(10)
-        return engine.side.names.extend([], cast(Any, SimpleNamespace(block_hashes=NAMES, cache_salt=None)), key)
-
-
-def test_a_request_with_an_adapter_waits_until_it_is_known_what_it_holds(engine: Engine, tmp_path: Path) -> None:
-    adapter = Adapter(tmp_path / "adapter")
-    adapter.known_to(engine)
-    request = engine.arrives(100, lora_request=adapter.request, kv_transfer_params={"tiercache.session": "s"})
-    assert engine.side.matched_tokens(request, 0) == (None, False)
-    assert not engine.side.has_news
-    plain = engine.arrives(100, "plain")
-    assert engine.admits(plain) == (0, False), "others do not wait for it"
-    adapter.there.set()
-    names = adapter.names(engine)
-    assert not set(names) & set(NAMES)
-    cache = engine.thread.cache
-    (key,) = keys_from_hashes(cache.namespace, names[1:2])
-    assert engine.thread.submit(cache.put(key, b"x" * 4096)).result(10)
-    assert engine.admits(request) == (32, False)
-    work = engine.steps((request, 68))
-    assert [turn.names for turn in work.turns if isinstance(turn, RequestBegan)] == [names[1:6:2]]
-    engine.reports(work)
-    assert [transfer.name for transfer in saved(engine.steps((request, 0)))] == names[3:6:2]
-
-
-@pytest.mark.parametrize("engine", [{"lookup_timeout_ms": 1}], indirect=True)
-def test_an_adapter_of_which_nothing_is_known_in_time_has_names_that_nobody_finds(
-    engine: Engine, tmp_path: Path
-) -> None:
-    adapter = Adapter(tmp_path / "adapter")
-    adapter.known_to(engine)
-    request = engine.arrives(100, lora_request=adapter.request)
-    assert engine.admits(request) == (0, False)
-    given = {transfer.name for transfer in saved(engine.steps((request, 100)))}
-    adapter.there.set()
-    assert len(given) == 3 and not given & {*NAMES, *adapter.names(engine)}
 
 
 def test_workers_are_told_what_a_token_costs_when_it_is_known(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
@@ -545,8 +415,61 @@ def test_workers_are_told_what_a_token_costs_when_it_is_known(monkeypatch: pytes
     request = SimpleNamespace(request_id="elsewhere", num_computed_tokens=0)
     told = []
     for _ in range(10):
-        for tokens in (400, 400, 100, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1):
+        for tokens in (400, 400, 100, *[1] * 11):
             told.append(engine.steps((request, tokens)).token_s)
             now_s[0] += 0.02 + 0.001 * tokens
     found = [token_s for token_s in told if token_s is not None]
     assert found == [pytest.approx(0.001, rel=0.05)]
+
+
+# Adapters
+
+
+class Adapter:
+    """A LoRA's directory, which a thread looks at when `there` is set."""
+
+    def __init__(self, directory: Path, engine: Engine) -> None:
+        directory.mkdir()
+        (directory / "adapter_model.safetensors").write_bytes(b"weights")
+        self.there = threading.Event()
+        self.request = SimpleNamespace(lora_name="a", lora_path=str(directory))
+        self._names = engine.side.names
+        self._names.adapters = Adapters(self._place, time.time_ns() + 3600 * 10**9)
+
+    def _place(self, path: str) -> Path:
+        self.there.wait(30)
+        return Path(path)
+
+    def names(self) -> list[bytes]:
+        """Of its blocks, while what they hold is not known to be something else."""
+        key = self._names.adapters.key_of(self.request.lora_path).result(10)
+        return self._names.extend([], cast(Any, SimpleNamespace(block_hashes=NAMES, cache_salt=None)), key)
+
+
+def test_a_request_with_an_adapter_waits_until_it_is_known_what_it_holds(engine: Engine, tmp_path: Path) -> None:
+    adapter = Adapter(tmp_path / "adapter", engine)
+    request = engine.arrives(100, lora_request=adapter.request, kv_transfer_params={"tiercache.session": "s"})
+    assert engine.side.matched_tokens(request, 0) == (None, False)
+    assert not engine.side.has_news
+    assert engine.enters(engine.arrives(100, "plain")) == (0, False), "others do not wait for it"
+    adapter.there.set()
+    names = adapter.names()
+    assert not set(names) & set(NAMES)
+    assert engine.thread.submit(engine.thread.cache.put(engine.keys(names[1])[0], b"x" * 4096)).result(10)
+    assert engine.enters(request) == (32, False)
+    work = engine.steps((request, 68))
+    assert [turn.names for turn in work.turns if isinstance(turn, RequestBegan)] == [names[1:6:2]]
+    engine.reports(work)
+    assert saved(engine.steps((request, 0))) == names[3:6:2]
+
+
+def test_an_adapter_of_which_nothing_is_known_in_time_has_names_that_nobody_finds(
+    made: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = made(lookup_timeout_ms=1)
+    adapter = Adapter(tmp_path / "adapter", engine)
+    request = engine.arrives(100, lora_request=adapter.request)
+    assert engine.enters(request) == (0, False)
+    given = set(saved(engine.steps((request, 100))))
+    adapter.there.set()
+    assert len(given) == 3 and not given & {*NAMES, *adapter.names()}

@@ -1,4 +1,5 @@
-"""Which groups of layers are known, and which models and engines are refused at start."""
+"""What a model and an engine tell of their KV: groups of layers, ranks that hold the same, parts of heads; and which are
+refused at start."""
 
 from __future__ import annotations
 
@@ -19,19 +20,24 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.blocks import block_sizes, find_groups
-from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
+from tiercache.errors import ConfigError, LayoutError
+from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, replicas_of
+from tiercache.integrations.vllm.planning import BlockGeometry, HeadParts, KvGroup
 
-FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-SLIDING = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128)
-MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-
-
+SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(**SIZES)
+SLIDING = SlidingWindowSpec(**SIZES, sliding_window=128)
+CHUNKED = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
+MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1)
 MAMBA = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
-CHUNKED = ChunkedLocalAttentionSpec(
-    block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, attention_chunk_size=64
-)
+
+
+# Groups of layers
+
+
+def kv_of(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def engine_of(context: int = 1, stages: int = 1, scales: bool = False) -> Any:
@@ -44,41 +50,41 @@ def engine_of(context: int = 1, stages: int = 1, scales: bool = False) -> Any:
     )
 
 
-def kv_of(*specs: Any) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def is_plain(groups: tuple[KvGroup, ...]) -> bool:
-    return BlockGeometry.for_chunk_size(64, 16, True, groups).plain
-
-
 def groups_of(*specs: Any, **engine: Any) -> tuple[KvGroup, ...]:
     return find_groups(engine_of(**engine), kv_of(*specs))
 
 
-@pytest.mark.parametrize("spec", [FULL, MLA])
+def is_plain(*groups: KvGroup) -> bool:
+    return BlockGeometry.for_chunk_size(64, 16, True, groups).plain
+
+
+@pytest.mark.parametrize(
+    "spec", [FULL, MLA, replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)]
+)
 def test_one_group_of_full_attention_or_mla_has_all_layers(spec: Any) -> None:
+    """In FP8 with one scale, too."""
     (group,) = groups_of(spec)
     assert (group.layers, group.window_tokens, group.spec) == ((), None, spec)
-    assert is_plain((group,))
+    assert is_plain(group)
 
 
 def test_windows_are_groups_of_their_own() -> None:
-    longer = replace(SLIDING, extra_retained_tokens=2)
-    groups = groups_of(FULL, SLIDING, longer)
+    groups = groups_of(FULL, SLIDING, replace(SLIDING, extra_retained_tokens=2))
     assert [(one.index, one.layers, one.window_tokens) for one in groups] == [
         (0, ("layer.0",), None),
         (1, ("layer.1",), 128),
         (2, ("layer.2",), 130),
     ]
-    assert not is_plain(groups)
+    assert not is_plain(*groups)
+    (alone,) = groups_of(SLIDING)
+    assert (alone.layers, alone.window_tokens, is_plain(alone)) == ((), 128, False)
 
 
-def test_windows_alone_are_one_group_with_a_window() -> None:
-    groups = groups_of(SLIDING)
-    assert [(one.layers, one.window_tokens) for one in groups] == [((), 128)]
-    assert not is_plain(groups)
+def test_a_recurrent_state_is_the_last_block() -> None:
+    state, attention = groups_of(replace(MAMBA, mamba_cache_mode="align"), FULL)
+    assert state.recurrent and not attention.recurrent
+    assert [state.first_block(tokens) for tokens in (16, 32, 160)] == [0, 1, 9]
+    assert not is_plain(state)
 
 
 def test_groups_that_no_prefix_names_are_left_out_and_the_others_keep_their_tables() -> None:
@@ -89,7 +95,7 @@ def test_groups_that_no_prefix_names_are_left_out_and_the_others_keep_their_tabl
     kv.kv_cache_groups[0].enable_kv_transfer = False
     (group,) = find_groups(engine_of(), kv)
     assert group.index == 1 and group.layers == ("layer.1",)
-    assert not is_plain((group,)), "a bad block cannot be told of where there are several groups"
+    assert not is_plain(group), "a bad block cannot be told of where there are several groups"
 
 
 def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
@@ -100,54 +106,131 @@ def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("specs", "found"),
+    ("specs", "engine", "found"),
     [
-        ((FULL, MAMBA), "found mamba_cache_mode none: with --enable-prefix-caching"),
-        ((FULL, replace(MAMBA, mamba_cache_mode="all")), "found mamba_cache_mode all"),
-        ((FULL, replace(MAMBA, mamba_cache_mode="align", num_speculative_blocks=2)), "found speculative decoding"),
-        ((FULL, CHUNKED), "found ChunkedLocalAttentionSpec"),
-        ((), "found none"),
+        ((FULL, MAMBA), {}, "found mamba_cache_mode none: with --enable-prefix-caching"),
+        ((FULL, replace(MAMBA, mamba_cache_mode="all")), {}, "found mamba_cache_mode all"),
+        (
+            (FULL, replace(MAMBA, mamba_cache_mode="align", num_speculative_blocks=2)),
+            {},
+            "found speculative decoding",
+        ),
+        ((FULL, CHUNKED), {}, "found ChunkedLocalAttentionSpec"),
+        ((), {}, "found none"),
+        ((replace(FULL, state_content_bytes=200),), {}, "found NONE with 2 x 200 bytes"),
+        ((replace(FULL, num_head_slots=4),), {}, "found NONE with 4 x 256 bytes"),
+        ((replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD),), {}, "found INT8_PER_TOKEN_HEAD"),
+        (
+            (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4, dtype=torch.uint8),),
+            {},
+            "found NVFP4 with 2 x 128 bytes",
+        ),
+        ((FULL,), {"context": 2}, "expected no decode context parallelism, found 2"),
+        ((FULL,), {"stages": 2}, "expected one pipeline stage, found 2"),
+        ((FULL,), {"scales": True}, "found calculate_kv_scales"),
     ],
 )
-def test_other_models_are_refused(specs: tuple[Any, ...], found: str) -> None:
+def test_other_models_and_engines_are_refused(specs: tuple[Any, ...], engine: dict[str, Any], found: str) -> None:
     with pytest.raises(LayoutError, match=found):
-        groups_of(*specs)
+        groups_of(*specs, **engine)
 
 
-def test_a_recurrent_state_is_the_last_block() -> None:
-    state, attention = groups_of(replace(MAMBA, mamba_cache_mode="align"), FULL)
-    assert state.recurrent and not attention.recurrent
-    assert [state.first_block(tokens) for tokens in (16, 32, 160)] == [0, 1, 9]
-    assert not is_plain((state,))
+# Ranks
+
+
+def heads(count: int) -> FullAttentionSpec:
+    """`count`: of one rank."""
+    return replace(FULL, num_kv_heads=count)
+
+
+def config_of(
+    *,
+    ranks: int,
+    kv_heads: int,
+    rank: int = 0,
+    stages: int = 1,
+    hosts: int = 1,
+    executor: str = "mp",
+    layers: list[dict[str, Any]] | None = None,
+    draft: object | None = None,
+    **text_config: Any,
+) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            rank=rank,
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=stages,
+            nnodes=hosts,
+            distributed_executor_backend=executor,
+        ),
+        model_config=SimpleNamespace(
+            model_arch_config=SimpleNamespace(total_num_kv_heads=kv_heads, per_layer_overrides=layers),
+            hf_text_config=SimpleNamespace(to_dict=lambda: {"num_key_value_heads": kv_heads, **text_config}),
+        ),
+        speculative_config=draft and SimpleNamespace(draft_model_config=draft),
+    )
 
 
 @pytest.mark.parametrize(
-    ("packing", "found"),
+    ("specs", "ranks", "kv_heads", "replicas"),
     [
-        ({"state_content_bytes": 200}, "found NONE with 2 x 200 bytes"),
-        ({"num_head_slots": 4}, "found NONE with 4 x 256 bytes"),
-        ({"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "found INT8_PER_TOKEN_HEAD"),
-        ({"kv_quant_mode": KVQuantMode.NVFP4, "dtype": torch.uint8}, "found NVFP4 with 2 x 128 bytes"),
+        ([heads(1)], 2, 1, 2),
+        ([heads(1)], 8, 4, 2),
+        ([heads(1)], 2, 2, 1),
+        ([heads(1)], 1, 1, 1),
+        ([heads(2)], 2, 4, 1),
+        ([MLA], 1, 128, 1),
+        ([MLA], 8, 128, 8),
+        ([MLA, heads(1)], 8, 4, 2),
     ],
 )
-def test_packed_kv_is_refused(packing: dict[str, Any], found: str) -> None:
-    with pytest.raises(LayoutError, match=found):
-        groups_of(replace(FULL, **packing))
-
-
-def test_fp8_with_one_scale_is_known() -> None:
-    fp8 = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
-    assert groups_of(fp8)[0].spec is fp8
+def test_fewer_kv_heads_than_ranks_and_mla_are_on_several(
+    specs: list[Any], ranks: int, kv_heads: int, replicas: int
+) -> None:
+    """With unlike groups what they have in common counts."""
+    assert replicas_of(config_of(ranks=ranks, kv_heads=kv_heads), specs) == replicas
 
 
 @pytest.mark.parametrize(
-    ("engine", "found"),
+    "unsure",
     [
-        ({"context": 2}, "expected no decode context parallelism, found 2"),
-        ({"stages": 2}, "expected one pipeline stage, found 2"),
-        ({"scales": True}, "found calculate_kv_scales"),
+        {"hosts": 2},
+        {"executor": "ray"},
+        {"layers": [{"total_num_kv_heads": 2}]},
+        {"draft": object()},
+        {"num_global_key_value_heads": 2},
     ],
 )
-def test_other_engines_are_refused(engine: dict[str, Any], found: str) -> None:
-    with pytest.raises(LayoutError, match=found):
-        groups_of(FULL, **engine)
+def test_what_is_not_certain_is_no_replica(unsure: dict[str, Any]) -> None:
+    assert replicas_of(config_of(ranks=2, kv_heads=1, **unsure), [heads(1)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "rank", "parts"),
+    [
+        (4, 1, 0, HeadParts(4, 4, 0)),
+        (4, 4, 3, HeadParts(4, 1, 3)),
+        (8, 2, 1, HeadParts(8, 4, 4)),
+        (0, 2, 1, None),
+    ],
+)
+def test_a_rank_has_its_parts_of_the_heads(wanted: int, ranks: int, rank: int, parts: HeadParts | None) -> None:
+    groups = [KvGroup(0, 16, spec=heads(8 // ranks))]
+    assert head_parts(config_of(ranks=ranks, rank=rank, kv_heads=8), groups, wanted) == parts
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "said"),
+    [
+        (heads(4), {"ranks": 2, "kv_heads": 8, "wanted": 3}, "multiple of the 2 .* found 3; 2, 4, 8 would do"),
+        (heads(4), {"ranks": 2, "kv_heads": 8, "wanted": 16}, "found 16; 2, 4, 8 would do"),
+        (heads(1), {"ranks": 8, "kv_heads": 4, "wanted": 8}, "no fewer than ranks"),
+        (heads(8), {"ranks": 1, "kv_heads": 8, "stages": 2, "wanted": 8}, "pipeline parallelism"),
+        (heads(8), {"ranks": 1, "kv_heads": 8, "draft": object(), "wanted": 8}, "as many KV heads in all layers"),
+        (MLA, {"ranks": 2, "kv_heads": 128, "wanted": 2}, "MLA"),
+    ],
+)
+def test_heads_that_cannot_be_cut_are_refused(spec: Any, options: dict[str, Any], said: str) -> None:
+    wanted = options.pop("wanted")
+    with pytest.raises(ConfigError, match=f"kv_head_parts: .*{said}"):
+        head_parts(config_of(**options), [KvGroup(0, 16, spec=spec)], wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import platform
@@ -20,10 +19,6 @@ from vllm.model_executor.layers import rotary_embedding
 
 from tests.vllm.pipes import end_reads
 from tests.vllm.tiny_llama import TinyEngine, safetensors, save_tiny
-from tiercache import TierCache
-from tiercache.config import Config
-from tiercache.core.keys import keys_from_hashes
-from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.identity import _modules_of, code_of_model, effective_config, place_of, settings_of
 
 
@@ -42,26 +37,17 @@ def model(tmp_path: Path) -> Path:
     return save_tiny(tmp_path / "model")
 
 
-def copy_of(model: Path, directory: Path) -> Path:
-    shutil.copytree(model, directory)
-    for path in directory.iterdir():
-        os.utime(path, (1_600_000_000, 1_600_000_000))
-    return directory
-
-
 def test_same_weights_at_two_paths_with_other_times_are_one_layout(model: Path, tmp_path: Path) -> None:
-    copy = copy_of(model, tmp_path / "elsewhere")
+    copy = shutil.copytree(model, tmp_path / "elsewhere")
+    for path in copy.iterdir():
+        os.utime(path, (1_600_000_000, 1_600_000_000))
     one, other = TinyEngine(str(model)).layout(), TinyEngine(str(copy)).layout()
     assert one == other and one.fingerprint == other.fingerprint
     assert str(tmp_path) not in repr(one)
-
-
-def test_one_changed_byte_in_a_tensor_is_another_layout(model: Path) -> None:
-    before, engine = TinyEngine(str(model)).layout(), TinyEngine(str(model))
-    with (model / "model.safetensors").open("r+b") as file:
+    with (copy / "model.safetensors").open("r+b") as file:
         file.seek(5000)
         file.write(b"\x00")
-    assert engine.layout().fingerprint != before.fingerprint
+    assert TinyEngine(str(copy)).layout().fingerprint != one.fingerprint, "a byte in a tensor was changed"
 
 
 def test_a_name_stands_for_the_content(model: Path, tmp_path: Path) -> None:
@@ -76,16 +62,9 @@ def test_a_name_stands_for_the_content(model: Path, tmp_path: Path) -> None:
     assert engine.layout("llama, tuned in May") == one
 
 
-def test_a_version_of_vllm_alone_is_no_other_layout(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = TinyEngine(str(model)).layout()
-    monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    assert TinyEngine(str(model)).layout() == before
-    assert before.engine.startswith("vllm ") and "." not in before.engine
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
+def test_settings_that_change_the_kv_are_another_layout(model: Path) -> None:
+    engines: list[dict[str, Any]] = [
+        {},
         {"dtype": "bfloat16"},
         {"hf_overrides": {"rope_theta": 5000.0}},
         {"hf_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
@@ -94,33 +73,32 @@ def test_a_version_of_vllm_alone_is_no_other_layout(model: Path, monkeypatch: py
         {"load_format": "dummy", "seed": 3},
         {"kv_cache_dtype_skip_layers": ["0"]},
         {"kv_cache_dtype_skip_layers": ["1"]},
-    ],
-    ids=str,
-)
-def test_settings_that_change_the_kv_are_another_layout(model: Path, engine: dict[str, Any]) -> None:
-    others = [{}, {"load_format": "dummy", "seed": 4}]
-    found = {TinyEngine(str(model), **settings).layout().fingerprint for settings in [*others, engine]}
-    assert len(found) == 3
+    ]
+    assert len({TinyEngine(str(model), **engine).layout().fingerprint for engine in engines}) == len(engines)
 
 
-def test_settings_that_do_not_change_the_kv_are_the_same_layout(model: Path) -> None:
-    one = TinyEngine(str(model))
-    other = TinyEngine(
-        str(model), max_model_len=256, seed=7, max_num_seqs=3, served_model_name="other", num_gpu_blocks_override=9,
-        gpu_memory_utilization=0.5, disable_cascade_attn=True, max_logprobs=3,
-    )  # fmt: skip
-    assert one.layout() == other.layout()
-
-
-def test_which_layers_are_not_quantized_counts(model: Path) -> None:
-    one, other = ({"kv_cache_dtype_skip_layers": [layer]} for layer in "01")
-    assert TinyEngine(str(model), **one).layout() != TinyEngine(str(model), **other).layout()
+def test_settings_and_versions_that_do_not_change_the_kv_are_the_same_layout(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them guessing tokens from the prompt."""
+    layout = TinyEngine(str(model)).layout()
+    harmless: dict[str, Any] = {
+        "max_model_len": 256,
+        "seed": 7,
+        "max_num_seqs": 3,
+        "served_model_name": "other",
+        "num_gpu_blocks_override": 9,
+        "disable_cascade_attn": True,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+    }
+    assert TinyEngine(str(model), **harmless).layout() == layout
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    assert TinyEngine(str(model)).layout() == layout
+    assert layout.engine.startswith("vllm ") and "." not in layout.engine
 
 
 @pytest.mark.parametrize("part", ["cache_config", "model_config", "attention_config"])
-def test_a_setting_that_a_new_version_of_vllm_brings_counts_unless_it_is_at_its_default(
-    model: Path, part: str
-) -> None:
+def test_a_setting_that_a_new_version_of_vllm_brings_counts_unless_it_is_at_its_default(model: Path, part: str) -> None:
     engine = TinyEngine(str(model))
     before = settings_of(engine.config, states_are_known=True)
 
@@ -150,18 +128,15 @@ def test_a_draft_model_is_known_by_its_configuration_too(model: Path, tmp_path: 
     assert found[0] == found[2]
 
 
-def test_guessing_tokens_from_the_prompt_is_no_other_layout(model: Path) -> None:
-    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    assert TinyEngine(str(model), speculative_config=speculative).layout() == TinyEngine(str(model)).layout()
-
-
 # What an engine writes
 
 
 def test_another_order_of_bytes_in_a_block_is_another_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V before K, in a block of the same shape."""
+    """V before K, in a block of the same shape. What is written for this is not left in the engine's memory."""
     engine = TinyEngine(str(model))
+    engine.kv[:] = 7.0
     before, implementation = engine.layout(), type(engine.layers[0].impl)
+    assert bool((engine.kv == 7.0).all())
     write = implementation.do_kv_cache_update
 
     def exchanged(self: Any, layer: Any, key: Any, value: Any, kv: Any, slots: Any) -> None:
@@ -173,25 +148,16 @@ def test_another_order_of_bytes_in_a_block_is_another_engine(model: Path, monkey
     assert after.byte_format == before.byte_format
 
 
-def test_what_a_back_end_writes_for_this_is_not_left_in_its_memory(model: Path) -> None:
-    engine = TinyEngine(str(model))
-    engine.kv[:] = 7.0
-    engine.layout()
-    assert bool((engine.kv == 7.0).all())
-
-
 def test_a_back_end_that_does_not_show_its_bytes_is_known_by_its_version(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = TinyEngine(str(model))
-    monkeypatch.delattr(type(engine.layers[0].impl), "do_kv_cache_update")
-    assert engine.layout().engine == f"vllm {vllm.__version__} {platform.machine()}"
-
-
-def test_a_back_end_that_writes_elsewhere_is_known_by_its_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = TinyEngine(str(model))
-    monkeypatch.setattr(type(engine.layers[0].impl), "do_kv_cache_update", lambda *arguments: None)
-    assert vllm.__version__ in engine.layout().engine
+    """Or that writes elsewhere."""
+    engine, version = TinyEngine(str(model)), f"vllm {vllm.__version__} {platform.machine()}"
+    implementation = type(engine.layers[0].impl)
+    monkeypatch.setattr(implementation, "do_kv_cache_update", lambda *arguments: None)
+    assert engine.layout().engine == version
+    monkeypatch.delattr(implementation, "do_kv_cache_update")
+    assert engine.layout().engine == version
 
 
 # What an engine computes
@@ -251,9 +217,13 @@ def test_a_model_that_is_derived_from_another_has_the_others_code_too() -> None:
 
 def test_a_configuration_is_what_it_says_not_what_wrote_it(tmp_path: Path) -> None:
     plain = TinyEngine(str(save_tiny(tmp_path / "one"))).config.model_config
-    written = save_tiny(
-        tmp_path / "other", transformers_version="4.1.0", torch_dtype="float16", use_cache=False, attention_something=None
-    )
+    unlike = {
+        "transformers_version": "4.1.0",
+        "torch_dtype": "float16",
+        "use_cache": False,
+        "attention_something": None,
+    }
+    written = save_tiny(tmp_path / "other", **unlike)
     assert effective_config(plain) == effective_config(TinyEngine(str(written)).config.model_config)
     other = save_tiny(tmp_path / "third", rms_norm_eps=1e-6)
     assert effective_config(plain) != effective_config(TinyEngine(str(other)).config.model_config)
@@ -287,54 +257,3 @@ def test_a_model_that_cannot_be_identified_shares_nothing(
     end_reads(model / "model.safetensors")
     assert one.fingerprint != other.fingerprint
     assert "cannot be identified, and nothing is shared" in caplog.text
-
-
-# A cache directory of before
-
-
-def layout_as_it_was(engine: TinyEngine, model: Path) -> Layout:
-    """What the connector made of path, times and versions."""
-
-    def digest(values: Any) -> str:
-        return hashlib.blake2b(repr(values).encode(), digest_size=12).hexdigest()
-
-    now, volatile = engine.layout(), ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-    config = engine.config.model_config.hf_config.to_dict()
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(model.iterdir())]
-    changed = {
-        "hash": f"sha256 python {sys.version_info[0]}.{sys.version_info[1]}",
-        "machine": platform.machine(),
-        "model_config": digest(sorted((key, repr(value)) for key, value in config.items() if key not in volatile)),
-    }
-    kept = {name: value for name, value in now.extra if name not in ("code", "draft", "images")}
-    return Layout(
-        **{
-            **{name: getattr(now, name) for name in now.__dataclass_fields__},
-            "model": str(model),
-            "revision": f"  {digest(files)}",
-            "engine": f"vllm {vllm.__version__}",
-            "extra": tuple((kept | changed).items()),
-        }
-    )
-
-
-async def test_an_old_cache_directory_is_not_misread(model: Path, tmp_path: Path) -> None:
-    """Neither by the names of now nor, were somebody to ask for them, by those of then."""
-    engine = TinyEngine(str(model))
-    old, new = layout_as_it_was(engine, model), engine.layout()
-    assert old.fingerprint != new.fingerprint
-    names = [bytes([number]) * 32 for number in range(4)]
-    config = Config(max_local_cpu_size=0.01, local_disk=(str(tmp_path / "kv"),), max_local_disk_size=0.1)
-    old_keys, new_keys = (keys_from_hashes(layout.namespace(), names) for layout in (old, new))
-    async with TierCache.open(config, old) as cache:
-        for key in old_keys:
-            assert await cache.put(key, b"o" * old.chunk_bytes)
-    async with TierCache.open(config, old) as cache, cache.get(old_keys[0]) as lease:
-        assert lease is not None
-    async with TierCache.open(config, new) as cache:
-        for key in (*new_keys, *old_keys):
-            async with cache.get(key) as lease:
-                assert lease is None
-        assert await cache.put(new_keys[0], b"n" * new.chunk_bytes)
-    async with TierCache.open(config, new) as cache, cache.get(new_keys[0]) as lease:
-        assert lease is not None and bytes(lease.view) == b"n" * new.chunk_bytes

@@ -109,29 +109,25 @@ def add(name: str, content: bytes = b"{}") -> Callable[[Path], None]:
     return change
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        add("README.md"),
-        add("LICENSE"),
-        add("tokenizer.json", b'{"other": 1}'),
-        add("generation_config.json"),
-        add("pytorch_model.bin"),
-        add("pytorch_model.bin.index.json"),
-        add("original/consolidated.00.pth"),
-        add("adapter_model.safetensors"),
-        add("french/adapter_model.safetensors"),
-        add("training_args.bin"),
-        add("checkpoint-500/model.safetensors"),
-        add(".cache/model.safetensors"),
-        add("modeling_own.py"),
-        add("config.json", b'{"layers": 7}'),
-    ],
-)
-def test_what_does_not_make_the_kv_is_no_part_of_a_model(model: Path, change: Callable[[Path], None]) -> None:
+def test_what_does_not_make_the_kv_is_no_part_of_a_model(model: Path) -> None:
     before = identity_of_model(model)
-    change(model)
-    assert identity_of_model(model) == before
+    for name, content in {
+        "README.md": b"about it",
+        "tokenizer.json": b'{"other": 1}',
+        "generation_config.json": b"{}",
+        "pytorch_model.bin": b"weights",
+        "pytorch_model.bin.index.json": b"{}",
+        "original/consolidated.00.pth": b"weights",
+        "adapter_model.safetensors": b"weights",
+        "french/adapter_model.safetensors": b"weights",
+        "training_args.bin": b"arguments",
+        "checkpoint-500/model.safetensors": b"weights",
+        ".cache/model.safetensors": b"weights",
+        "modeling_own.py": b"scale = 2",
+        "config.json": b'{"layers": 7}',
+    }.items():
+        add(name, content)(model)
+        assert identity_of_model(model) == before, name
 
 
 @pytest.mark.parametrize(
@@ -153,16 +149,12 @@ def test_what_makes_the_kv_is_a_part_of_a_model(model: Path, change: Callable[[P
     assert identity_of_model(model) != before
 
 
-def test_code_counts_where_it_is_run(model: Path) -> None:
-    before = identity_of_model(model, with_code=True)
-    (model / "modeling_own.py").write_text("scale = 2")
-    assert identity_of_model(model, with_code=True) != before
-
-
-def test_a_load_format_that_may_read_anything_makes_all_weights_count(model: Path) -> None:
-    before = identity_of_model(model, "sharded_state")
-    (model / "pytorch_model.bin").write_bytes(b"weights")
-    assert identity_of_model(model, "sharded_state") != before
+def test_code_counts_where_it_is_run_and_all_weights_for_a_load_format_that_may_read_anything(model: Path) -> None:
+    with_code, any_weights = identity_of_model(model, with_code=True), identity_of_model(model, "sharded_state")
+    add("modeling_own.py")(model)
+    assert identity_of_model(model, with_code=True) != with_code
+    add("pytorch_model.bin")(model)
+    assert identity_of_model(model, "sharded_state") != any_weights
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf"])
@@ -177,22 +169,7 @@ def test_other_formats_are_models_as_well(tmp_path: Path, name: str) -> None:
     assert identity_of_model(one) != identity_of_model(other)
 
 
-def test_a_file_is_a_model_whatever_its_name(tmp_path: Path) -> None:
-    one, other = tmp_path / "a" / "one-Q4.gguf", tmp_path / "b" / "other.gguf"
-    for path in (one, other):
-        path.parent.mkdir()
-        path.write_bytes(b"weights" * 1000)
-    assert identity_of_model(one) == identity_of_model(other)
-    (one.parent / "another-model.gguf").write_bytes(b"what lies beside")
-    assert identity_of_model(one) == identity_of_model(other)
-    (one.parent / "mmproj-F16.gguf").write_bytes(b"for images")
-    assert identity_of_model(one) != identity_of_model(other)
-    change_byte(other, -1)
-    (one.parent / "mmproj-F16.gguf").unlink()
-    assert identity_of_model(one) != identity_of_model(other)
-
-
-def test_all_parts_of_a_split_file_count(tmp_path: Path) -> None:
+def test_a_file_is_a_model_with_its_other_parts_whatever_its_name(tmp_path: Path) -> None:
     def split(name: str) -> Path:
         (tmp_path / name).mkdir()
         for number in (1, 2):
@@ -201,6 +178,11 @@ def test_all_parts_of_a_split_file_count(tmp_path: Path) -> None:
 
     one, other = split("one"), split("other")
     assert identity_of_model(one) == identity_of_model(other)
+    (one.parent / "another-model.gguf").write_bytes(b"what lies beside")
+    assert identity_of_model(one) == identity_of_model(other)
+    (one.parent / "mmproj-F16.gguf").write_bytes(b"for images")
+    assert identity_of_model(one) != identity_of_model(other)
+    (one.parent / "mmproj-F16.gguf").unlink()
     change_byte(other.with_name("other-00002-of-00002.gguf"), 5)
     assert identity_of_model(one) != identity_of_model(other)
 
@@ -222,7 +204,9 @@ def snapshot(cache: Path, model: Path, commit: str) -> Path:
     blobs.mkdir(exist_ok=True)
     for path in model.iterdir():
         content = path.read_bytes()
-        name = hashlib.sha256(content).hexdigest() if path.suffix == ".safetensors" else hashlib.sha1(content).hexdigest()
+        name = (
+            hashlib.sha256(content).hexdigest() if path.suffix == ".safetensors" else hashlib.sha1(content).hexdigest()
+        )
         if not (blobs / name).exists():
             (blobs / name).write_bytes(content)
         (place / path.name).symlink_to(f"../../blobs/{name}")

@@ -1,0 +1,278 @@
+"""Names of blocks are chained, cryptographic, and the same in every process. What a LoRA adapter holds is part of them,
+where it is certain that the engine has loaded just that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiercache.core.keys import keys_from_hashes, tenant_of, tenant_tag
+from tiercache.integrations.vllm import names as names_module
+from tiercache.integrations.vllm.names import Adapters, BlockNames
+from tiercache.integrations.vllm.planning import (
+    BlockGeometry,
+    HeadParts,
+    KvGroup,
+    in_parts,
+    keys_of,
+    names_of,
+    needed_chunks,
+)
+
+
+def request(tokens: list[int], **more: Any) -> Any:
+    made = SimpleNamespace(
+        all_token_ids=tokens,
+        num_tokens=len(tokens),
+        mm_features=[],
+        lora_request=None,
+        cache_salt=None,
+        prompt_embeds=None,
+        block_hashes=[bytes([tokens[start]]) * 32 for start in range(0, len(tokens) - 3, 4)],
+    )
+    vars(made).update(more)
+    return made
+
+
+def own(made: Any) -> list[bytes]:
+    return BlockNames("xxhash", 4).extend([], made)
+
+
+def test_a_cryptographic_engine_hash_is_taken_as_it_is() -> None:
+    made = request(list(range(10)))
+    assert BlockNames("sha256", 4).extend([], made) == made.block_hashes
+
+
+def test_own_names_cover_every_token_before_them_and_grow_with_the_request() -> None:
+    one, other = own(request(list(range(13)))), own(request([9, *range(1, 13)]))
+    assert len(one) == 3 and len(set(one + other)) == 6
+    assert own(request([*range(4), 99, *range(5, 13)]))[0] == one[0]
+    names = BlockNames("xxhash", 4)
+    assert names.extend(names.extend([], request(list(range(5)))), request(list(range(13)))) == one
+
+
+def test_own_names_cover_adapter_salt_and_images() -> None:
+    tokens = list(range(8))
+
+    def image(of: str) -> Any:
+        return SimpleNamespace(identifier=of, mm_position=SimpleNamespace(offset=1, length=2))
+
+    variants = [
+        request(tokens),
+        request(tokens, cache_salt="tenant"),
+        request(tokens, lora_request=SimpleNamespace(lora_name="a", lora_path="/a")),
+        request(tokens, mm_features=[image("cat")]),
+        request(tokens, mm_features=[image("dog")]),
+    ]
+    assert len({own(variant)[1] for variant in variants}) == len(variants)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+@pytest.mark.parametrize("geometry", ["one group", "two groups", "parts"])
+def test_keys_of_a_request_with_a_salt_say_whose_they_are(algorithm: str, geometry: str) -> None:
+    groups = (KvGroup(0, 4), KvGroup(1, 4, window_tokens=6))
+    place = {
+        "one group": BlockGeometry(4, 1),
+        "two groups": BlockGeometry(4, 1, groups=groups),
+        "parts": in_parts(BlockGeometry(4, 1), groups, HeadParts(4, 2, 2)),
+    }[geometry]
+    found: dict[str, list[bytes]] = {}
+    for salt in ("", "quiet", "noisy"):
+        names = BlockNames(algorithm, 4).extend([], request(list(range(12)), cache_salt=salt or None))
+        if geometry != "one group":
+            names = names_of(needed_chunks(3, place), names, place)
+        found[salt] = keys_of(b"n" * 24, names, place)
+        assert {tenant_of(key) for key in found[salt]} == {tenant_tag(salt)}
+        if geometry == "one group" and not salt:
+            assert found[salt] == keys_from_hashes(b"n" * 24, names), "as ever"
+    if algorithm == "xxhash":  # else the salt is in vLLM's hashes, which are made up here
+        bare = {key[:24] for keys in found.values() for key in keys}
+        assert len(bare) == sum(map(len, found.values())), "the salt is in what tells chunks apart, too"
+
+
+def test_a_caches_own_salt_and_a_requests_make_another_tenant_than_either() -> None:
+    both = [
+        BlockNames("sha256", 4, tenant_salt=own_salt).extend([], request(list(range(4)), cache_salt=salt))[0][32:]
+        for own_salt, salt in [("", None), ("a", None), ("", "b"), ("a", "b")]
+    ]
+    assert both == [b"", tenant_tag("a"), tenant_tag("b"), tenant_tag("a", "b")]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_a_reset_gives_names_that_never_were(algorithm: str) -> None:
+    names = BlockNames(algorithm, 4)
+    made = request(list(range(8)))
+    before = names.extend([], made)
+    names.forget_everything()
+    assert not set(names.extend([], made)) & set(before)
+
+
+def test_engine_hashes_are_the_same_in_every_process() -> None:
+    """vLLM's SHA-256 chain starts from a fixed seed; a change of that would turn every restart into a cold start."""
+    script = (
+        "from vllm.utils.hashing import sha256; from vllm.v1.core import kv_cache_utils as u; u.init_none_hash(sha256); "
+        "print('HASH', u.hash_block_tokens(sha256, None, list(range(128)), (('cache_salt', 'x'),)).hex())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    command = [sys.executable, "-c", script]
+    outputs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
+    one, other = (found.stdout[found.stdout.index("HASH") :] for found in outputs)
+    assert one == other
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
+@pytest.mark.parametrize("salt", ["", "tenant"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["base model", "adapter"])
+async def test_announced_tokens_get_the_names_of_a_real_request(
+    algorithm: str, salt: str, adapted: bool, adapter: Path
+) -> None:
+    """A request of vLLM's own class, hashed as vLLM's scheduler does."""
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    hash_function = get_hash_fn_by_name(algorithm)
+    init_none_hash(hash_function)
+    tokens = [number * 7 % 1000 for number in range(16 * 70 + 5)]
+    real = Request(
+        request_id="r",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=LoRARequest("a", 1, str(adapter)) if adapted else None,
+        cache_salt=salt or None,
+        block_hasher=get_request_block_hasher(16, hash_function),
+    )
+    names, worker = (BlockNames(algorithm, 16, adapters=later_engine()) for _ in range(2))
+    adapter_key, lora = (key(names.adapters, adapter), ("a", str(adapter))) if adapted else (b"", None)
+    expected = names.extend([], real, adapter_key)
+    assert len(expected) == 70
+    assert await worker.of_tokens(tokens, salt, lora) == expected
+    worker.follow(names.forget_everything())
+    assert await worker.of_tokens(tokens, salt, lora) == names.extend([], real, adapter_key) != expected
+    assert await worker.of_tokens(tokens[:15], salt, lora) == [], "they fill no block"
+
+
+# Adapters
+
+AN_HOUR_NS = 3600 * 10**9
+
+
+def save(directory: Path, content: bytes) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    (directory / "adapter_config.json").write_text('{"r": 8}')
+    return directory
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return save(tmp_path / "adapter", b"weights")
+
+
+def later_engine(place_of: Callable[[str], Path | None] = Path) -> Adapters:
+    """One that begins in an hour: what is written now is old then."""
+    return Adapters(place_of, time.time_ns() + AN_HOUR_NS)
+
+
+def key(of: Adapters, adapter: Path) -> bytes:
+    return of.key_of(str(adapter)).result(10)
+
+
+class Hanging:
+    """A mount that hangs until `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.hangs, self.go_on = threading.Event(), threading.Event()
+
+    def place(self, path: str) -> Path:
+        self.hangs.set()
+        self.go_on.wait(30)
+        return Path(path)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_names_cover_what_an_adapter_holds_and_not_only_its_name_and_path(algorithm: str, adapter: Path) -> None:
+    made, found = request(list(range(8)), lora_request=SimpleNamespace(lora_name="a", lora_path=str(adapter))), []
+    for content in (b"weights", b"weights", b"trained again"):
+        save(adapter, content)
+        names = BlockNames(algorithm, 4, adapters=later_engine())
+        found.append(names.extend([], made, key(names.adapters, adapter)))
+    assert found[0] == found[1]
+    assert not set(found[0]) & set(found[2])
+
+
+def test_an_adapter_that_is_older_than_the_engine_is_known_by_its_content(adapter: Path, tmp_path: Path) -> None:
+    engine = later_engine()
+    found = key(engine, adapter)
+    assert key(engine, adapter) == found
+    assert key(later_engine(), save(tmp_path / "copy", b"weights")) == found, "in every engine"
+
+
+def test_an_adapter_that_is_younger_than_the_engine_is_this_engines_affair(adapter: Path) -> None:
+    """It may have loaded something else before."""
+    engine = Adapters(Path)
+    found = key(engine, adapter)
+    assert key(engine, adapter) == found
+    assert key(Adapters(Path), adapter) != found
+    save(adapter, b"trained again, and longer")
+    assert key(engine, adapter) != found
+
+
+def test_a_change_while_the_engine_runs_is_noticed_at_the_next_request(adapter: Path) -> None:
+    engine = later_engine()
+    found = key(engine, adapter)
+    later = time.time_ns() + 2 * AN_HOUR_NS
+    os.utime(save(adapter, b"Weights") / "adapter_model.safetensors", ns=(later, later))
+    changed = key(engine, adapter)
+    assert changed != found
+    assert key(later_engine(), adapter) != changed
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_nothing_is_ever_found_for_an_adapter_that_cannot_be_read(tmp_path: Path, there: bool) -> None:
+    engine = Adapters(lambda path: Path(path) if there else None)
+    assert key(engine, tmp_path / "nowhere") != key(engine, tmp_path / "nowhere")
+
+
+def test_whoever_asks_does_not_wait_for_one_that_hangs_nor_for_an_answer_that_nobody_wants(adapter: Path) -> None:
+    mount = Hanging()
+    engine = later_engine(mount.place)
+    first, unwanted, second = (engine.key_of(str(adapter)) for _ in range(3))
+    assert not first.done() and not second.done()
+    assert unwanted.cancel()
+    mount.go_on.set()
+    assert first.result(10) == second.result(10) == key(later_engine(), adapter)
+
+
+def test_so_many_may_wait_for_one_that_hangs_and_more_are_answered(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names_module, "_MOST_WAITING", 2)
+    mount = Hanging()
+    engine = later_engine(mount.place)
+    answering = engine.key_of(str(adapter))
+    assert mount.hangs.wait(10)
+    waiting = [engine.key_of(str(adapter)) for _ in range(2)]
+    assert engine.key_of(str(adapter)).result(0) != engine.key_of(str(adapter)).result(0)
+    mount.go_on.set()
+    assert {answering.result(10)} == {future.result(10) for future in waiting} == {key(later_engine(), adapter)}
+
+
+def test_many_may_ask_at_once(adapter: Path) -> None:
+    engine = later_engine()
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: key(engine, adapter), range(200)))
+    assert len(found) == 1

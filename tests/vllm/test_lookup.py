@@ -13,12 +13,14 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import msgspec
 import pytest
 
 from tests.memory.test_threads import no_thread_to_be_had
+from tests.vllm.halves import NAMES as ALL_NAMES
+from tests.vllm.halves import Cached
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.control.served import ServedCache
@@ -31,7 +33,7 @@ from tiercache.scheduler.reads import Hit
 from tiercache.testing import JumpingClockLoop
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
-NAMES = [bytes([number]) * 32 for number in range(11)]
+NAMES = ALL_NAMES[:11]
 
 
 @pytest.fixture
@@ -42,23 +44,35 @@ def engine(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert not list(short_path.glob("*/*.sock")), "a socket was left behind"
 
 
-class Worker:
-    """A real cache with a lookup server, holding the first `blocks` blocks of NAMES."""
+class Worker(Cached):
+    """A cache with a lookup server, holding the first `blocks` blocks of NAMES."""
 
     def __init__(self, engine: str, rank: int, blocks: int) -> None:
-        layout = Layout("m", chunk_tokens=64, bytes_per_token=64, block_tokens=16, rank=rank, world_size=2)
-        self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
         ends = [*range(4, blocks + 1, 4), *([blocks] if blocks % 4 else [])]
-        cache = self.thread.cache
-        for key in keys_from_hashes(cache.namespace, [NAMES[end - 1] for end in ends]):
-            assert self.thread.submit(cache.put(key, b"x" * 4096)).result(10)
+        self._start(engine, rank, GEOMETRY, [NAMES[end - 1] for end in ends])
+
+    def _start(self, engine: str, rank: int, geometry: BlockGeometry, held: Sequence[bytes]) -> None:
+        tokens = geometry.chunk_tokens
+        layout = Layout("m", chunk_tokens=tokens, bytes_per_token=64, block_tokens=16, rank=rank, world_size=2)
+        self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
         try:
-            self.server = LookupServer(engine, rank, self.thread, GEOMETRY)
+            for key in self.keys(*held):
+                assert self.thread.submit(self.thread.cache.put(key, b"x" * layout.chunk_bytes)).result(10)
+            self.server = LookupServer(engine, rank, self.thread, geometry)
         except BaseException:
             self.thread.close(1.0)
             raise
 
-    def __enter__(self) -> Worker:
+    @property
+    def claims(self) -> Any:
+        assert self.server.claims is not None
+        return self.server.claims
+
+    def held(self) -> int:
+        """Chunks that are held for requests, after all that was asked before."""
+        return int(self.on_loop(lambda: self.claims.held))
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,12 +108,22 @@ class GroupedWorker(Worker):
     """Holds chunks of two groups, the first of which has a window."""
 
     def __init__(self, engine: str, rank: int, *chunks: tuple[int, int]) -> None:
-        layout = Layout("m", chunk_tokens=32, bytes_per_token=64, block_tokens=16, rank=rank, world_size=2)
-        self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
-        cache = self.thread.cache
-        for key in keys_from_hashes(cache.namespace, names_of(chunks, NAMES, GROUPS)):
-            assert self.thread.submit(cache.put(key, b"x" * 2048)).result(10)
-        self.server = LookupServer(engine, rank, self.thread, GROUPS)
+        self._start(engine, rank, GROUPS, names_of(chunks, NAMES, GROUPS))
+
+
+@contextlib.contextmanager
+def listening(engine: str, ranks: int) -> Iterator[list[socket.socket]]:
+    """Sockets in the place of workers, which never answer."""
+    paths = [socket_path(engine, rank) for rank in range(ranks)]
+    paths[0].parent.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in paths]
+        for one, path in zip(sockets, paths, strict=True):
+            one.bind(str(path))
+            one.listen()
+        yield sockets
+    for path in paths:
+        path.unlink()
 
 
 def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> None:
@@ -111,25 +135,20 @@ def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> N
         GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2)) as second,
     ):
         assert answer_of(begun(client, NAMES, "r")).blocks == 4
-        assert [worker.server.claims.held for worker in (first, second) if worker.server.claims] == [4, 4]
+        assert [first.held(), second.held()] == [4, 4]
         for worker in (first, second):
             worker.server.release(["r"])
-            worker.thread.submit(asyncio.sleep(0)).result(10)
-            assert worker.server.claims is not None and worker.server.claims.held == 0
+            assert worker.held() == 0
     client.close()
-
-
-def test_in_one_process_no_socket_is_used(engine: str) -> None:
-    with Worker(engine, 0, 11):
-        client = LookupClient(engine, 1, GEOMETRY, 5.0)
-        assert answer_of(begun(client, NAMES)) == Match(11, {"cpu": 176})
-        assert client._loop is None
 
 
 @pytest.mark.parametrize("blocks", [0, 3, 4, 9, 11])
 def test_full_chunks_then_the_longest_tail(engine: str, blocks: int) -> None:
+    """In one process, where no socket is used."""
     with Worker(engine, 0, blocks):
-        assert ask(engine, 1).blocks == blocks
+        client = LookupClient(engine, 1, GEOMETRY, 5.0)
+        assert answer_of(begun(client, NAMES)) == Match(blocks, {"cpu": 16 * blocks})
+        assert client._loop is None
 
 
 @pytest.mark.parametrize(("first", "second", "both"), [(11, 8, 8), (11, 4, 4), (6, 6, 6), (11, 0, 0)])
@@ -144,15 +163,12 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: 
     """Two chunks and a tail, of which the second worker may hold so many."""
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 11) as first, Worker(engine, 1, 11) as second:
-        claims = [worker.server.claims for worker in (first, second)]
-        assert claims[0] is not None and claims[1] is not None
-        claims[1]._most = room
+        second.claims._most = room
         assert answer_of(begun(client, NAMES, "r")) == Match(11, {"cpu": 176}, held=room == 3)
-        assert [one.held for one in claims if one] == [3, 3 if room == 3 else 0]
+        assert [first.held(), second.held()] == [3, 3 if room == 3 else 0]
         for worker in (first, second):
             worker.server.release(["r"])
-            worker.thread.submit(asyncio.sleep(0)).result(10)
-        assert [one.held for one in claims if one] == [0, 0]
+            assert worker.held() == 0
     client.close()
 
 
@@ -160,16 +176,10 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: 
 @pytest.mark.parametrize("gone", ["given up", "only released"])
 def test_what_is_let_go_before_the_lookup_gets_to_it_is_not_held(engine: str, grouped: bool, gone: str) -> None:
     """The cache's loop is busy: the engine begins a lookup, gives it up and says so, and only then it is looked up."""
-    busy = threading.Event()
-    with ExitStack() as stack:
-        if grouped:
-            worker: Worker = stack.enter_context(GroupedWorker(engine, 0, (1, 0), (1, 1), (0, 0), (0, 1)))
-        else:
-            worker = stack.enter_context(Worker(engine, 0, 11))
-        claims = worker.server.claims
-        assert claims is not None
-        client = LookupClient(engine, 1, GROUPS if grouped else GEOMETRY, 5.0)
-        assert answer_of(begun(client, NAMES, "before")).blocks > 0 and claims.held > 0
+    busy, client = threading.Event(), LookupClient(engine, 1, GROUPS if grouped else GEOMETRY, 5.0)
+    windows = [(1, 0), (1, 1), (0, 0), (0, 1)]
+    with GroupedWorker(engine, 0, *windows) if grouped else Worker(engine, 0, 11) as worker:
+        assert answer_of(begun(client, NAMES, "before")).blocks > 0 and worker.held() > 0
         worker.server.release(["before"])
         worker.thread.loop.call_soon_threadsafe(busy.wait, 10.0)
         late = begun(client, NAMES, "r")
@@ -179,10 +189,9 @@ def test_what_is_let_go_before_the_lookup_gets_to_it_is_not_held(engine: str, gr
         busy.set()
         if gone == "only released":
             assert not answer_of(late).held
-        worker.thread.submit(asyncio.sleep(0.0)).result(10)
-        worker.thread.submit(asyncio.sleep(0.0)).result(10)
-        assert claims.held == 0
-        assert answer_of(begun(client, NAMES, "after")).blocks > 0 and claims.held > 0
+        worker.on_loop(lambda: None)
+        assert worker.held() == 0
+        assert answer_of(begun(client, NAMES, "after")).blocks > 0 and worker.held() > 0
         worker.server.release(["after"])
 
 
@@ -234,18 +243,8 @@ def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry) -
 def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:
     """The first has blocks 4 to 8 as one chunk and could not give the two that the second has as a tail."""
     with Worker(engine, 0, 11) as first, Worker(engine, 1, 6):
-        (tail,) = keys_from_hashes(first.thread.cache.namespace, [NAMES[5]])
-        assert not first.thread.submit(first.thread.cache.lookup_keys([tail])).result(10).chunks
+        assert not first.has(NAMES[5])
         assert ask(engine, 2) == Match(4, {"cpu": 64})
-
-
-def test_one_connection_answers_many_questions(engine: str) -> None:
-    with Worker(engine, 0, 8), Worker(engine, 1, 8):
-        client = LookupClient(engine, 2, GEOMETRY, 5.0)
-        futures = [begun(client, NAMES[:count]) for count in (4, 8, 11) * 20]
-        assert [answer_of(one).blocks for one in futures] == [4, 8, 8] * 20
-        assert len(client._connections) == 2
-        client.close()
 
 
 @pytest.mark.parametrize("names_a_message", [1 << 14, 100], ids=["whole", "in parts"])
@@ -286,11 +285,6 @@ def test_what_a_step_asks_is_one_message_to_each_worker(
     assert sorted(asked) == sorted(2 * [5, *(4, 8, 11) * 20])
 
 
-def test_sockets_are_for_this_user_only(engine: str) -> None:
-    with Worker(engine, 0, 0):
-        assert socket_path(engine, 0).parent.stat().st_mode & 0o777 == 0o700
-
-
 def test_without_workers_it_is_a_miss(engine: str) -> None:
     assert ask(engine, 2) == Match(failed=True)
 
@@ -318,31 +312,19 @@ def test_a_worker_that_ended_is_a_miss_and_comes_back(engine: str) -> None:
 
 
 def test_a_worker_that_does_not_answer_costs_the_time_out(engine: str) -> None:
-    path = socket_path(engine, 0)
-    path.parent.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as deaf:
-        deaf.bind(str(path))
-        deaf.listen()
+    with listening(engine, 1):
         assert ask(engine, 2, timeout_s=0.2) == Match(failed=True)
-    path.unlink()
 
 
 def test_a_lookup_that_was_given_up_is_forgotten_though_its_worker_never_answers(engine: str) -> None:
-    path = socket_path(engine, 0)
-    path.parent.mkdir(mode=0o700)
     client = LookupClient(engine, 2, GEOMETRY, 0.2)
-    with socket.socket(socket.AF_UNIX) as deaf, socket.socket(socket.AF_UNIX) as other:
-        for rank, listening in enumerate((deaf, other)):
-            listening.bind(str(socket_path(engine, rank)))
-            listening.listen()
+    with listening(engine, 2):
         of_its_own = [os.urandom(32)]
         begun(client, of_its_own).give_up()
         until_s = time.monotonic() + 30
         while any(type(one) is Lookup and one.names == of_its_own for one in gc.get_objects()):
             assert time.monotonic() < until_s, "it is kept for an answer that nobody wants"
         client.close()
-    for rank in range(2):
-        socket_path(engine, rank).unlink()
 
 
 def test_a_stranger_on_the_socket_does_no_harm(engine: str) -> None:
@@ -353,28 +335,26 @@ def test_a_stranger_on_the_socket_does_no_harm(engine: str) -> None:
         assert ask(engine, 2).blocks == 4
 
 
-def test_a_directory_of_somebody_else_is_refused(engine: str) -> None:
-    socket_path(engine, 0).parent.mkdir(mode=0o755)
-    socket_path(engine, 0).parent.chmod(0o755)
+def test_sockets_are_for_this_user_only_and_a_directory_of_somebody_else_is_refused(engine: str) -> None:
+    directory = socket_path(engine, 0).parent
+    with Worker(engine, 0, 0):
+        assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o755)
     with pytest.raises(Exception, match="expected a directory of this user with mode 0700"):
         Worker(engine, 0, 0)
 
 
 @pytest.mark.parametrize("mode", [pytest.param(0o700, marks=pytest.mark.needs("root")), 0o755])
 def test_worker_of_somebody_else_is_not_asked(engine: str, mode: int) -> None:
-    path = socket_path(engine, 0)
-    path.parent.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen()
-        listening.setblocking(False)
-        path.parent.chmod(mode)
+    directory = socket_path(engine, 0).parent
+    with listening(engine, 1) as (worker,):
+        worker.setblocking(False)
+        directory.chmod(mode)
         if mode == 0o700:
-            os.chown(path.parent, 65534, 65534)
+            os.chown(directory, 65534, 65534)
         assert ask(engine, 2, timeout_s=0.2) == Match(failed=True)
         with pytest.raises(BlockingIOError):
-            listening.accept()
-    path.unlink()
+            worker.accept()
 
 
 def test_closing_with_a_caller_on_the_line_is_quiet(engine: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,391 @@
+"""The cache's figures on their way through vLLM: what the two halves say is new, against what a real cache counts; added up,
+serialised, logged and exported."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import get_connector_metric_definitions
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.control.test_dashboard import names_in, panels
+from tests.vllm.halves import Cached
+from tiercache.bridge import CacheThread
+from tiercache.config import Config
+from tiercache.control.families import Labels, figures_of
+from tiercache.core.estimate import Distribution
+from tiercache.core.layout import Layout
+from tiercache.integrations.vllm import TierCacheConnector
+from tiercache.integrations.vllm.metrics import (
+    EXPORTED,
+    LOAD_SIZE,
+    SAMPLED,
+    SchedulerFigures,
+    TierCachePromMetrics,
+    TierCacheStats,
+    WorkerFigures,
+)
+from tiercache.integrations.vllm.planning import Match
+
+# The worker's half
+
+LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=32 << 10)
+SLOTS, CHUNKS = 4, 6
+
+
+class Engine(Cached):
+    """Its steps, each of which asks for what is new, and a cache with four slots above a disk."""
+
+    def __init__(self, directory: Path) -> None:
+        config = Config(
+            max_local_cpu_size=SLOTS * LAYOUT.chunk_bytes / 2**30, local_disk=str(directory), max_local_disk_size=0.1
+        )
+        self.thread = CacheThread(config, LAYOUT)
+        self.figures = WorkerFigures(self.thread, "cache", every_s=0.0)
+        self.total = TierCacheStats()
+        self.chunks = self.thread.cache.keys(list(range(CHUNKS * LAYOUT.chunk_tokens)))
+
+    def step(self) -> TierCacheStats | None:
+        new = self.figures.take()
+        self.on_loop(lambda: None)  # the cache's loop has done what it was asked for
+        if new is not None:
+            self.total.aggregate(new)
+        return new
+
+    def settle(self) -> None:
+        """Steps until two in a row have nothing new: one that asked before something happened may bring it later."""
+        silent = 0
+        for _ in range(100):
+            silent = 0 if self.step() else silent + 1
+            if silent == 2:
+                return
+        raise AssertionError(self.total.data)
+
+    def stores_and_loads(self) -> None:
+        async def both() -> None:
+            cache = self.thread.cache
+            for key in self.chunks:
+                await cache.put(key, np.ones(LAYOUT.chunk_bytes, np.uint8))
+                await cache.flush(10)
+            cache.clear_hot()
+            for key in (*self.chunks, self.chunks[-1], cache.keys([7] * LAYOUT.chunk_tokens)[0]):
+                async with cache.get(key) as lease:
+                    assert (lease is None) == (key not in self.chunks)
+
+        self.thread.submit(both()).result(30)
+
+    def counted(self) -> dict[str, dict[Labels, float]]:
+        """What the cache says itself, in the names under which vLLM exports it."""
+
+        def look() -> dict[str, dict[Labels, float]]:
+            figures = figures_of(self.thread.cache)
+            return {
+                family.name: {
+                    labels: value.count if isinstance(value, Distribution) else value
+                    for labels, value in family.rows(figures)
+                }
+                for family in SAMPLED
+            }
+
+        return dict(self.on_loop(look))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path)
+    engine.settle()
+    yield engine
+    engine.thread.close()
+
+
+def test_what_steps_bring_adds_up_to_what_the_cache_counts(engine: Engine) -> None:
+    """A step without news says nothing, and a closed cache is no error."""
+    for _ in range(2):
+        engine.stores_and_loads()
+        engine.settle()
+    data = engine.total.data
+    expected = engine.counted()
+    assert expected["tiercache_hits"][("disk",)] == 2 * CHUNKS
+    assert expected["tiercache_tier_evicted"][("cpu",)] > 0
+    assert expected["tiercache_reader_misses"][()] == 2
+    for family in SAMPLED:
+        known = {labels: value for labels, value in expected[family.name].items() if value}
+        if family.kind == "counter":
+            assert data["counters"].get(family.name, {}) == pytest.approx(known), family.name
+        elif family.kind == "histogram":
+            found = {labels: sum(counts) for labels, (counts, _) in data["distributions"].get(family.name, {}).items()}
+            assert found == known, family.name
+        else:
+            assert data["gauges"]["cache"][family.name] == expected[family.name], family.name
+    assert engine.figures.take() is None
+    engine.thread.close()
+    assert engine.figures.take() is None
+
+
+def test_cache_is_looked_at_once_an_interval(engine: Engine) -> None:
+    engine.figures = WorkerFigures(engine.thread, "other", every_s=3600.0)
+    engine.settle()
+    assert engine.total.data["gauges"]["other"]["tiercache_slots"] == {(): SLOTS}
+    engine.stores_and_loads()
+    for _ in range(5):
+        assert engine.step() is None
+
+
+def test_transfers_are_told_with_the_next_step(engine: Engine) -> None:
+    engine.figures.loaded(3000, 0.5, "part")
+    engine.figures.loaded(0, 9.0, "failed")
+    engine.figures.stored(2_000_000, 0.25)
+    engine.figures.stored(0, 9.0)
+    new = engine.step()
+    assert new is not None
+    assert new.data["counters"] == {
+        "tiercache_loads": {("part",): 1, ("failed",): 1},
+        "vllm:kv_offload_load_bytes": {(): 3000},
+        "vllm:kv_offload_load_time": {(): 0.5},
+        "vllm:kv_offload_store_bytes": {(): 2_000_000},
+        "vllm:kv_offload_store_time": {(): 0.25},
+    }
+    ((counts, sums),) = new.data["distributions"]["vllm:kv_offload_store_size"].values()
+    assert (counts[1], sums[1]) == (1, 2_000_000)
+
+
+# The scheduler's half
+
+
+def test_tier_is_asked_for_what_those_above_it_lack() -> None:
+    figures = SchedulerFigures(chunk_tokens=64)
+    figures.looked_up(Match(6, {"cpu": 128, "disk": 80}), 300, None, skipped=False)
+    new = figures.take()
+    assert new is not None
+    assert new.data["counters"] == {
+        "tiercache_queried_tokens": {("cpu",): 300, ("disk",): 172},
+        "tiercache_hit_tokens": {("cpu",): 128, ("disk",): 80},
+        "vllm:kv_offload_tiering_chunk_queries": {("cpu",): 5, ("disk",): 3},
+        "vllm:kv_offload_tiering_chunk_hits": {("cpu",): 2, ("disk",): 2},
+    }
+    assert figures.take() is None
+
+
+def test_lookup_without_an_answer_is_a_miss_in_every_tier() -> None:
+    figures = SchedulerFigures(chunk_tokens=64)
+    figures.looked_up(Match(0, {"cpu": 0, "disk": 0}), 100, None, skipped=False)
+    figures.looked_up(Match(failed=True), 100, 0.2, skipped=True)
+    new = figures.take()
+    assert new is not None
+    counters = new.data["counters"]
+    assert counters["tiercache_queried_tokens"] == {("cpu",): 200, ("disk",): 200}
+    assert (counters["tiercache_lookups_failed"], counters["tiercache_loads_skipped"]) == ({(): 1}, {(): 1})
+    ((counts, sums),) = new.data["distributions"]["vllm:kv_offload_lookup_async_delay_seconds"].values()
+    assert (sum(counts), sum(sums)) == (1, 0.2)
+
+
+# Added up and sent
+
+
+def distribution(bounds: Any, *amounts: float) -> Distribution:
+    found = Distribution.of(bounds)
+    for amount in amounts:
+        found.add(amount)
+    return found
+
+
+def one_rank(cache: str, *, hits: int = 0, queued: float = 0, breaker: str = "closed") -> TierCacheStats:
+    stats = TierCacheStats()
+    stats.count("tiercache_hits", hits, ("disk",))
+    stats.distribute(LOAD_SIZE.name, distribution(LOAD_SIZE.bounds, *[3e6] * hits))
+    states = {("disk", state): float(state == breaker) for state in ("closed", "open", "half-open")}
+    stats.show(cache, {"tiercache_writer_queued": {("disk",): queued}, "tiercache_breaker": states})
+    return stats
+
+
+def test_ranks_add_up_and_a_later_gauge_replaces_an_earlier_one() -> None:
+    stats = one_rank("a", hits=3, queued=5).aggregate(one_rank("b", hits=4, queued=7)).aggregate(one_rank("a", hits=1))
+    assert stats.data["counters"] == {"tiercache_hits": {("disk",): 8}}
+    ((counts, sums),) = stats.data["distributions"][LOAD_SIZE.name].values()
+    assert (sum(counts), sum(sums)) == (8, 24e6)
+    assert stats.reduce()["Queued chunks"] == 7
+    nothing = TierCacheStats()
+    nothing.count("tiercache_hits", 0, ("disk",))
+    nothing.distribute(LOAD_SIZE.name, distribution(LOAD_SIZE.bounds))
+    assert nothing.is_empty() and not one_rank("a").is_empty()
+
+
+def test_figures_survive_the_way_between_processes_and_beside_other_connectors() -> None:
+    """From worker to scheduler by pickle, from there to the server by vLLM's msgpack."""
+    stats = pickle.loads(pickle.dumps(one_rank("a", hits=3, queued=2)))
+    sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats.to_dict()))
+    came = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
+    found = TierCacheConnector.build_kv_connector_stats(came.scheduler_stats.kv_connector_stats)
+    # A tuple has become a list; adding goes on as before.
+    assert found.aggregate(TierCacheStats()).reduce() == stats.reduce()
+    both = found.aggregate(one_rank("b", hits=1))
+    assert both.data["counters"] == {"tiercache_hits": {("disk",): 4}}
+    assert both.data["gauges"].keys() == {"a", "b"}
+    together = MultiConnector.build_kv_connector_stats({"TierCacheConnector": one_rank("a", hits=2).to_dict()})
+    assert together["TierCacheConnector"].data["counters"] == {"tiercache_hits": {("disk",): 2}}
+
+
+def test_log_line_says_what_an_operator_wants_to_know() -> None:
+    stats = one_rank("a", queued=2, breaker="open")
+    for name, amount, labels in (
+        ("tiercache_queried_tokens", 900, ("cpu",)),
+        ("tiercache_queried_tokens", 400, ("disk",)),
+        ("tiercache_hit_tokens", 500, ("cpu",)),
+        ("tiercache_hit_tokens", 300, ("disk",)),
+        ("vllm:kv_offload_load_bytes", 8_000_000, ()),
+        ("vllm:kv_offload_load_time", 0.004, ()),
+        ("vllm:kv_offload_tiering_write_bytes", 2_500_000, ("disk",)),
+        ("tiercache_tier_evicted", 4, ("cpu",)),
+        ("tiercache_writer_dropped", 1, ("disk",)),
+        ("tiercache_loads", 2, ("whole",)),
+        ("tiercache_loads", 1, ("part",)),
+    ):
+        stats.count(name, amount, labels)
+    assert stats.reduce() == {
+        "Queried tokens": 900,
+        "Hit tokens (cpu)": 500,
+        "Hit tokens (disk)": 300,
+        "Loaded MB": 8.0,
+        "Loaded MB/s": 2000.0,
+        "Stored MB": 0.0,
+        "Written MB (disk)": 2.5,
+        "Evicted chunks (cpu)": 4,
+        "Queued chunks": 2,
+        "Incomplete loads": 1,
+        "Chunks not written": 1,
+        "Breakers not closed": 1,
+    }
+
+
+# Prometheus
+
+LABELS = ["model_name", "engine"]
+ENGINES: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """At its end Prometheus's registry is as it was."""
+    before = set(REGISTRY._collector_to_names)
+    yield
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+@pytest.fixture
+def metrics(registry: None) -> TierCachePromMetrics:
+    return metrics_of()
+
+
+def metrics_of() -> TierCachePromMetrics:
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    return TierCacheConnector.build_prom_metrics(SimpleNamespace(kv_transfer_config=None), kinds, LABELS, ENGINES)
+
+
+def value(name: str, engine: str = "0", **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": "m", "engine": engine, **labels})
+
+
+def test_each_engine_has_its_figures_with_vllms_labels(metrics: TierCachePromMetrics) -> None:
+    for engine, hits in ((0, 3), (1, 5), (0, 2)):
+        metrics.observe(one_rank("a", hits=hits, queued=hits).to_dict(), engine)
+    assert value("tiercache_hits_total", tier="disk") == 5
+    assert value("tiercache_hits_total", engine="1", tier="disk") == 5
+    assert value("tiercache_writer_queued", tier="disk") == 2
+    assert value("vllm:kv_offload_load_size_count") == 5
+    assert value("vllm:kv_offload_load_size_bucket", le="5e+06") == 5
+    assert value("vllm:kv_offload_load_size_bucket", le="1e+06") == 0
+    assert value("vllm:kv_offload_load_size_sum") == 15e6
+
+
+def test_gauges_are_sums_over_ranks_also_when_only_one_has_news(metrics: TierCachePromMetrics) -> None:
+    metrics.observe(one_rank("a", queued=4).aggregate(one_rank("b", queued=3)).data)
+    metrics.observe(one_rank("b", queued=1, breaker="open").data)
+    assert value("tiercache_writer_queued", tier="disk") == 5
+    assert [value("tiercache_breaker", tier="disk", state=state) for state in ("closed", "open")] == [1, 1]
+    metrics.observe(one_rank("b", queued=1).data)
+    assert [value("tiercache_breaker", tier="disk", state=state) for state in ("closed", "open")] == [2, 0]
+
+
+def test_amounts_stay_in_their_buckets_whatever_is_rounded(metrics: TierCachePromMetrics) -> None:
+    found = distribution(EXPORTED["tiercache_read_seconds"].bounds, 0.1, 0.1, 0.1)
+    assert found.sum / 3 > 0.1, "the mean of three has to be rounded up here, or this proves nothing"
+    stats = TierCacheStats()
+    stats.distribute("tiercache_read_seconds", found, ("disk",))
+    metrics.observe(stats.data)
+    assert value("tiercache_read_seconds_bucket", tier="disk", le="0.1") == 3
+
+
+def test_second_server_in_a_process_begins_anew(metrics: TierCachePromMetrics) -> None:
+    metrics.observe(one_rank("a", hits=3).data)
+    again = metrics_of()
+    assert value("tiercache_hits_total", tier="disk") is None
+    again.observe(one_rank("a", hits=1).data)
+    assert value("tiercache_hits_total", tier="disk") == 1
+
+
+def test_name_of_another_connector_is_left_to_it(
+    metrics: TierCachePromMetrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's OffloadingConnector may be beside ours, made before or after it, and fails where a name is taken."""
+    theirs = Counter("vllm:kv_offload_load_bytes", "Theirs.", LABELS)
+    stats = one_rank("a", hits=3)
+    stats.count("vllm:kv_offload_load_bytes", 7)
+    with caplog.at_level("WARNING", "tiercache.vllm"):
+        for _ in range(2):
+            metrics.observe(stats.data)
+    assert caplog.text.count("vllm:kv_offload_load_bytes is not exported: another connector exports it") == 1
+    assert value("tiercache_hits_total", tier="disk") == 6
+    assert next(iter(theirs.collect())).samples == []
+
+
+def test_every_name_can_be_registered_and_those_of_vllm_mean_what_they_mean_there() -> None:
+    """The same kind, the same labels, the same buckets, and no name that vLLM's offloading does not have."""
+    theirs = {**get_connector_metric_definitions(), **TieringOffloadingSpec.build_metric_definitions({})}
+    kinds = {
+        "counter": (Counter, OffloadingCounterMetadata),
+        "gauge": (Gauge, OffloadingGaugeMetadata),
+        "histogram": (Histogram, OffloadingHistogramMetadata),
+    }
+    ours, registry = 0, CollectorRegistry()
+    for name, family in EXPORTED.items():
+        kind, known_as = kinds[family.kind]
+        buckets = {"buckets": family.bounds} if family.kind == "histogram" else {}
+        kind(name, family.text, [*LABELS, *family.labels], registry=registry, **buckets)
+        if name.startswith("vllm:"):
+            ours += 1
+            assert (known_as, family.labels) == (type(theirs[name]), tuple(theirs[name].labelnames)), name
+            assert family.kind != "histogram" or family.bounds == tuple(theirs[name].buckets), name
+    assert ours > 15
+    assert len(registry._collector_to_names) == len(EXPORTED)
+
+
+def test_every_metric_of_a_panel_of_the_dashboard_is_exported(metrics: TierCachePromMetrics, engine: Engine) -> None:
+    engine.stores_and_loads()
+    engine.figures.loaded(1000, 0.1, "part")
+    engine.figures.stored(1000, 0.1)
+    engine.settle()
+    scheduler = SchedulerFigures(chunk_tokens=16)
+    scheduler.looked_up(Match(1, {"cpu": 16, "disk": 0}), 40, 0.1, skipped=True)
+    scheduler.looked_up(Match(failed=True), 40, None, skipped=False)
+    new = scheduler.take()
+    assert new is not None
+    metrics.observe(engine.total.aggregate(new).data)
+    exported = {sample.name for family in REGISTRY.collect() for sample in family.samples}
+    # A counter that nothing has been added to has no value yet.
+    quiet = {"tiercache_read_failures_total", "tiercache_writer_dropped_total", "tiercache_writer_skipped_total"}
+    quiet |= {"tiercache_puts_skipped_total"}
+    for panel in panels():
+        assert names_in(panel) - quiet <= exported, panel["title"]

@@ -1,0 +1,274 @@
+"""What a worker says of the tiers of its rank, with a real cache; and what routers are told: the fewest events that keep a
+router's picture of the tiers right."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.vllm.halves import NAMES, Cached
+from tiercache.bridge import CacheThread
+from tiercache.config import Config
+from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.events import AnnouncedBlocks, Change, ChunkBlocks, Removed, Residency, Stored
+from tiercache.integrations.vllm.planning import BlockGeometry
+
+# Of a worker
+
+CHUNK_BYTES = 4096
+
+
+class Worker(Cached):
+    def __init__(self, layout: Layout, **settings: Any) -> None:
+        self.thread = CacheThread(Config(**({"max_local_cpu_size": 0.01} | settings)), layout)
+        self.residency = Residency(self.thread, layout, BlockGeometry(1, 1))
+
+    def watches(self, *names: bytes) -> None:
+        self.residency.watch(dict.fromkeys(names, True))
+
+    def stores(self, *names: bytes) -> None:
+        for key in self.keys(*names):
+            assert self.thread.submit(self.thread.cache.put(key, b"x" * CHUNK_BYTES)).result(10)
+        self.thread.submit(self.thread.cache.flush()).result(60)
+
+    def clears_hot(self) -> None:
+        self.on_loop(self.thread.cache.clear_hot)
+
+    def says(self) -> set[tuple[bytes, str, bool]]:
+        self.on_loop(lambda: None)
+        report = self.residency.take(is_storing=False)
+        return {change[:3] for change in report.changes} if report is not None else set()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def make(**settings: Any) -> Worker:
+        of_layout = {name: settings.pop(name) for name in ("rank", "world_size", "replicas") if name in settings}
+        layout = Layout("m", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16, **of_layout)
+        workers.append(Worker(layout, local_disk=str(tmp_path), max_local_disk_size=0.1, **settings))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.thread.close(5.0)
+
+
+def test_what_is_watched_is_told_of_where_it_comes_and_goes(made: Callable[..., Worker]) -> None:
+    worker = made()
+    worker.watches(*NAMES[:2])
+    worker.stores(*NAMES[:3])
+    assert worker.says() == {(name, tier, True) for name in NAMES[:2] for tier in ("cpu", "disk")}
+    assert worker.says() == set()
+    worker.clears_hot()
+    assert worker.says() == {(name, "cpu", False) for name in NAMES[:2]}
+
+
+def test_what_is_there_already_is_told_when_it_is_watched_and_again_when_it_is_watched_anew(
+    made: Callable[..., Worker],
+) -> None:
+    """The scheduler's half dropped it and knows nothing of it any more."""
+    worker = made()
+    worker.stores(*NAMES[:2])
+    assert worker.says() == set()
+    for _ in range(2):
+        worker.watches(NAMES[1])
+        assert worker.says() == {(NAMES[1], "cpu", True), (NAMES[1], "disk", True)}
+    worker.residency.watch({NAMES[1]: False})
+    worker.clears_hot()
+    assert worker.says() == set()
+
+
+def test_only_the_last_of_several_changes_is_told(made: Callable[..., Worker]) -> None:
+    worker = made()
+    worker.watches(NAMES[0])
+    worker.stores(NAMES[0])
+    worker.clears_hot()
+    assert worker.says() == {(NAMES[0], "cpu", False), (NAMES[0], "disk", True)}
+
+
+def test_a_hot_cache_that_keeps_nothing_is_no_place_for_chunks(made: Callable[..., Worker]) -> None:
+    worker = made(local_cpu=False)
+    worker.watches(NAMES[0])
+    worker.stores(NAMES[0])
+    assert worker.says() == {(NAMES[0], "disk", True)}
+
+
+def test_a_change_says_whose_part_it_is(made: Callable[..., Worker]) -> None:
+    worker = made(rank=2, world_size=4, replicas=2)
+    name = next(name for name in NAMES[:2] if worker.thread.cache.layout.keeps(worker.keys(name)[0]))
+    worker.watches(name)
+    worker.stores(name)
+    worker.on_loop(lambda: None)
+    report = worker.residency.take(is_storing=False)
+    assert report is not None and report.rank == 2
+    assert set(report.changes) == {Change(name, "cpu", True, 2, 2, 4), Change(name, "disk", True, 2, 1, 2)}
+
+
+def test_a_worker_says_when_more_may_follow_and_when_no_more(made: Callable[..., Worker]) -> None:
+    worker = made()
+    assert worker.residency.take(is_storing=False) is None
+    report = worker.residency.take(is_storing=True)
+    assert report is not None and report.is_busy and report.changes == []
+    assert worker.residency.take(is_storing=True) is None
+    report = worker.residency.take(is_storing=False)
+    assert report is not None and not report.is_busy
+    assert worker.residency.take(is_storing=False) is None
+
+
+# To routers
+
+BLOCK_TOKENS = 4
+
+
+def block(*path: int) -> bytes:
+    """The hash of the block at the end of a path of contents: it stands for all before it."""
+    return bytes([len(path), *path]).ljust(32, b".")
+
+
+def chunk(path: tuple[int, ...], blocks: int) -> ChunkBlocks:
+    """The last `blocks` blocks of a path."""
+    first = len(path) - blocks
+    hashes = tuple(block(*path[:end]) for end in range(first + 1, len(path) + 1))
+    tokens = array("I", [content for content in path[first:] for _ in range(BLOCK_TOKENS)])
+    return ChunkBlocks(hashes, block(*path[:first]) if first else None, tokens, BLOCK_TOKENS)
+
+
+def change(path: tuple[int, ...], tier: str, there: bool, rank: int = 0, part: int = 0, parts: int = 1) -> Change:
+    return Change(block(*path), tier, there, rank, part, parts)
+
+
+FIRST, SECOND = (1, 2), (1, 2, 3, 4)
+
+
+def knowing(*paths: tuple[int, ...], most: int = 100) -> AnnouncedBlocks:
+    announced = AnnouncedBlocks(most)
+    for path in paths:
+        announced.know(block(*path), chunk(path, 2))
+    return announced
+
+
+def kinds(announced: AnnouncedBlocks, *changes: Change) -> list[type]:
+    """Of the events that changes make."""
+    announced.changed(list(changes))
+    return [type(event) for event in announced.take()]
+
+
+def test_a_chunk_is_stored_in_a_medium_and_removed_from_it_block_by_block() -> None:
+    announced = knowing(FIRST, SECOND)
+    assert announced.take() == []
+    announced.changed([change(SECOND, "cpu", True)])
+    assert announced.take() == [Stored("CPU", chunk(SECOND, 2), 0)]
+    announced.changed([change(SECOND, "disk", True), change(SECOND, "cpu", False)])
+    assert announced.take() == [
+        Stored("STORAGE", chunk(SECOND, 2), 0),
+        Removed("CPU", 0, [block(1, 2, 3), block(1, 2, 3, 4)]),
+    ]
+    assert announced.take() == []
+
+
+def test_removals_of_one_medium_are_told_together() -> None:
+    announced = knowing(FIRST, SECOND)
+    assert kinds(announced, *(change(path, "cpu", True) for path in (FIRST, SECOND))) == [Stored, Stored]
+    announced.changed([change(path, "cpu", False) for path in (SECOND, FIRST)])
+    (removed,) = announced.take()
+    assert isinstance(removed, Removed)
+    assert removed.hashes == [block(1, 2, 3), block(1, 2, 3, 4), block(1), block(1, 2)]
+
+
+def test_every_rank_has_to_have_its_part_and_of_those_with_the_same_part_one_is_enough() -> None:
+    announced = knowing(FIRST)
+    assert kinds(announced, change(FIRST, "cpu", True, rank=1, part=1, parts=2)) == []
+    assert kinds(announced, change(FIRST, "cpu", True, rank=0, part=0, parts=2)) == [Stored]
+    assert kinds(announced, change(FIRST, "cpu", False, rank=1, part=1, parts=2)) == [Removed]
+    assert kinds(announced, change(FIRST, "cpu", False, rank=0, part=0, parts=2)) == []
+    assert kinds(announced, change(FIRST, "disk", True, rank=0), change(FIRST, "disk", True, rank=1)) == [Stored]
+    assert kinds(announced, change(FIRST, "disk", False, rank=0)) == []
+    assert kinds(announced, change(FIRST, "disk", False, rank=1)) == [Removed]
+
+
+def test_a_tail_and_the_chunk_that_it_became_hold_the_same_block_once() -> None:
+    announced = AnnouncedBlocks()
+    announced.know(block(1), chunk((1,), 1))
+    announced.know(block(*FIRST), chunk(FIRST, 2))
+    announced.changed([change((1,), "cpu", True), change(FIRST, "cpu", True)])
+    assert announced.take() == [Stored("CPU", chunk((1,), 1), 0), Stored("CPU", chunk(FIRST, 2), 1)]
+    assert kinds(announced, change((1,), "cpu", False)) == []
+    announced.changed([change(FIRST, "cpu", False)])
+    assert announced.take() == [Removed("CPU", 0, [block(1), block(*FIRST)])]
+
+
+def test_workers_watch_what_is_known_and_no_more() -> None:
+    announced = knowing(FIRST, SECOND, most=2)
+    assert announced.take_watching() == {block(*FIRST): True, block(*SECOND): True}
+    announced.know(block(*FIRST), chunk(FIRST, 2))
+    assert announced.take_watching() == {}
+    announced.know(block(9, 9), chunk((9, 9), 2))
+    assert announced.take_watching() == {block(9, 9): True, block(*SECOND): False}
+
+
+def test_what_is_nowhere_falls_over_the_bound_first() -> None:
+    announced = knowing(FIRST, SECOND, most=2)
+    announced.changed([change(FIRST, "disk", True), change(SECOND, "disk", True), change(SECOND, "disk", False)])
+    announced.take()
+    announced.know(block(9, 9), chunk((9, 9), 2))
+    assert announced.take() == []
+    assert announced.knows(block(*FIRST)) and not announced.knows(block(*SECOND))
+
+
+def test_after_a_reset_nothing_is_announced() -> None:
+    announced = knowing(FIRST, SECOND)
+    assert kinds(announced, change(FIRST, "disk", True), change(SECOND, "cpu", True)) == [Stored, Stored]
+    announced.forget_everything()
+    assert [(event.medium, type(event)) for event in announced.take()] == [("STORAGE", Removed), ("CPU", Removed)]
+    assert not any(announced.take_watching().values())
+    assert kinds(announced, change(FIRST, "cpu", True)) == []
+
+
+PATHS = [(1,), (1, 2), (1, 3), (1, 2, 3), (1, 2, 3, 4), (2, 1)]
+PATH_OF = {block(*path): path for path in PATHS}
+LENGTHS = {path: 1 + (len(path) + 1) % 2 for path in PATHS}
+STEPS = st.lists(
+    st.tuples(st.sampled_from(PATHS), st.sampled_from(["cpu", "disk", "gds"]), st.booleans(), st.booleans())
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(STEPS, st.integers(1, 6))
+def test_a_router_that_follows_the_events_knows_what_is_known_to_be_there(
+    steps: list[tuple[tuple[int, ...], str, bool, bool]], most: int
+) -> None:
+    """Each block is stored once before it is removed once, also for a router that counts; and the picture is exact: of
+    chunks that were described and did not fall over the bound, and two tiers of a medium are one."""
+    announced = AnnouncedBlocks(most)
+    router: dict[str, set[bytes]] = {"CPU": set(), "STORAGE": set()}
+    there: dict[tuple[int, ...], set[str]] = {}
+    for path, tier, is_there, known in steps:
+        if known and not announced.knows(block(*path)):
+            announced.know(block(*path), chunk(path, LENGTHS[path]))
+            there[path] = set()
+        announced.changed([change(path, tier, is_there)])
+        for name, is_watched in announced.take_watching().items():
+            if not is_watched:
+                del there[PATH_OF[name]]
+        if path in there:
+            (there[path].add if is_there else there[path].discard)("CPU" if tier == "cpu" else tier)
+        for event in announced.take():
+            if isinstance(event, Stored):
+                hashes = set(event.chunk.hashes[event.first :])
+                assert hashes and not hashes & router[event.medium]
+                router[event.medium] |= hashes
+            else:
+                assert set(event.hashes) <= router[event.medium] and len(set(event.hashes)) == len(event.hashes)
+                router[event.medium] -= set(event.hashes)
+        for medium, tiers in (("CPU", {"CPU"}), ("STORAGE", {"disk", "gds"})):
+            expected = {value for one in there if there[one] & tiers for value in chunk(one, LENGTHS[one]).hashes}
+            assert router[medium] == expected
+    assert len(announced) <= most

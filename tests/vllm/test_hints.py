@@ -30,20 +30,12 @@ def test_everything_that_can_be_said() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("session", 7),
-        ("session", ""),
-        ("session", "x" * 257),
-        ("next_in_s", "soon"),
-        ("next_in_s", True),
-        ("next_in_s", -1),
-        ("next_in_s", float("nan")),
+        *[("session", value) for value in (7, "", "x" * 257)],
+        *[("next_in_s", value) for value in ("soon", True, -1, float("nan"))],
         pytest.param("next_in_s", 10**5000, id="huge"),
         ("pin_s", float("inf")),
-        ("forget", 1),
-        ("forget", "yes"),
-        ("expect_tokens", -1),
-        ("expect_tokens", True),
-        ("expect_tokens", 1e3),
+        *[("forget", value) for value in (1, "yes")],
+        *[("expect_tokens", value) for value in (-1, True, 1e3)],
         ("sesion", "s"),
         ("", None),
     ],
@@ -58,17 +50,13 @@ def test_what_is_wrong_is_not_said_and_warned_about_once(
             assert wishes == Wishes(ended="tool")
     (record,) = caplog.records
     assert "is ignored: expected" in record.getMessage()
+    wishes_of({f"tiercache.{number}": 1 for number in range(1000)}, warned)
+    assert len(warned) == 100, "warnings are bounded"
 
 
 @pytest.mark.parametrize("parameters", [None, [], "tiercache.forget", 3, {1: 2}, {("tiercache.forget",): True}])
 def test_what_is_no_object_says_nothing(parameters: Any) -> None:
     assert wishes_of(parameters, set()) == Wishes()
-
-
-def test_warnings_are_bounded() -> None:
-    warned: set[str] = set()
-    wishes_of({f"tiercache.{number}": 1 for number in range(1000)}, warned)
-    assert len(warned) == 100
 
 
 def test_value_that_is_nested_too_deep_to_be_shown_is_ignored_like_others() -> None:
@@ -79,16 +67,12 @@ def test_value_that_is_nested_too_deep_to_be_shown_is_ignored_like_others() -> N
 
 
 def test_vllms_own_hints_and_session_are_read_and_what_is_said_to_us_wins() -> None:
-    action = SimpleNamespace(payload={"tiercache.pin_s": 3.0, "tiercache.ended": "tool", "other.pin_s": 1.0})
-    request = SimpleNamespace(
-        session_id="chat", kv_hints=SimpleNamespace(actions=[action]), kv_transfer_params={"tiercache.ended": "user", 5: 6}
-    )
+    from vllm.v1 import kv_hints as hints
+
+    said = {"tiercache.pin_s": 3.0, "tiercache.ended": "tool", "other.pin_s": 1.0}
+    hinted = hints.KvHintsEnvelope("1", "m", [hints.KvHintAction("1", "pin", "1", said)])
+    ours = {"tiercache.ended": "user", 5: 6}
+    request = SimpleNamespace(session_id="chat", kv_hints=hinted, kv_transfer_params=ours)
     assert said_by(request) == {"tiercache.session": "chat", "tiercache.pin_s": 3.0, "tiercache.ended": "user"}
     assert said_by(SimpleNamespace(session_id=None, kv_hints=None, kv_transfer_params=None)) == {}
     assert said_by(SimpleNamespace(kv_transfer_params=[1])) == {}, "an older vLLM"
-
-
-def test_hints_are_read_as_vllm_has_them() -> None:
-    from vllm.v1 import kv_hints as hints
-    said = hints.KvHintAction("1", "pin", "1", {"tiercache.pin_s": 3.0})
-    assert said_by(SimpleNamespace(kv_hints=hints.KvHintsEnvelope("1", "m", [said]))) == {"tiercache.pin_s": 3.0}

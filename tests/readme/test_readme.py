@@ -32,7 +32,7 @@ from tests.readme.blocks import (
 )
 from tests.readme.conftest import Shell
 from tests.servers.ports import hold_port
-from tests.vllm.shortened import shorten
+from tests.vllm.models import shorten
 from tiercache import Config
 from tiercache.demo.server import quickest_dtype
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.servers.ports import hold_port
-from tests.vllm.shortened import shorten
+from tests.vllm.models import shorten
 from tiercache.demo.model import prepare_model
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm import engines
 from tests.vllm.engines import BLOCK_TOKENS, REPOSITORY, drive
-from tests.vllm.shortened import shorten
+from tests.vllm.models import shorten
 
 DIVERGED_AFTER = 1100
 """Characters that two prompts have in common: blocks of them end in the middle of a chunk."""

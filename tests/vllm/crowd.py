@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from typing import Any
 
@@ -16,53 +17,30 @@ def run_crowd(
     """Requests begin in their order. A request: {"prompt": position, "tokens": so many, "kind": name, "abort": after so many
     steps}. `happenings`: step -> a name of `_HAPPENINGS` and its arguments."""
     engine = driver.llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def counting(request: Any, *arguments: Any, **named: Any) -> None:
-        preempted.append(request.request_id)
-        preempt(request, *arguments, **named)
-
-    scheduler._preempt_request = counting
     answers: dict[str, Any] = {}
-    aborts: Counter[int] = Counter()
-    waiting = list(enumerate(requests))[::-1]
-    unfinished: set[str] = set()
-    give_up: dict[str, int] = {}
-    steps = 0
     happened: Counter[str] = Counter()
-    while waiting or unfinished:
-        while waiting and len(unfinished) < UNFINISHED:
-            number, request = waiting.pop()
-            name = f"r{number}"
-            _begin(engine, name, prompts[request["prompt"]], request)
-            unfinished.add(name)
-            if request.get("abort"):
-                give_up[name] = steps + request["abort"]
-        for answer in engine.step():
-            if answer.finished:
-                answers[answer.request_id] = _described(answer)
-                unfinished.discard(answer.request_id)
-        steps += 1
-        over = [name for name, when in give_up.items() if when <= steps]
-        for name in over:
-            del give_up[name]
-        given_up = [name for name in over if name in unfinished]
-        if given_up:
-            engine.abort_request(given_up)
-            aborts[len(given_up)] += len(given_up)
-            unfinished.difference_update(given_up)
-        if (what := happenings.get(str(steps))) is not None:
-            happened[what[0]] += 1
-            _HAPPENINGS[what[0]](driver, scheduler, *what[1:])
-    scheduler._preempt_request = preempt
-    return {
-        "answers": answers,
-        "aborted": sum(aborts.values()),
-        "preempted": len(preempted),
-        "steps": steps,
-        "happened": dict(happened),
-    }
+    waiting = list(enumerate(requests))[::-1]
+    unfinished: dict[str, float] = {}  # and the step after which each is given up
+    steps = aborted = 0
+    with driver.preemptions() as preempted:
+        while waiting or unfinished:
+            while waiting and len(unfinished) < UNFINISHED:
+                number, request = waiting.pop()
+                _begin(engine, f"r{number}", prompts[request["prompt"]], request)
+                unfinished[f"r{number}"] = steps + (request.get("abort") or math.inf)
+            for answer in engine.step():
+                if answer.finished:
+                    answers[answer.request_id] = _described(answer)
+                    del unfinished[answer.request_id]
+            steps += 1
+            for name in [name for name, until in unfinished.items() if until <= steps]:
+                engine.abort_request([name])
+                del unfinished[name]
+                aborted += 1
+            if (what := happenings.get(str(steps))) is not None:
+                happened[what[0]] += 1
+                _HAPPENINGS[what[0]](driver, *what[1:])
+    return {"answers": answers, "aborted": aborted, "preempted": len(preempted), "happened": dict(happened)}
 
 
 def _begin(engine: Any, name: str, tokens: list[int], request: dict[str, Any]) -> None:
@@ -89,21 +67,22 @@ def _described(answer: Any) -> dict[str, Any]:
     return {
         "tokens": [list(one.token_ids) for one in answer.outputs],
         "logprobs": [
-            [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)] for one in answer.outputs
+            [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)]
+            for one in answer.outputs
         ],
         "cached": answer.num_cached_tokens or 0,
     }
 
 
-def _preempt(driver: Any, scheduler: Any) -> None:
+def _preempt(driver: Any) -> None:
     with contextlib.suppress(RuntimeError):  # blocks that are still being saved cannot be reset
-        scheduler.reset_prefix_cache(reset_running_requests=True)
+        driver.scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
 _HAPPENINGS: dict[str, Any] = {
     "preempt": _preempt,
-    "damage": lambda driver, _, *arguments: driver.damage_files(*arguments),
-    "remove": lambda driver, _, *arguments: driver.remove_files(*arguments),
-    "clear hot": lambda driver, _: driver.clear_hot(),
-    "weights changed": lambda driver, scheduler: scheduler.connector.reset_cache(),
+    "damage": lambda driver, *arguments: driver.damage_files(*arguments),
+    "remove": lambda driver, *arguments: driver.remove_files(*arguments),
+    "clear hot": lambda driver: driver.clear_hot(),
+    "weights changed": lambda driver: driver.scheduler.connector.reset_cache(),
 }

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,40 +64,37 @@ def cache_thread() -> Any:
     return server.thread
 
 
+def on_loop(thread: Any, function: Callable[[], Any]) -> Any:
+    """What it returns, called by the loop of a cache's thread."""
+
+    async def call() -> Any:
+        return function()
+
+    return thread.submit(call()).result(30)
+
+
+def chunk_files(directory: str) -> list[Path]:
+    return sorted(path for path in Path(directory).glob("??/*") if path.is_file())
+
+
 def in_worker(worker: Any, name: str, arguments: tuple[Any, ...]) -> Any:
     """Called in the process of a worker: what a step of that name does with the cache and the KV that are there."""
     if name == "kv_digests":
         return kv_digests(worker.model_runner.kv_caches)
-    if name == "kv_head_digests":
-        return kv_head_digests(worker.model_runner.kv_caches, worker.rank)
     step: Callable[..., Any] = getattr(Driver, name)
     return step(None, *arguments)
 
 
-def kv_digests(tensors: list[Any]) -> list[str]:
-    """Of each layer's part of each block that has anything in it, sorted."""
-    import torch
-
-    found = []
-    for tensor in tensors:
-        for block in tensor.flatten(1).any(1).nonzero().flatten().tolist():
-            content = tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
-            found.append(hashlib.blake2b(content, digest_size=8).hexdigest())
-    return sorted(found)
-
-
-def kv_head_digests(tensors: list[Any], rank: int) -> list[str]:
-    """As `kv_digests`, of each head by itself, behind the numbers of its layer and of the head among those of all ranks."""
+def kv_digests(tensors: list[Any]) -> list[tuple[int, int, str]]:
+    """Layer, head and digest of each part of each block that has anything in it, sorted."""
     import torch
 
     found = []
     for layer, tensor in enumerate(tensors):
-        heads = tensor.shape[1]
         for block in tensor.flatten(1).any(1).nonzero().flatten().tolist():
-            for head in range(heads):
+            for head in range(tensor.shape[1]):
                 content = tensor[block, head].contiguous().view(torch.uint8).numpy().tobytes()
-                digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-                found.append(f"{layer}.{rank * heads + head}.{digest}")
+                found.append((layer, head, hashlib.blake2b(content, digest_size=8).hexdigest()))
     return sorted(found)
 
 
@@ -112,11 +109,14 @@ def fork_workers() -> None:
 
 
 def described(answer: Any) -> dict[str, Any]:
+    (output,) = answer.outputs
     return {
-        "tokens": list(answer.outputs[0].token_ids),
-        "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
+        "text": output.text,
+        "tokens": list(output.token_ids),
+        "logprobs": [next(iter(step.values())).logprob for step in output.logprobs],
         "cached": answer.num_cached_tokens,
         "prompt_tokens": len(answer.prompt_token_ids),
+        "kv_transfer_params": answer.kv_transfer_params,
     }
 
 
@@ -142,36 +142,61 @@ class Driver:
 
         self.llm = LLM(**settings_of(engine))
 
-    def generate(self, prompts: list[str], tokens: int = 12, ignore_eos: bool = False) -> list[dict[str, Any]]:
-        from vllm import SamplingParams
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
 
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, ignore_eos=ignore_eos)
+    @contextlib.contextmanager
+    def preemptions(self) -> Iterator[list[str]]:
+        """The requests that have to give their blocks away meanwhile."""
+        scheduler, preempt, preempted = self.scheduler, self.scheduler._preempt_request, []
+
+        def counting(request: Any, *arguments: Any, **named: Any) -> None:
+            preempted.append(request.request_id)
+            preempt(request, *arguments, **named)
+
+        scheduler._preempt_request = counting
+        yield preempted
+        scheduler._preempt_request = preempt
+
+    def generate(self, prompts: list[Any], tokens: int = 12, ignore_eos: bool = False) -> list[dict[str, Any]]:
         # One after the other: how requests share a step changes their results in the fifth digit.
-        answers = [self.llm.generate(prompt, wanted, use_tqdm=False)[0] for prompt in prompts]
-        return [{"text": answer.outputs[0].text, **described(answer)} for answer in answers]
+        return [self._ask(prompt, max_tokens=tokens, ignore_eos=ignore_eos) for prompt in prompts]
 
-    def generate_adapted(self, prompt: str, name: str, path: str, tokens: int = 12) -> dict[str, Any]:
-        """One request with the LoRA adapter that lies at `path`."""
+    def _ask(self, prompt: Any, lora_request: Any = None, **sampling: Any) -> dict[str, Any]:
+        """One request. A prompt is text or vLLM's object."""
         from vllm import SamplingParams
+
+        wanted = SamplingParams(**({"max_tokens": 12, "temperature": 0, "logprobs": 0} | sampling))
+        (answer,) = self.llm.generate(prompt, wanted, lora_request=lora_request, use_tqdm=False)
+        return described(answer)
+
+    def generate_adapted(self, prompt: str, name: str, path: str) -> dict[str, Any]:
+        """With the LoRA adapter that lies at `path`."""
         from vllm.lora.request import LoRARequest
 
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
-        (answer,) = self.llm.generate(prompt, wanted, lora_request=LoRARequest(name, 1, path), use_tqdm=False)
-        return {
-            "tokens": list(answer.outputs[0].token_ids),
-            "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
-            "cached": answer.num_cached_tokens,
-        }
+        return self._ask(prompt, LoRARequest(name, 1, path))
 
-    def generate_structured(self, prompt: str, structure: dict[str, Any], tokens: int = 40) -> dict[str, Any]:
-        """One request whose answer has to be of a form: a field of vLLM's StructuredOutputsParams."""
-        from vllm import SamplingParams
+    def generate_structured(self, prompt: str, structure: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """The answer has to be of a form: a field of vLLM's StructuredOutputsParams."""
         from vllm.sampling_params import StructuredOutputsParams
 
-        form = StructuredOutputsParams(**structure)
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, structured_outputs=form)
-        (answer,) = self.llm.generate(prompt, wanted, use_tqdm=False)
-        return {"text": answer.outputs[0].text, **described(answer)}
+        return self._ask(prompt, max_tokens=tokens, structured_outputs=StructuredOutputsParams(**structure))
+
+    def generate_seeing(self, text: str, image: int) -> dict[str, Any]:
+        """With an image of noise, which its number decides."""
+        from PIL import Image
+
+        seen = Image.frombytes("RGB", (56, 56), random.Random(image).randbytes(3 * 56 * 56))
+        return self._ask({"prompt": text, "multi_modal_data": {"image": seen}})
+
+    def generate_saying(
+        self, prompt: Any, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
+    ) -> dict[str, Any]:
+        """With `kv_transfer_params`, as the OpenAI server would pass them on."""
+        given = dict(prompt) if isinstance(prompt, dict) else {"prompt": prompt}
+        given |= {"cache_salt": cache_salt} if cache_salt else {}
+        return self._ask(given, max_tokens=tokens, extra_args={"kv_transfer_params": parameters})
 
     def beam_search(self, prompt: str, width: int, tokens: int) -> list[dict[str, Any]]:
         """The beams, the best first. Each token of each beam is a request of its own."""
@@ -180,32 +205,6 @@ class Driver:
         wanted = BeamSearchParams(beam_width=width, max_tokens=tokens)
         (answer,) = self.llm.beam_search([{"prompt": prompt}], wanted, use_tqdm=False)
         return [{"tokens": list(beam.tokens), "logprob": beam.cum_logprob} for beam in answer.sequences]
-
-    def generate_seeing(self, text: str, image: int, tokens: int = 12) -> dict[str, Any]:
-        """One request with an image of noise, which its number decides."""
-        from PIL import Image
-        from vllm import SamplingParams
-
-        seen = Image.frombytes("RGB", (56, 56), random.Random(image).randbytes(3 * 56 * 56))
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
-        prompt: Any = {"prompt": text, "multi_modal_data": {"image": seen}}
-        (answer,) = self.llm.generate(prompt, wanted, use_tqdm=False)
-        return described(answer)
-
-    def generate_saying(
-        self, prompt: Any, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
-    ) -> dict[str, Any]:
-        """One request with `kv_transfer_params`, as the OpenAI server would pass them on. A prompt is text or vLLM's object.
-        """
-        from vllm import SamplingParams
-
-        wanted = SamplingParams(
-            max_tokens=tokens, temperature=0, logprobs=0, extra_args={"kv_transfer_params": parameters}
-        )
-        given: Any = dict(prompt) if isinstance(prompt, dict) else {"prompt": prompt}
-        given |= {"cache_salt": cache_salt} if cache_salt else {}
-        (answer,) = self.llm.generate(given, wanted, use_tqdm=False)
-        return described(answer) | {"kv_transfer_params": answer.kv_transfer_params}
 
     def control(self, path: str, command: str, fields: dict[str, Any], prompt: str | None = None) -> dict[str, Any]:
         """Tell the cache something through its control socket, as another program would; `prompt` becomes token ids."""
@@ -217,29 +216,18 @@ class Driver:
         return asyncio.run(ask(Path(path), COMMANDS[command](**fields)))
 
     def control_until(self, path: str, expected: dict[str, Any]) -> dict[str, Any]:
-        """The cache's statistics once they show `expected`; what they show after 10 s otherwise."""
-        until_s = time.monotonic() + 10.0
-        while True:
-            found = self.control(path, "statistics", {})
-            if expected.items() <= found.items() or time.monotonic() > until_s:
-                return found
+        """The cache's statistics once they show `expected`, at any depth; what they show after 30 s otherwise."""
 
-    def control_until_written(self, path: str, tier: str, chunks: int) -> dict[str, Any]:
-        """As `control_until`, for the chunks that a tier has written."""
+        def shows(found: Any, wanted: Any) -> bool:
+            if not isinstance(wanted, dict):
+                return bool(found == wanted)
+            return all(shows(found[name], one) for name, one in wanted.items())
+
         until_s = time.monotonic() + 30.0
         while True:
             found = self.control(path, "statistics", {})
-            if found["statistics"]["writers"][tier]["written"] >= chunks or time.monotonic() > until_s:
+            if shows(found, expected) or time.monotonic() > until_s:
                 return found
-
-    def cold_files(self, directory: str) -> int:
-        """Nothing of the chunk files stays in the page cache; returns how many there are."""
-        files = [path for path in Path(directory).glob("??/*") if path.is_file()]
-        for path in files:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return len(files)
 
     def idle(self) -> int:
         """The steps that a server takes after the last answer, and `LLM.generate` does not."""
@@ -254,17 +242,9 @@ class Driver:
         """Many requests at once, to their full length; and how often one had to give its blocks away."""
         from vllm import SamplingParams
 
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        preempt, preempted = scheduler._preempt_request, []
-
-        def counting(request: Any, *arguments: Any, **named: Any) -> None:
-            preempted.append(request.request_id)
-            preempt(request, *arguments, **named)
-
-        scheduler._preempt_request = counting
         wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        answers = self.llm.generate(prompts, wanted, use_tqdm=False)
-        scheduler._preempt_request = preempt
+        with self.preemptions() as preempted:
+            answers = self.llm.generate(prompts, wanted, use_tqdm=False)
         return {
             "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
             "cached": [answer.num_cached_tokens for answer in answers],
@@ -284,17 +264,10 @@ class Driver:
 
         ((_, here),) = lookup.local
         thread = cache_thread()
-
-        async def lose() -> int:
-            entries = thread.cache.cpu._entries
-            if here == rank:
-                await thread.cache.forget([min(entries, key=lambda key: entries[key].payload_bytes)])
-            return len(entries)
-
-        return int(thread.submit(lose()).result(30))
-
-    def reset_everything(self) -> bool:
-        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+        sizes = on_loop(thread, lambda: {key: one.payload_bytes for key, one in thread.cache.cpu._entries.items()})
+        if here == rank:
+            thread.submit(thread.cache.forget([min(sizes, key=sizes.__getitem__)])).result(30)
+        return int(on_loop(thread, lambda: len(thread.cache.cpu._entries)))
 
     def flush(self) -> bool:
         """Until all that the engine's steps have stored by now is in the cache, and from there in its tiers."""
@@ -310,108 +283,37 @@ class Driver:
 
         async def scan() -> bool:
             for tier in thread.cache.tiers:
-                await tier.scanned()
+                if hasattr(tier, "scanned"):  # servers know what they have
+                    await tier.scanned()
             return True
 
         return bool(thread.submit(scan()).result(30))
 
     def loads_always(self) -> None:
         """As long as nobody knows how quick the engine is, all that is found is loaded. A tiny one beats a disk."""
-        self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._prefill.news = lambda: None
+        self.scheduler.connector._scheduler._prefill.news = lambda: None
 
     def clear_hot(self) -> int:
         thread = cache_thread()
-
-        async def clear() -> int:
-            return int(thread.cache.clear_hot())
-
-        return int(thread.submit(clear()).result(10))
+        return int(on_loop(thread, thread.cache.clear_hot))
 
     def corrupt_hot(self) -> int:
         """Reverse the bytes of every hot chunk: wrong KV that nothing can notice. The negative control."""
         thread = cache_thread()
 
-        async def corrupt() -> int:
+        def corrupt() -> int:
             cpu = thread.cache.cpu
             for entry in cpu._entries.values():
                 payload = cpu.pool.view(entry.slot, entry.payload_bytes)
                 payload[:] = payload[::-1].copy()
             return len(cpu._entries)
 
-        return int(thread.submit(corrupt()).result(30))
+        return int(on_loop(thread, corrupt))
 
     def layout(self) -> dict[str, Any]:
         """What the bytes of a chunk mean, by field, and the fingerprint of that."""
         layout = cache_thread().cache.layout
         return dataclasses.asdict(layout) | {"fingerprint": layout.fingerprint.hex()}
-
-    def corrupt_windows(self, tokens: list[int]) -> int:
-        """As `corrupt_hot`, but only what layers with a window keep of these tokens."""
-        from tiercache.core.keys import keys_from_hashes
-        from tiercache.integrations.vllm.lookup import local
-        from tiercache.integrations.vllm.names import BlockNames
-        from tiercache.integrations.vllm.planning import names_of
-
-        (server,) = local.values()
-        thread, geometry = server.thread, server._geometry
-
-        async def corrupt() -> int:
-            names = await BlockNames("sha256", geometry.block_tokens).of_tokens(tokens, "", None)
-            chunks = [
-                (position, chunk)
-                for position, group in enumerate(geometry.groups)
-                if group.window_tokens is not None
-                for chunk in range(len(names) // geometry.blocks_per_chunk)
-            ]
-            cpu, count = thread.cache.cpu, 0
-            for key in keys_from_hashes(thread.cache.namespace, names_of(chunks, names, geometry)):
-                if (entry := cpu._entries.get(key)) is not None:
-                    payload = cpu.pool.view(entry.slot, entry.payload_bytes)
-                    payload[:] = payload[::-1].copy()
-                    count += 1
-            return count
-
-        return int(thread.submit(corrupt()).result(30))
-
-    def generate_and_abort(
-        self, prompts: list[Any], tokens: int, abort: dict[str, int], preempt_at: list[int]
-    ) -> dict[str, Any]:
-        """Many requests at once, of which those named by `abort` (position -> steps) are given up after so many steps.
-        All that run are preempted after as many steps as `preempt_at` names, or as soon as any does, besides those that
-        find no free block."""
-        from vllm import SamplingParams
-
-        engine = self.llm.llm_engine
-        core = engine.engine_core.engine_core
-        preempt, preempted = core.scheduler._preempt_request, []
-
-        def counting(request: Any, *arguments: Any, **named: Any) -> None:
-            preempted.append(request.request_id)
-            preempt(request, *arguments, **named)
-
-        core.scheduler._preempt_request = counting
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        for number, prompt in enumerate(prompts):
-            engine.add_request(f"r{number}", prompt, wanted)
-        answers: dict[str, Any] = {}
-        steps = 0
-        while engine.has_unfinished_requests():
-            for answer in engine.step():
-                if answer.finished:
-                    answers[answer.request_id] = answer
-            steps += 1
-            engine.abort_request([f"r{number}" for number, when in abort.items() if when == steps])
-            if preempt_at and steps >= preempt_at[0] and core.scheduler.running:
-                preempt_at.pop(0)
-                with contextlib.suppress(RuntimeError):  # blocks that are still being saved cannot be reset: all the better
-                    core.scheduler.reset_prefix_cache(reset_running_requests=True)
-        core.scheduler._preempt_request = preempt
-        return {
-            "tokens": {one: list(answer.outputs[0].token_ids) for one, answer in answers.items()},
-            "cached": {one: answer.num_cached_tokens for one, answer in answers.items()},
-            "preempted": len(preempted),
-            "steps": steps,
-        }
 
     def crowd(
         self, prompts: list[list[int]], requests: list[dict[str, Any]], happenings: dict[str, list[Any]]
@@ -460,14 +362,13 @@ class Driver:
         self.idle()
         self.flush()
         (server,) = local.values()
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        side = scheduler.connector._scheduler
-        pool = scheduler.kv_cache_manager.block_pool
+        scheduler = self.scheduler
+        side, pool = scheduler.connector._scheduler, scheduler.kv_cache_manager.block_pool
 
-        async def held() -> list[int]:
+        def held() -> list[int]:
             return [server.claims.held if server.claims else 0, *server.thread.cache.cpu.budget.held]
 
-        claims, *leases = server.thread.submit(held()).result(10)
+        claims, *leases = on_loop(server.thread, held)
         prefetched = leases.pop(Purpose.PREFETCH)
         return {
             "claims": claims,
@@ -479,16 +380,11 @@ class Driver:
 
     def statistics(self) -> dict[str, Any]:
         thread = cache_thread()
-
-        async def snapshot() -> dict[str, Any]:
-            found: dict[str, Any] = thread.cache.statistics().to_dict()
-            return found
-
-        return dict(thread.submit(snapshot()).result(10))
+        return dict(on_loop(thread, lambda: thread.cache.statistics().to_dict()))
 
     def damage_files(self, directory: str, kind: str, every: int) -> int:
         """Flip a bit of, or truncate, every n-th chunk file."""
-        files = sorted(path for path in Path(directory).glob("??/*") if path.is_file())[::every]
+        files = chunk_files(directory)[::every]
         damaged = 0
         for path in files:
             with contextlib.suppress(FileNotFoundError):  # one that was damaged before, and was found out just now
@@ -505,7 +401,7 @@ class Driver:
 
     def remove_files(self, directory: str) -> int:
         """Every chunk file, behind the tier's back."""
-        files = [path for path in Path(directory).glob("??/*") if path.is_file()]
+        files = chunk_files(directory)
         for path in files:
             path.unlink(missing_ok=True)
         return len(files)
@@ -533,7 +429,7 @@ class Driver:
 
     def _offloading(self) -> Any:
         """The manager of vLLM's own offloading."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
+        return self.scheduler.connector.connector_scheduler.manager
 
     def settle_offloading(self) -> bool:
         """Until all that was computed is in vLLM's CPU tier, and in every tier below."""
@@ -546,11 +442,7 @@ class Driver:
         manager = self._offloading()
         manager.primary_tier.reset_cache()
         thread = manager.secondary_tiers[0].thread
-
-        async def clear() -> int:
-            return int(thread.cache.clear_hot())
-
-        return int(thread.submit(clear()).result(10))
+        return int(on_loop(thread, thread.cache.clear_hot))
 
     def corrupt_offloaded(self) -> int:
         """Reverse all of vLLM's CPU tier: wrong KV that nothing can notice. The negative control."""
@@ -565,7 +457,7 @@ class Driver:
         """The chunk files, once the tier knows of exactly these; or after 10 s."""
         until_s = time.monotonic() + 10.0
         while True:
-            files = sorted(path.name for path in Path(directory).glob("??/*") if path.is_file())
+            files = [path.name for path in chunk_files(directory)]
             if self.statistics()["tiers"]["disk"]["resident"] == len(files) or time.monotonic() > until_s:
                 return files
 
@@ -576,8 +468,8 @@ class Driver:
     def now(self) -> float:
         return time.time()
 
-    def reset_prefix_cache(self) -> bool:
-        return bool(self.llm.reset_prefix_cache())
+    def reset_prefix_cache(self, connector: bool = False) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
     def close(self) -> bool:
         self.llm.llm_engine.engine_core.shutdown()
@@ -600,18 +492,16 @@ class SideBySide(Driver):
 
     def generate_on(self, rank: int, prompt: dict[str, Any], tokens: int) -> dict[str, Any]:
         """By the engine of that number."""
-        return self._loop.run_until_complete(self._generate_on(rank, prompt, tokens))
-
-    async def _generate_on(self, rank: int, prompt: dict[str, Any], tokens: int) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        wanted = SamplingParams(
-            max_tokens=tokens, temperature=0, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        name = f"request-{time.monotonic_ns()}"
-        answers = [one async for one in self.llm.generate(prompt, wanted, name, data_parallel_rank=rank)]
-        return described(answers[-1])
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+
+        async def generate() -> Any:
+            answers = self.llm.generate(prompt, wanted, f"request-{time.monotonic_ns()}", data_parallel_rank=rank)
+            return [one async for one in answers][-1]
+
+        return described(self._loop.run_until_complete(generate()))
 
     def close(self) -> bool:
         self.llm.shutdown()

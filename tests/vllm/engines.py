@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.needs import LONG
+from tests.vllm.models import VOCABULARY
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCK_TOKENS = 32
@@ -111,6 +113,31 @@ def tiercache_settings(directory: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
+def tiny_engine(model: Path, **settings: Any) -> dict[str, Any]:
+    """With a model of tests/vllm/models.py that has no tokenizer."""
+    ours = {"skip_tokenizer_init": True, "max_model_len": 1024, "enable_prefix_caching": True}
+    return {"model": str(model), **ours, "kv_cache_memory_bytes": 64 << 20, **settings}
+
+
+def prompt_of(seed: int, tokens: int, head: list[int] | None = None) -> dict[str, list[int]]:
+    """So many tokens behind `head`, for a tiny model."""
+    numbers = random.Random(seed)
+    return {"prompt_token_ids": [2, *(head or ())[1:], *(numbers.randrange(3, VOCABULARY) for _ in range(tokens - 1))]}
+
+
+def drive_named(engine: dict[str, Any], steps: list[tuple[str, list[Any]]]) -> tuple[dict[str, Any], str]:
+    """As `drive`: answers by the names of their steps, the one to a single prompt as it is."""
+    found, log = drive(engine, [step for _, step in steps])
+    return {
+        name: answer[0] if step[0] == "generate" and len(answer) == 1 else answer
+        for (name, step), answer in zip(steps, found, strict=True)
+    }, log
+
+
+NOTHING_LEFT = {"claims": 0, "leases": 0, "prefetched": 0, "blocks": 0, "requests": 0}
+"""What the step `left_behind` has to answer."""
+
+
 def same_answer(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["tokens"] == other["tokens"] and all(
         abs(a - b) < 1e-5 for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
@@ -122,3 +149,17 @@ def close_answer(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["tokens"][:4] == other["tokens"][:4] and all(
         abs(a - b) < 0.15 for a, b in zip(one["logprobs"][:4], other["logprobs"][:4], strict=True)
     )
+
+
+def assert_hits(answers: list[dict[str, Any]], oracle: list[dict[str, Any]]) -> None:
+    """The same tokens were found, and the answers are the same."""
+    for ours, theirs in zip(answers, oracle, strict=True):
+        assert ours["cached"] == theirs["cached"], (ours, theirs)
+        assert same_answer(ours, theirs), (ours, theirs)
+
+
+def assert_wrong_hits(answers: list[dict[str, Any]], oracle: list[dict[str, Any]]) -> None:
+    """The negative control: with the bytes reversed as much is found, and no answer stays. Else hits would prove nothing."""
+    for ours, theirs in zip(answers, oracle, strict=True):
+        assert ours["cached"] == theirs["cached"], (ours, theirs)
+        assert not same_answer(ours, theirs), ours

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import CHUNK_TOKENS, drive, same_answer, tiercache_settings
+from tests.vllm.engines import CHUNK_TOKENS, drive, drive_named, same_answer, tiercache_settings
 
 CHUNKS = 4
 """Of each prompt: 256 of its tokens are whole blocks."""
 
 
 @pytest.fixture(scope="module")
-def life(
-    model: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], str]:
+def life(model: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """One engine's answers, by the name of the step."""
     directory = tmp_path_factory.mktemp("kv")
     socket = str(tmp_path_factory.mktemp("s") / "c.sock")
@@ -47,7 +45,6 @@ def life(
         ("after over", ["control_until", socket, {"sessions": 0}]),
         ("unpin", control("unpin", first)),
         ("cold", ["clear_hot"]),
-        ("files", ["cold_files", str(directory)]),
         ("announced", control("prefetch", first, handle="h", deadline_s=1)),
         ("promoted", control("progress", handle="h", until_s=30)),
         ("prefetched", ["generate", [first]]),
@@ -61,22 +58,15 @@ def life(
         ("kept", control("lookup", second)),
         ("forget", control("forget", second)),
         ("gone", control("lookup", second)),
-        ("reset", ["reset_everything"]),
+        ("reset", ["reset_prefix_cache", True]),
         ("idle", ["idle"]),
         ("found after reset", control("lookup", first)),
         ("anew", ["generate", [first]]),
         ("flush", ["flush"]),
         ("found anew", control("lookup", first)),
     ]
-    answers, log = drive(
-        {
-            "model": model,
-            "enable_prefix_caching": False,
-            "tiercache": tiercache_settings(directory, control_socket=socket),
-        },
-        [step for _, step in steps],
-    )
-    return dict(zip([name for name, _ in steps], answers, strict=True)), log
+    settings = tiercache_settings(directory, control_socket=socket)
+    return drive_named({"model": model, "enable_prefix_caching": False, "tiercache": settings}, steps)
 
 
 Life = tuple[dict[str, Any], str]
@@ -96,8 +86,7 @@ def test_prefetched_prompt_is_a_hit_in_ram_and_the_prefix_caches_answer(
     answers, log = life
     promoted = answers["promoted"]
     assert promoted["promoted"] == promoted["asked"] >= 4 and promoted["missing"] == 0
-    (answer,) = answers["prefetched"]
-    assert same_answer(answer, oracle[0])
+    assert same_answer(answers["prefetched"], oracle[0])
     lines = re.findall(r"hit tokens: (\d+) \(cpu: (\d+), disk: (\d+)\)", log)
     assert len([line for line in lines if line[2] != "0"]) == 0, "everything that was prefetched came out of RAM"
     used = answers["used"]["statistics"]["prefetch"]["hints"]

@@ -15,40 +15,40 @@ import pytest
 
 from tests.needs import takes_minutes
 from tests.servers.ports import hold_port
-from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY, drive, same_answer, tiercache_settings
-from tests.vllm.gemma import tiny_gemma
-from tests.vllm.test_sliding_windows import prompt_of
+from tests.vllm.engines import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    REPOSITORY,
+    drive,
+    prompt_of,
+    same_answer,
+    tiercache_settings,
+    tiny_engine,
+)
+from tests.vllm.models import tiny_gemma
 from tiercache.demo.server import MODEL_NAME, Server, quickest_dtype, serving
 
 EXAMPLE = REPOSITORY / "examples" / "disaggregated_prefill.py"
 
 
 @pytest.mark.usefixtures("imported")
-@pytest.mark.parametrize(
-    "layers", [["full_attention"] * 2, ["sliding_attention", "full_attention"]], ids=["full", "windows"]
-)
-def test_one_engine_computes_and_another_generates(tmp_path: Path, layers: list[str]) -> None:
-    engine = {
-        "model": str(tiny_gemma(tmp_path / "model", layers)),
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": True,
-        "kv_cache_memory_bytes": 64 << 20,
-        "max_model_len": 512,
-        "tiercache": tiercache_settings(tmp_path / "kv"),
-    }
-    prompt = prompt_of(1, 300, range(3, 2048))
+@pytest.mark.parametrize("first", ["full", "sliding"])
+def test_one_engine_computes_and_another_generates(tmp_path: Path, first: str) -> None:
+    settings = tiercache_settings(tmp_path / "kv")
+    engine = tiny_engine(tiny_gemma(tmp_path / "model", first, "full"), tiercache=settings)
+    prompt = prompt_of(1, 300)
     say: Any = ["generate_saying", prompt]
     (computed, _, files), _ = drive(
         engine | {"kv_role": "kv_producer"}, [[*say, {}, None, 1], ["flush"], ["known_files", str(tmp_path / "kv")]]
     )
     said = computed["kv_transfer_params"]
-    tokens = 300 // BLOCK_TOKENS * BLOCK_TOKENS if len(set(layers)) == 1 else 300 // CHUNK_TOKENS * CHUNK_TOKENS
+    tokens = 300 // BLOCK_TOKENS * BLOCK_TOKENS if first == "full" else 300 // CHUNK_TOKENS * CHUNK_TOKENS
     assert said == {"tiercache.expect_tokens": tokens} and files
     (found, other, _, left), _ = drive(
         engine | {"kv_role": "kv_consumer"},
         [
             [*say, said],
-            ["generate_saying", prompt_of(2, 300, range(3, 2048)), {}],
+            ["generate_saying", prompt_of(2, 300), {}],
             ["flush"],
             ["known_files", str(tmp_path / "kv")],
         ],
@@ -79,8 +79,8 @@ def test_proxy_before_two_servers(tmp_path: Path) -> None:
     from tests.remote.redis import servers
 
     config = tmp_path / "tiercache.yaml"
-    model = tiny_gemma(tmp_path / "model", ["full_attention"] * 2)
-    prompts = [prompt_of(number, 900, range(3, 2048))["prompt_token_ids"] for number in range(5)]
+    model = tiny_gemma(tmp_path / "model", "full", "full")
+    prompts = [prompt_of(number, 900)["prompt_token_ids"] for number in range(5)]
     with servers.running(tmp_path) as redis:
         config.write_text(
             "chunk_size: 64\nsave_unfull_chunk: true\nmax_local_cpu_size: 0.2\nremote_storage_plugins: [redis]\n"

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import drive, tiercache_settings
-from tests.vllm.gemma import tiny_gemma
-from tests.vllm.test_sliding_windows import prompt_of
+from tests.vllm.engines import drive, prompt_of, tiercache_settings, tiny_engine
+from tests.vllm.models import tiny_gemma
 
 pytestmark = pytest.mark.usefixtures("imported")
 
@@ -23,32 +22,24 @@ PAIRS = 6
 
 @pytest.mark.parametrize("how", ["the first is given up", "prefill in parts"])
 def test_nobody_reads_blocks_that_another_one_has_yet_to_compute(tmp_path: Path, how: str) -> None:
-    documents = [prompt_of(number, 200, range(3, 2048))["prompt_token_ids"] for number in range(PAIRS)]
+    documents = [prompt_of(number, 200)["prompt_token_ids"] for number in range(PAIRS)]
     prompts = [[*documents[number // 2], *range(10 + number, 20 + number)] for number in range(2 * PAIRS)]
     requests: list[dict[str, Any]] = [{"prompt": number, "tokens": 8, "kind": "plain"} for number in range(2 * PAIRS)]
-    engine = {
-        "model": str(tiny_gemma(tmp_path / "model", ["full_attention"] * 3)),
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "max_model_len": 512,
-        "enable_prefix_caching": True,
-        "kv_cache_memory_bytes": 64 << 20,
-        "tiercache": tiercache_settings(tmp_path / "kv"),
-    }
+    engine = tiny_engine(tiny_gemma(tmp_path / "model", *["full"] * 3), tiercache=tiercache_settings(tmp_path / "kv"))
+    given_up = requests
     if how == "prefill in parts":
         engine["long_prefill_token_threshold"] = 32
     else:
-        given_up = [request | {"abort": 1 + number // 2} for number, request in enumerate(requests)]
-        requests = [(given_up if number % 2 == 0 else requests)[number] for number in range(2 * PAIRS)]
+        given_up = [one | {"abort": 0 if number % 2 else 1 + number // 2} for number, one in enumerate(requests)]
     (cold, flushed, cleared, emptied, damaged, found, statistics), _ = drive(
         engine,
         [
-            ["crowd", prompts, [{**request, "abort": 0} for request in requests], {}],
+            ["crowd", prompts, requests, {}],
             ["flush"],
             ["clear_hot"],
             ["reset_prefix_cache"],
             ["damage_files", str(tmp_path / "kv"), "flip", 1],
-            ["crowd", prompts, requests, {}],
+            ["crowd", prompts, given_up, {}],
             ["statistics"],
         ],
     )

@@ -2,22 +2,81 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, drive, tiercache_settings
-from tests.vllm.gemma import tiny_gemma
-from tests.vllm.published import Subscriber, there
-from tests.vllm.test_parallel import GENERATE, PROMPT_TOKENS, engine_of, settings_of
-from tests.vllm.tiny import tiny_llama, tiny_mla
+from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, drive, tiercache_settings, tiny_engine
+from tests.vllm.models import tiny_gemma, tiny_model
+from tests.vllm.test_parallel import GENERATE, PROMPT_TOKENS, ranks_of, settings_of
 from tiercache.core.keys import keys_from_hashes
 
 HI = ["generate", ["Hi"], 2]
 """Less than a block: a step, with which events go out."""
+HI_IN_TOKENS = ["generate", [{"prompt_token_ids": [2, 3]}], 2, True]
 NO_TAILS = {"save_unfull_chunk": False}
+
+
+class Subscriber:
+    """Listens from the start; engines connect to `endpoint`."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._socket.subscribe("")
+        self._socket.rcvtimeo = 200
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self.batches: list[tuple[float, list[Any]]] = []
+        """When they were published, by time.time(), and the events."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """An engine's `kv_events_config`."""
+        return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._socket.close(0)
+        self._context.term()
+
+    def until(self, time_s: float = float("inf")) -> list[Any]:
+        """What was published before that time."""
+        return [event for published_s, events in self.batches if published_s < time_s for event in events]
+
+    def _listen(self) -> None:
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        while not self._ended.is_set():
+            try:
+                _, _, payload = self._socket.recv_multipart()
+            except zmq.Again:
+                continue
+            batch = decoder.decode(payload)
+            self.batches.append((batch.ts, batch.events))
+
+
+def there(events: list[Any]) -> dict[str, dict[Any, BlockStored]]:
+    """By medium: blocks that are there, and the event that said so last. A block is stored before it is removed."""
+    found: dict[str, dict[Any, BlockStored]] = {}
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            found.clear()
+        elif isinstance(event, BlockStored):
+            found.setdefault(str(event.medium), {}).update(dict.fromkeys(event.block_hashes, event))
+        elif isinstance(event, BlockRemoved):
+            for block in event.block_hashes:
+                del found[str(event.medium)][block]
+    return found
 
 
 @pytest.fixture
@@ -68,7 +127,7 @@ def test_what_the_tiers_have_is_published_and_what_others_evicted_is_taken_back(
         ["evict_elsewhere", directory, 3 * 2**20],
         HI,
         ["now"],
-        ["reset_everything"],
+        ["reset_prefix_cache", True],
         HI,
     ]
     whole = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}  # not cut to 64 bits: files are named by them
@@ -117,18 +176,11 @@ def test_after_a_restart_chunks_are_published_when_a_request_loads_them(
 def test_of_several_groups_of_layers_those_that_see_every_token_are_published(
     tmp_path: Path, subscriber: Subscriber, imported: None
 ) -> None:
-    layers = ["sliding_attention", "full_attention"]
-    engine = {
-        "model": str(tiny_gemma(tmp_path / "model", layers)),
-        "skip_tokenizer_init": True,
-        "max_model_len": 768,
-        "kv_cache_memory_bytes": 64 << 20,
-        "tiercache": tiercache_settings(tmp_path / "kv", max_local_cpu_size=0.03),
-        "kv_events_config": subscriber.config,
-    }
+    settings = tiercache_settings(tmp_path / "kv", max_local_cpu_size=0.03)
+    engine = tiny_engine(tiny_gemma(tmp_path / "model", "sliding", "full"), tiercache=settings)
+    engine["kv_events_config"] = subscriber.config
     prompt = {"prompt_token_ids": list(range(2, 2 + 3 * CHUNK_TOKENS + 5))}
-    hi = ["generate", [{"prompt_token_ids": [2, 3]}], 2, True]
-    _, _ = drive(engine, [["generate", [prompt], 2, True], ["flush"], hi])
+    drive(engine, [["generate", [prompt], 2, True], ["flush"], HI_IN_TOKENS])
     events = subscriber.until()
     gpu, cpu, storage = (blocks_of(events, medium) for medium in ("GPU", "CPU", "STORAGE"))
     assert len(cpu) == 3 * CHUNK_TOKENS // BLOCK_TOKENS and cpu == storage
@@ -138,9 +190,8 @@ def test_of_several_groups_of_layers_those_that_see_every_token_are_published(
 def test_what_every_rank_has_is_published_once_and_what_one_has_lost_is_taken_back(
     tmp_path: Path, subscriber: Subscriber, imported: None
 ) -> None:
-    engine = engine_of(tiny_llama(tmp_path / "model", kv_heads=2), settings_of(tmp_path, **NO_TAILS))
-    hi = ["generate", [{"prompt_token_ids": [2, 3]}], 2, True]
-    steps = [GENERATE, ["on_workers", "flush"], hi, ["now"], ["lose_tail", 1], hi]
+    engine = ranks_of(tiny_model(tmp_path / "model", "llama"), settings_of(tmp_path, **NO_TAILS))
+    steps = [GENERATE, ["on_workers", "flush"], HI_IN_TOKENS, ["now"], ["lose_tail", 1], HI_IN_TOKENS]
     (_, _, _, stored_s, kept, _), _ = drive(engine | {"kv_events_config": subscriber.config}, steps)
     chunks = PROMPT_TOKENS // CHUNK_TOKENS
     assert kept == [chunks, chunks - 1]
@@ -151,9 +202,8 @@ def test_what_every_rank_has_is_published_once_and_what_one_has_lost_is_taken_ba
 
 
 def test_what_ranks_have_alike_is_published_once(tmp_path: Path, subscriber: Subscriber, imported: None) -> None:
-    engine = engine_of(tiny_mla(tmp_path / "model"), settings_of(tmp_path, **NO_TAILS))
-    hi = ["generate", [{"prompt_token_ids": [2, 3]}], 2, True]
-    steps = [GENERATE, ["on_workers", "flush"], hi, ["now"], ["on_workers", "clear_hot"], hi]
+    engine = ranks_of(tiny_model(tmp_path / "model", "deepseek_v2"), settings_of(tmp_path, **NO_TAILS))
+    steps = [GENERATE, ["on_workers", "flush"], HI_IN_TOKENS, ["now"], ["on_workers", "clear_hot"], HI_IN_TOKENS]
     (_, _, _, stored_s, _, _), _ = drive(engine | {"kv_events_config": subscriber.config}, steps)
     before = there(subscriber.until(stored_s))
     assert sum(event.block_size for event in before["CPU"].values()) == PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.engines import drive, same_answer, tiercache_settings
-from tests.vllm.shortened import LAYERS
+from tests.vllm.models import SHORTENED_LAYERS
 from tiercache.integrations.vllm import names
 
 
@@ -65,7 +65,7 @@ def save_adapter(directory: Path, seed: int) -> None:
 
     random_numbers = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(LAYERS):
+    for layer in range(SHORTENED_LAYERS):
         for module, outputs in (("q_proj", 576), ("v_proj", 192)):
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
             weights[f"{name}.lora_A.weight"] = torch.randn(8, 576, generator=random_numbers) / 24

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import CHUNK_TOKENS, drive, tiercache_settings
-from tests.vllm.gemma import tiny_gemma
-from tests.vllm.test_sliding_windows import prompt_of
+from tests.vllm.engines import CHUNK_TOKENS, drive, prompt_of, tiercache_settings, tiny_engine
+from tests.vllm.models import tiny_gemma
 from tiercache.integrations.vllm.logs import add_span, trace_of
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -18,15 +17,8 @@ PARENT = "b7ad6b7169203331"
 
 @pytest.mark.usefixtures("imported")
 def test_lookup_load_and_save_are_in_the_requests_trace(tmp_path: Path) -> None:
-    prompt = prompt_of(5, 200, range(3, 2048))["prompt_token_ids"]
-    engine = {
-        "model": str(tiny_gemma(tmp_path / "model", ["full_attention"] * 2)),
-        "skip_tokenizer_init": True,
-        "max_model_len": 512,
-        "enable_prefix_caching": True,
-        "kv_cache_memory_bytes": 64 << 20,
-        "tiercache": tiercache_settings(tmp_path / "kv"),
-    }
+    prompt = prompt_of(5, 200)["prompt_token_ids"]
+    engine = tiny_engine(tiny_gemma(tmp_path / "model", "full", "full"), tiercache=tiercache_settings(tmp_path / "kv"))
     traced: list[Any] = ["generate_traced", prompt, {"traceparent": f"00-{TRACE}-{PARENT}-01"}]
     (cold, _, hit, untraced), _ = drive(
         engine, [traced, ["reset_prefix_cache"], traced, ["generate_traced", prompt, None]]

@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 VOCABULARY = 2048
 LAYERS = 2
 WINDOW_TOKENS = 64
@@ -97,6 +99,17 @@ def tiny_model(directory: Path, kind: str, **config: Any) -> Path:
 def tiny_gemma(directory: Path, *layers: str) -> Path:
     """`layers`: "full" or "sliding", each of which sees `WINDOW_TOKENS`."""
     return tiny_model(directory, "gemma3_text", layer_types=[f"{layer}_attention" for layer in layers])
+
+
+def untrained_llama(directory: Path, weights: int = 4096, **config: Any) -> Path:
+    """Make `directory` hold a Llama that nobody runs: any numbers are its weights. `config` is written as it is."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True)
+    named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10000.0}
+    (directory / "config.json").write_text(json.dumps(_COMMON | _KINDS["llama"] | named | config))
+    save_file({"layer": np.arange(weights, dtype=np.uint32)}, directory / "model.safetensors")
+    return directory
 
 
 IMAGE_TOKENS = 32

@@ -3,7 +3,11 @@ that vLLM's allocation makes; and what is refused."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +23,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from tiercache.bridge import CacheThread
+from tiercache.config import Config
+from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks
+from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, TakenBack, make_mover
+from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup
 
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD_SIZE = 24, 3, 2, 32, 8
 CONTENT = 2 * HEAD_SIZE
@@ -250,6 +258,44 @@ def test_description_names_what_is_inside_a_block_and_not_where_it_lies() -> Non
     assert len(alike) == 1, "their blocks have the same bytes"
     others = {described("LBNHC"), described("LBHNC", torch.float16), described("LBHNC", split=2)}
     assert len(alike | others) == 4
+
+
+# Taking blocks back
+
+
+def test_a_save_that_is_taken_back_ends_when_its_copy_has_and_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then a thread still writes into a slot, and whoever counts on the save's end must not go on. What was read
+    may have been overwritten."""
+    began, go_on, gather = threading.Event(), threading.Event(), KvBlocks.gather
+
+    def waits(kv: KvBlocks, blocks: Any, payload: np.ndarray) -> None:
+        began.set()
+        assert go_on.wait(30)
+        gather(kv, blocks, payload)
+
+    monkeypatch.setattr(KvBlocks, "gather", waits)
+    config = Config(max_local_cpu_size=0.01)
+    spec = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=CONTENT)
+    mover = make_mover(config, {"0": torch.ones(SHAPE, dtype=torch.uint8)}, BLOCKS, [KvGroup(0, TOKENS, spec=spec)])
+    layout = Layout("m", chunk_tokens=2 * TOKENS, bytes_per_token=HEADS * CONTENT)
+    thread, keys = CacheThread(config, layout), [bytes([number]) * 24 for number in range(2)]
+    transfers = [BlockTransfer(key, 2, 0, (2 * number, 2 * number + 1)) for number, key in enumerate(keys)]
+    try:
+        move = mover.put(thread, keys, transfers, 10.0)
+        assert began.wait(10)
+        assert not move.is_off_blocks() and not move.wait(0.01)
+        assert not move.take_back(0.0), "a copy is running"
+        thread.submit(asyncio.sleep(0)).result(10)  # it has come to the loop
+        assert not move.future.done()
+        go_on.set()
+        assert move.take_back(10.0) and move.is_off_blocks()
+        with pytest.raises((TakenBack, concurrent.futures.CancelledError)):
+            move.future.result(10)
+        found = thread.submit(thread.cache.lookup_keys(keys)).result(10)
+        assert found.chunks == 0
+    finally:
+        go_on.set()
+        thread.close(10.0)
 
 
 # What is refused

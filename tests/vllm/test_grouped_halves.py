@@ -19,11 +19,10 @@ from tiercache.control.messages import Prefix
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.blocks import make_mover
-from tiercache.integrations.vllm.hints import RequestBegan
 from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupClient
 from tiercache.integrations.vllm.metadata import StepWork
 from tiercache.integrations.vllm.names import BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, all_names, names_of
+from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, names_of
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 from tiercache.integrations.vllm.worker import WorkerSide
 
@@ -181,14 +180,6 @@ def test_only_what_the_engine_lacks_is_loaded(engine: Engine) -> None:
     assert torch.equal(engine.content(31, 32), window[:, 6:]) and torch.equal(engine.content(46, 47), full[:, 6:])
 
 
-def test_a_gap_in_a_window_makes_the_hit_shorter(engine: Engine) -> None:
-    engine.computes_and_saves()
-    engine.forgets(*chunks((0, 3)))
-    assert engine.finds(engine.arrives(132)) == (96, True)
-    engine.forgets(*chunks((0, 1)))
-    assert engine.finds(engine.arrives(132, "other")) == (32, True), "a hit of 64 or 96 tokens needs the second chunk"
-
-
 def test_the_last_token_is_left_to_compute_and_windows_are_there_for_the_rest(made: Callable[..., Engine]) -> None:
     """No more than that is waited for, where another engine stores four whole chunks."""
     engine = made(lookup_timeout_ms=60_000)
@@ -299,13 +290,6 @@ def test_more_than_may_be_held_is_promised_as_it_was_found(made: Callable[..., E
 # Saving
 
 
-def test_windows_that_were_freed_are_not_stored_and_the_rest_is(engine: Engine) -> None:
-    request = engine.arrives(132)
-    engine.admits(request, [0, 0, 0, *range(4, 10)], COMPUTED[1])
-    engine.steps((request, 132))
-    assert engine.stored() == {(0, 2), (0, 3), *((1, chunk) for chunk in range(4))}
-
-
 def test_a_block_that_is_given_away_is_read_before_and_others_are_not_waited_for(made: Callable[..., Engine]) -> None:
     engine = made()
     request, other = engine.arrives(132), engine.arrives(16, "other", block_hashes=[b"o" * 32])
@@ -347,19 +331,6 @@ def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Callable[...,
     assert made().side.step_work(output).given_away == {30, 40, 31, 41, 32, 42, 50}
 
 
-def test_generated_tokens_are_saved_in_all_groups_and_a_reset_hides_them(made: Callable[..., Engine]) -> None:
-    engine = made(save_decode_cache=True)
-    request = engine.arrives(32)
-    engine.admits(request, [1, 2, 3, 4, 5], [20, 21, 22, 23, 24])
-    engine.steps((request, 32))
-    request.num_tokens, request.block_hashes, request.num_computed_tokens = 64, NAMES[:4], 63
-    engine.steps((request, 1))
-    assert engine.stored() == {(group, chunk) for group in range(2) for chunk in range(2)}
-    engine.side.reset()
-    engine.steps()
-    assert engine.finds(engine.arrives(132, "after")) == (0, False)
-
-
 # What other parts of the cache are told
 
 
@@ -381,15 +352,6 @@ def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Callable[..., Eng
     missing = [(1, 2), (1, 3), (0, 3), (0, 2)]
     assert keys == engine.keys(*names_of([*found, *missing], names, GEOMETRY))
     assert set(all_keys) == set(keys) and len(all_keys) == 8
-
-
-def test_a_turn_names_the_chunks_of_all_groups(made: Callable[..., Engine]) -> None:
-    engine = made()
-    engine.arrives(132, kv_transfer_params={"tiercache.session": "s"})
-    (began,) = engine.steps().turns
-    held = chunks(*((1, chunk) for chunk in range(4)), (0, 3), (0, 2))
-    assert isinstance(began, RequestBegan) and began.names == held
-    assert len(all_names(NAMES[:8], GEOMETRY)) == 8
 
 
 def test_computing_a_prefix_costs_what_its_chunks_of_full_attention_stand_for(engine: Engine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import shutil
@@ -13,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vllm
 from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.vllm.models import untrained_llama
 from tests.vllm.pipes import end_reads
-from tests.vllm.tiny_llama import TinyEngine, safetensors, save_tiny
-from tiercache.integrations.vllm.identity import _modules_of, code_of_model, effective_config, place_of, settings_of
+from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.blocks import KvBlocks
+from tiercache.integrations.vllm.identity import code_of_model, effective_config, make_layout, place_of, settings_of
+from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
 
 
 @pytest.fixture(autouse=True)
@@ -32,31 +38,66 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
 
 
+BLOCK_TOKENS = 32
+CONNECTOR = {
+    "kv_connector": "TierCacheConnector",
+    "kv_connector_module_path": "tiercache.integrations.vllm",
+    "kv_role": "kv_both",
+}
+
+
+class TinyEngine:
+    """What the connector meets in a worker, without an engine. Nothing of it is shared with another one."""
+
+    def __init__(self, model: Path, **engine: Any) -> None:
+        settings: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": BLOCK_TOKENS, "enforce_eager": True}
+        settings |= {"dtype": "float32", "kv_transfer_config": CONNECTOR}
+        self.config = EngineArgs(model=str(model), **(settings | engine)).create_engine_config()
+        names = [f"model.layers.{number}.self_attn.attn" for number in range(2)]
+        with set_current_vllm_config(self.config):
+            cache = self.config.cache_config
+            self.layers = [Attention(2, 32, 1.0, num_kv_heads=1, cache_config=cache, prefix=name) for name in names]
+        for layer in self.layers:
+            layer.isa = "vec"
+        self.kv = torch.zeros(2, 4, 1, BLOCK_TOKENS, 64, dtype=self.config.model_config.dtype)
+        self.tensors = dict(zip(names, self.kv, strict=True))
+
+    def layout(self, model_id: str | None = None) -> Layout:
+        content_bytes = 64 * self.kv.element_size()
+        blocks = KvBlocks(self.tensors, blocks=4, heads=1, block_tokens=BLOCK_TOKENS, content_bytes=content_bytes)
+        geometry = BlockGeometry.for_chunk_size(64, BLOCK_TOKENS, save_tails=True)
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=self.kv.dtype)
+        group = KvGroup(0, BLOCK_TOKENS, (), None, spec)
+        return make_layout(self.config, [group], [blocks], geometry, self.tensors, model_id)
+
+    def code(self) -> str | None:
+        return code_of_model(self.config.model_config)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return save_tiny(tmp_path / "model")
+    return untrained_llama(tmp_path / "model")
 
 
 def test_same_weights_at_two_paths_with_other_times_are_one_layout(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "elsewhere")
     for path in copy.iterdir():
         os.utime(path, (1_600_000_000, 1_600_000_000))
-    one, other = TinyEngine(str(model)).layout(), TinyEngine(str(copy)).layout()
+    one, other = TinyEngine(model).layout(), TinyEngine(copy).layout()
     assert one == other and one.fingerprint == other.fingerprint
     assert str(tmp_path) not in repr(one)
     with (copy / "model.safetensors").open("r+b") as file:
         file.seek(5000)
         file.write(b"\x00")
-    assert TinyEngine(str(copy)).layout().fingerprint != one.fingerprint, "a byte in a tensor was changed"
+    assert TinyEngine(copy).layout().fingerprint != one.fingerprint, "a byte in a tensor was changed"
 
 
 def test_a_name_stands_for_the_content(model: Path, tmp_path: Path) -> None:
-    other = save_tiny(tmp_path / "other")
-    (other / "model.safetensors").write_bytes(safetensors(b"unlike"))
-    one = TinyEngine(str(model)).layout("llama, tuned in May")
-    assert one.fingerprint == TinyEngine(str(other)).layout("llama, tuned in May").fingerprint
-    assert one.fingerprint != TinyEngine(str(model)).layout("llama, tuned in June").fingerprint
-    engine = TinyEngine(str(model))
+    other = untrained_llama(tmp_path / "other", weights=10)
+    one = TinyEngine(model).layout("llama, tuned in May")
+    assert one.fingerprint == TinyEngine(other).layout("llama, tuned in May").fingerprint
+    assert one.fingerprint != TinyEngine(model).layout("llama, tuned in June").fingerprint
+    engine = TinyEngine(model)
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")  # whoever wants to read it hangs
     assert engine.layout("llama, tuned in May") == one
@@ -74,14 +115,14 @@ def test_settings_that_change_the_kv_are_another_layout(model: Path) -> None:
         {"kv_cache_dtype_skip_layers": ["0"]},
         {"kv_cache_dtype_skip_layers": ["1"]},
     ]
-    assert len({TinyEngine(str(model), **engine).layout().fingerprint for engine in engines}) == len(engines)
+    assert len({TinyEngine(model, **engine).layout().fingerprint for engine in engines}) == len(engines)
 
 
 def test_settings_and_versions_that_do_not_change_the_kv_are_the_same_layout(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among them guessing tokens from the prompt."""
-    layout = TinyEngine(str(model)).layout()
+    layout = TinyEngine(model).layout()
     harmless: dict[str, Any] = {
         "max_model_len": 256,
         "seed": 7,
@@ -91,15 +132,15 @@ def test_settings_and_versions_that_do_not_change_the_kv_are_the_same_layout(
         "disable_cascade_attn": True,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
     }
-    assert TinyEngine(str(model), **harmless).layout() == layout
+    assert TinyEngine(model, **harmless).layout() == layout
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    assert TinyEngine(str(model)).layout() == layout
+    assert TinyEngine(model).layout() == layout
     assert layout.engine.startswith("vllm ") and "." not in layout.engine
 
 
 @pytest.mark.parametrize("part", ["cache_config", "model_config", "attention_config"])
 def test_a_setting_that_a_new_version_of_vllm_brings_counts_unless_it_is_at_its_default(model: Path, part: str) -> None:
-    engine = TinyEngine(str(model))
+    engine = TinyEngine(model)
     before = settings_of(engine.config, states_are_known=True)
 
     def with_new(value: bool) -> dict[str, str]:
@@ -119,10 +160,10 @@ def test_a_setting_that_a_new_version_of_vllm_brings_counts_unless_it_is_at_its_
 def test_a_draft_model_is_known_by_its_configuration_too(model: Path, tmp_path: Path) -> None:
     """Its weights are the same, and it makes other KV of them."""
     found = []
-    for name, settings in (("one", {}), ("other", {"rms_norm_eps": 1e-6}), ("one again", {})):
-        draft = save_tiny(tmp_path / name, **settings)
+    for name, settings in (("one", {}), ("other", {"rms_norm_eps": 1e-5}), ("one again", {})):
+        draft = untrained_llama(tmp_path / name, **settings)
         speculative = {"model": str(draft), "method": "draft_model", "num_speculative_tokens": 2}
-        config = TinyEngine(str(model), speculative_config=speculative).config
+        config = TinyEngine(model, speculative_config=speculative).config
         found.append(settings_of(config, states_are_known=True)["draft"])
     assert found[0] != found[1]
     assert found[0] == found[2]
@@ -133,7 +174,7 @@ def test_a_draft_model_is_known_by_its_configuration_too(model: Path, tmp_path: 
 
 def test_another_order_of_bytes_in_a_block_is_another_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """V before K, in a block of the same shape. What is written for this is not left in the engine's memory."""
-    engine = TinyEngine(str(model))
+    engine = TinyEngine(model)
     engine.kv[:] = 7.0
     before, implementation = engine.layout(), type(engine.layers[0].impl)
     assert bool((engine.kv == 7.0).all())
@@ -152,7 +193,7 @@ def test_a_back_end_that_does_not_show_its_bytes_is_known_by_its_version(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or that writes elsewhere."""
-    engine, version = TinyEngine(str(model)), f"vllm {vllm.__version__} {platform.machine()}"
+    engine, version = TinyEngine(model), f"vllm {vllm.__version__} {platform.machine()}"
     implementation = type(engine.layers[0].impl)
     monkeypatch.setattr(implementation, "do_kv_cache_update", lambda *arguments: None)
     assert engine.layout().engine == version
@@ -163,70 +204,54 @@ def test_a_back_end_that_does_not_show_its_bytes_is_known_by_its_version(
 # What an engine computes
 
 
-def rope(engine: TinyEngine, **parameters: Any) -> None:
-    """As the model's layers do while the model is made."""
-    with set_current_vllm_config(engine.config):
-        rotary_embedding.get_rope(32, 512, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"} | parameters)
+def codes_with(monkeypatch: pytest.MonkeyPatch, engine: TinyEngine, *embeddings: dict[str, Any]) -> list[str | None]:
+    """With each of these embeddings, which the model's layers make while the model is made."""
+    found = []
+    for parameters in embeddings:
+        monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+        with set_current_vllm_config(engine.config):
+            plain = {"rope_theta": 10000.0, "rope_type": "default"}
+            rotary_embedding.get_rope(32, 512, rope_parameters=plain | parameters)
+        found.append(engine.code())
+    return found
 
 
 def test_rotary_embeddings_are_known_by_the_parameters_that_they_got(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is a mended bug that gives them other ones from the same configuration."""
-    engine, found = TinyEngine(str(model)), set()
-    for parameters in ({}, {"rope_theta": 500000.0}, {"rope_type": "linear", "factor": 2.0}):
-        monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
-        rope(engine, **parameters)
-        found.add(code_of_model(engine.config.model_config))
-    assert len(found) == 3
-
-
-def test_the_longest_prompt_counts_for_an_embedding_that_scales_by_it(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    factors = [1.0] * 16
-    long = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    """Also where it is a mended bug that gives them other ones from the same configuration. The longest prompt counts for
+    one that scales by it."""
+    unlike = {"rope_theta": 500000.0}, {"rope_type": "linear", "factor": 2.0}
+    assert len(set(codes_with(monkeypatch, TinyEngine(model), {}, *unlike))) == 3
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [1.0] * 16}
     long |= {"original_max_position_embeddings": 256}
-    found = []
-    for parameters in ({}, long):
-        for longest in (256, 512):
-            monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
-            engine = TinyEngine(str(model), max_model_len=longest)
-            rope(engine, **parameters)
-            found.append(code_of_model(engine.config.model_config))
-    assert found[0] == found[1]
-    assert found[2] != found[3]
+    engines = [TinyEngine(model, max_model_len=longest) for longest in (256, 512)]
+    (plain, scaled), (other_plain, other_scaled) = (codes_with(monkeypatch, engine, {}, long) for engine in engines)
+    assert plain == other_plain
+    assert scaled != other_scaled
 
 
-def test_the_models_own_code_counts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = TinyEngine(str(model))
-    before = code_of_model(engine.config.model_config)
-    llama = sys.modules["vllm.model_executor.models.llama"]
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_the_models_own_code_counts_and_that_of_the_model_that_it_is_derived_from(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"model_type": kind, "architectures": [f"{kind.title()}ForCausalLM"]}
+    engine = TinyEngine(untrained_llama(tmp_path / "model", **named))
+    before, llama = engine.code(), sys.modules["vllm.model_executor.models.llama"]
     changed = tmp_path / "llama.py"
     assert llama.__file__ is not None
     changed.write_text(Path(llama.__file__).read_text() + "\nscale = 2\n")
     monkeypatch.setattr(llama, "__file__", str(changed))
-    assert code_of_model(engine.config.model_config) != before
-
-
-def test_a_model_that_is_derived_from_another_has_the_others_code_too() -> None:
-    mistral = importlib.import_module("vllm.model_executor.models.mistral")
-    found = {name.rpartition(".")[2] for name in _modules_of(mistral)}
-    assert found == {"mistral", "llama"}
+    assert engine.code() != before
 
 
 def test_a_configuration_is_what_it_says_not_what_wrote_it(tmp_path: Path) -> None:
-    plain = TinyEngine(str(save_tiny(tmp_path / "one"))).config.model_config
-    unlike = {
-        "transformers_version": "4.1.0",
-        "torch_dtype": "float16",
-        "use_cache": False,
-        "attention_something": None,
-    }
-    written = save_tiny(tmp_path / "other", **unlike)
-    assert effective_config(plain) == effective_config(TinyEngine(str(written)).config.model_config)
-    other = save_tiny(tmp_path / "third", rms_norm_eps=1e-6)
-    assert effective_config(plain) != effective_config(TinyEngine(str(other)).config.model_config)
+    harmless = {"transformers_version": "4.1.0", "torch_dtype": "float16", "use_cache": False, "attention_thing": None}
+    plain, written, unlike = (
+        effective_config(TinyEngine(untrained_llama(tmp_path / str(number), **config)).config.model_config)
+        for number, config in enumerate([{}, harmless, {"rms_norm_eps": 1e-5}])
+    )
+    assert plain == written != unlike
 
 
 # Which model it is
@@ -249,7 +274,7 @@ def test_a_name_of_the_hub_is_the_snapshot_that_was_loaded(model: Path, tmp_path
 def test_a_model_that_cannot_be_identified_shares_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engines = [TinyEngine(str(model)) for _ in range(2)]
+    engines = [TinyEngine(model) for _ in range(2)]
     monkeypatch.setattr("tiercache.integrations.vllm.identity._STALL_S", 0.1)
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save as safetensors
 
 from tests.vllm.pipes import end_reads
-from tests.vllm.tiny_llama import safetensors
 from tiercache.integrations.vllm import identity
 from tiercache.integrations.vllm.identity import (
     KEPT,
@@ -32,19 +33,14 @@ LONG_AGO_NS = 1_600_000_000 * 10**9
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where digests are kept when they cannot be kept beside the files."""
+    """Where digests are kept when they cannot be kept beside the files. A file may be of any age: a test has no old ones."""
+    monkeypatch.setattr(identity, "_GRAIN_NS", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "tiercache" / "digests"
 
 
-@pytest.fixture
-def any_age(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests of files that were written a moment ago are kept as well: a test has no older ones."""
-    monkeypatch.setattr(identity, "_GRAIN_NS", 0)
-
-
 def shard(number: int) -> bytes:
-    return safetensors(bytes((number + byte) % 256 for byte in range(5000)))
+    return safetensors({"layer": np.arange(number, number + 5000).astype(np.uint8)})
 
 
 def save(directory: Path, shards: int = 2) -> Path:
@@ -89,7 +85,6 @@ def test_same_weights_at_two_paths_with_other_times_are_one_model(model: Path, t
     assert identity_of_model(copy) == identity_of_model(model)
 
 
-@pytest.mark.usefixtures("any_age")
 @pytest.mark.parametrize("position", [8, 300, 2500, -1])
 def test_one_changed_byte_is_another_model(model: Path, position: int) -> None:
     """In the header or in the tensor, though a digest is kept and nothing else of the file seems to have changed."""
@@ -204,9 +199,8 @@ def snapshot(cache: Path, model: Path, commit: str) -> Path:
     blobs.mkdir(exist_ok=True)
     for path in model.iterdir():
         content = path.read_bytes()
-        name = (
-            hashlib.sha256(content).hexdigest() if path.suffix == ".safetensors" else hashlib.sha1(content).hexdigest()
-        )
+        digest = hashlib.sha256(content) if path.suffix == ".safetensors" else hashlib.sha1(content)
+        name = digest.hexdigest()
         if not (blobs / name).exists():
             (blobs / name).write_bytes(content)
         (place / path.name).symlink_to(f"../../blobs/{name}")
@@ -219,18 +213,7 @@ def test_commits_with_the_same_weights_are_one_model_and_so_is_a_copy(model: Pat
     assert identity_of_model(one) == identity_of_model(other) == identity_of_model(model)
 
 
-def test_a_blob_is_not_read_for_its_name_says_it(model: Path, tmp_path: Path) -> None:
-    place = snapshot(tmp_path / "hub", model, "a" * 40)
-    before = identity_of_model(place)
-    blob = first_shard(place).resolve()
-    blob.unlink()
-    blob.touch()
-    os.truncate(blob, 1 << 43)  # holes: to read it would take hours
-    os.utime(blob, ns=(LONG_AGO_NS, LONG_AGO_NS))
-    assert identity_of_model(place) == before
-
-
-def test_a_blob_that_was_written_to_since_is_read(model: Path, tmp_path: Path) -> None:
+def test_a_blob_is_read_only_if_it_was_written_to_since_for_its_name_says_it(model: Path, tmp_path: Path) -> None:
     place = snapshot(tmp_path / "hub", model, "a" * 40)
     before = identity_of_model(place)
     blob = first_shard(place).resolve()
@@ -238,6 +221,9 @@ def test_a_blob_that_was_written_to_since_is_read(model: Path, tmp_path: Path) -
     later = time.time_ns() + 3 * 10**9
     os.utime(blob, ns=(later, later))
     assert identity_of_model(place) != before
+    os.truncate(blob, 1 << 43)  # holes: to read it would take hours
+    os.utime(blob, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert identity_of_model(place) == before
 
 
 def test_the_hash_that_names_a_shared_blob_is_another_one(model: Path, tmp_path: Path) -> None:
@@ -259,37 +245,33 @@ def kept(place: Path) -> dict[str, list[object]]:
     return files
 
 
-@pytest.mark.usefixtures("any_age")
-def test_a_kept_digest_spares_reading(tmp_path: Path) -> None:
-    """16 GB, of which nobody could say anything within a second who had to read it."""
-    model = save(tmp_path / "large")
-    os.truncate(first_shard(model), 16 * 10**9)
+def write_made_up(place: Path, model: Path, digit: str) -> None:
+    """A record of digests that are not those of the files."""
     stamps = {path.name: identity.stamp_of(path.stat()) for path in model.glob("*.safetensors")}
-    identities = []
-    for digit in "ab":
-        identity._write_kept(model / KEPT, {name: (stamp, digit * 64) for name, stamp in stamps.items()})
-        began_s = time.perf_counter()
-        identities.append(identity_of_model(model))
-        assert time.perf_counter() - began_s < 60
-    assert identities[0] != identities[1], "what is kept is what counts"
+    identity._write_kept(place, {name: (stamp, digit * 64) for name, stamp in stamps.items()})
 
 
-@pytest.mark.usefixtures("any_age")
-def test_the_first_start_keeps_digests_beside_the_files(model: Path, home: Path) -> None:
+def test_the_first_start_keeps_digests_beside_the_files_and_the_next_reads_none(model: Path, home: Path) -> None:
     identity_of_model(model)
     found = {name: digest for name, (_, digest) in kept(model / KEPT).items()}
     assert found == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.glob("*.safetensors")}
     assert not home.exists()
     assert [path.name for path in model.iterdir() if path.name.startswith(".")] == [KEPT]
+    os.truncate(first_shard(model), 1 << 43)  # holes: to read it would take hours
+    identities = []
+    for digit in "ab":
+        write_made_up(model / KEPT, model, digit)
+        identities.append(identity_of_model(model))
+    assert identities[0] != identities[1], "what is kept is what counts"
 
 
-def test_digests_of_files_that_were_just_written_are_not_kept(model: Path) -> None:
+def test_digests_of_files_that_were_just_written_are_not_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next write may leave the same times, where a file system's clock is coarse."""
+    monkeypatch.setattr(identity, "_GRAIN_NS", 3600 * 10**9)
     assert identity_of_model(model)
     assert not (model / KEPT).exists()
 
 
-@pytest.mark.usefixtures("any_age")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -314,7 +296,6 @@ def test_a_damaged_record_is_ignored_and_mended(model: Path, damage: Callable[[b
     assert (model / KEPT).read_bytes() == whole
 
 
-@pytest.mark.usefixtures("any_age")
 def test_a_record_that_came_with_a_copy_is_of_other_files(model: Path, tmp_path: Path) -> None:
     before = identity_of_model(model)
     copy = tmp_path / "copy"
@@ -324,18 +305,15 @@ def test_a_record_that_came_with_a_copy_is_of_other_files(model: Path, tmp_path:
     assert identity_of_model(copy) != before
 
 
-@pytest.mark.usefixtures("any_age")
 def test_digests_are_kept_in_the_users_cache_where_the_directory_takes_none(model: Path, home: Path) -> None:
     (model / KEPT / "in the way").mkdir(parents=True)
     before = identity_of_model(model)
     (place,) = home.iterdir()
     assert kept(place).keys() == {path.name for path in model.glob("*.safetensors")}
-    stamps = {name: identity.stamp_of((model / name).stat()) for name in kept(place)}
-    identity._write_kept(place, {name: (stamp, "c" * 64) for name, stamp in stamps.items()})
+    write_made_up(place, model, "c")
     assert identity_of_model(model) != before, "it was found there"
 
 
-@pytest.mark.usefixtures("any_age")
 def test_where_nothing_can_be_kept_it_is_read_each_time(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -357,7 +335,6 @@ print(identity.identity_of_model(Path(sys.argv[1])))
 """
 
 
-@pytest.mark.usefixtures("any_age")
 def test_processes_that_begin_together_agree_and_leave_a_whole_record(tmp_path: Path) -> None:
     model = save(tmp_path / "raced", shards=12)
     expected = identity_of_model(shutil.copytree(model, tmp_path / "copy"))
@@ -372,9 +349,7 @@ def test_processes_that_begin_together_agree_and_leave_a_whole_record(tmp_path: 
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
         for rank in ranks:
-            assert rank.stdin is not None
-            rank.stdin.write("\n")
-            rank.stdin.flush()
+            print(file=rank.stdin, flush=True)
         assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == [expected] * 4
         assert len(identity._read_kept(model / KEPT)) == 12
         assert [path.name for path in model.iterdir() if path.name.startswith(".")] == [KEPT]
@@ -412,19 +387,17 @@ def test_a_mount_that_hangs_is_not_waited_for(model: Path, monkeypatch: pytest.M
 # Adapters
 
 
-def save_adapter(directory: Path, content: bytes = b"weights") -> Path:
-    directory.mkdir(parents=True)
-    (directory / "adapter_model.safetensors").write_bytes(content)
-    (directory / "adapter_config.json").write_text('{"r": 8}')
-    return directory
-
-
 def test_an_adapter_is_its_weights_and_its_configuration(tmp_path: Path) -> None:
-    one, other = save_adapter(tmp_path / "one"), save_adapter(tmp_path / "other")
-    (other / "README.md").write_text("about it")
-    assert identity_of_adapter(one) == identity_of_adapter(other)
-    (other / "adapter_config.json").write_text('{"r": 16}')
-    assert identity_of_adapter(one) != identity_of_adapter(other)
-    assert identity_of_adapter(one) != identity_of_adapter(save_adapter(tmp_path / "third", b"Weights"))
+    found = []
+    for number, (weights, config) in enumerate(
+        [(b"weights", "{}"), (b"weights", "{}"), (b"Weights", "{}"), (b"weights", "[]")]
+    ):
+        adapter = tmp_path / str(number)
+        adapter.mkdir()
+        (adapter / "adapter_model.safetensors").write_bytes(weights)
+        (adapter / "adapter_config.json").write_text(config)
+        (adapter / "README.md").write_text(f"number {number}")
+        found.append(identity_of_adapter(adapter))
+    assert found[0] == found[1] and len(set(found)) == 3
     with pytest.raises(NothingToRead):
         identity_of_adapter(tmp_path)

@@ -21,13 +21,14 @@ from vllm.v1.kv_offload.config import (
 )
 
 from tests.vllm.halves import Cached
-from tests.vllm.tiny_llama import save_tiny
+from tests.vllm.models import untrained_llama
 from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError
 from tiercache.integrations.vllm_offloading import CpuTieringSpec, tier
 from tiercache.integrations.vllm_offloading.identity import say_whose_quotas
+from tiercache.integrations.vllm_offloading.requests import TieredRequest
 from tiercache.tiers.remote.base import RemoteTier
 
 ROW_BYTES = 8192
@@ -42,9 +43,9 @@ def engine_of(model: Path, **engine: Any) -> Any:
     return EngineArgs(model=str(model), kv_transfer_config=transfer, **settings).create_engine_config()
 
 
-def name_of(number: int) -> bytes:
+def name_of(number: int, group: int = 0) -> bytes:
     """vLLM's, of a chunk."""
-    return bytes(make_offload_key(bytes([number]) * 32, 0))
+    return bytes(make_offload_key(bytes([number]) * 32, group))
 
 
 NAMES = [name_of(number) for number in range(ROWS)]
@@ -175,25 +176,15 @@ class SlowServer(RemoteTier):
     QUESTIONS: list[int] = []  # noqa: RUF012
     """How many chunks each was about."""
 
-    async def _connect(self) -> None:
+    async def _nothing(self, *_: Any) -> None:
         pass
 
-    async def _disconnect(self) -> None:
-        pass
+    _connect = _disconnect = _get = _put = _delete = _nothing  # type: ignore[assignment]
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self.QUESTIONS.append(len(keys))
         await asyncio.sleep(3600)
         return [False] * len(keys)
-
-    async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return None
-
-    async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        return False
-
-    async def _delete(self, key: ChunkKey) -> bool:
-        return False
 
 
 Make = Callable[..., Offloaded]
@@ -201,7 +192,7 @@ Make = Callable[..., Offloaded]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+    return untrained_llama(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture
@@ -378,6 +369,14 @@ def test_a_hundred_chunks_of_windows_are_one_question_with_one_deadline(make: Ma
     engine.step()
     assert engine.manager.lookup(name_of(200), context) is LookupResult.MISS
     assert SlowServer.QUESTIONS == [100]
+
+
+def test_a_chunk_of_a_window_is_of_use_without_the_one_before_it() -> None:
+    """vLLM walks backward through them, and forward through a prompt, which is one run."""
+    request, window = TieredRequest(), [name_of(number, group=1) for number in range(2)]
+    for name, end in ((NAMES[0], 32), (NAMES[1], 64), (window[1], 64), (window[0], 32)):
+        request.look_up(name, end, lambda name: False)
+    assert request.take_unasked() == [NAMES[:2], window[1:], window[:1]]
 
 
 @pytest.mark.parametrize("opened", [True, False])

@@ -199,14 +199,3 @@ def test_what_every_rank_has_is_published_once_and_what_one_has_lost_is_taken_ba
     assert len(now["CPU"]) == len(now["STORAGE"]) == chunks * CHUNK_TOKENS // BLOCK_TOKENS
     now = there(subscriber.until())
     assert len(now["CPU"]) == len(now["STORAGE"]) == (chunks - 1) * CHUNK_TOKENS // BLOCK_TOKENS
-
-
-def test_what_ranks_have_alike_is_published_once(tmp_path: Path, subscriber: Subscriber, imported: None) -> None:
-    engine = ranks_of(tiny_model(tmp_path / "model", "deepseek_v2"), settings_of(tmp_path, **NO_TAILS))
-    steps = [GENERATE, ["on_workers", "flush"], HI_IN_TOKENS, ["now"], ["on_workers", "clear_hot"], HI_IN_TOKENS]
-    (_, _, _, stored_s, _, _), _ = drive(engine | {"kv_events_config": subscriber.config}, steps)
-    before = there(subscriber.until(stored_s))
-    assert sum(event.block_size for event in before["CPU"].values()) == PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
-    assert before["STORAGE"].keys() == before["CPU"].keys()
-    now = there(subscriber.until())
-    assert not now["CPU"] and now["STORAGE"].keys() == before["STORAGE"].keys()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -13,6 +14,13 @@ from tests.vllm.models import shorten
 
 DIVERGED_AFTER = 1100
 """Characters that two prompts have in common: blocks of them end in the middle of a chunk."""
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Any]]:
+    """Makes instances of a class, and closes them at the end of the test: `opened(Worker, device="cpu")`."""
+    with ExitStack() as stack:
+        yield lambda kind, *arguments, **named: stack.enter_context(closing(kind(*arguments, **named)))
 
 
 @pytest.fixture(scope="session")

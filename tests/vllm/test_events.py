@@ -4,7 +4,8 @@ router's picture of the tiers right."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ CHUNK_BYTES = 4096
 
 
 class Worker(Cached):
-    def __init__(self, layout: Layout, **settings: Any) -> None:
-        self.thread = CacheThread(Config(**({"max_local_cpu_size": 0.01} | settings)), layout)
+    def __init__(self, ranks: dict[str, int] | None = None, **settings: Any) -> None:
+        layout = Layout("m", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16, **(ranks or {}))
+        self.thread = CacheThread(Config(max_local_cpu_size=0.01, **settings), layout)
         self.residency = Residency(self.thread, layout, BlockGeometry(1, 1))
+
+    def close(self) -> None:
+        self.thread.close(5.0)
 
     def watches(self, *names: bytes) -> None:
         self.residency.watch(dict.fromkeys(names, True))
@@ -47,18 +52,8 @@ class Worker(Cached):
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
-    workers: list[Worker] = []
-
-    def make(**settings: Any) -> Worker:
-        of_layout = {name: settings.pop(name) for name in ("rank", "world_size", "replicas") if name in settings}
-        layout = Layout("m", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16, **of_layout)
-        workers.append(Worker(layout, local_disk=str(tmp_path), max_local_disk_size=0.1, **settings))
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.thread.close(5.0)
+def made(opened: Callable[..., Any], tmp_path: Path) -> Callable[..., Worker]:
+    return partial(opened, Worker, local_disk=str(tmp_path), max_local_disk_size=0.1)
 
 
 def test_what_is_watched_is_told_of_where_it_comes_and_goes(made: Callable[..., Worker]) -> None:
@@ -102,7 +97,7 @@ def test_a_hot_cache_that_keeps_nothing_is_no_place_for_chunks(made: Callable[..
 
 
 def test_a_change_says_whose_part_it_is(made: Callable[..., Worker]) -> None:
-    worker = made(rank=2, world_size=4, replicas=2)
+    worker = made({"rank": 2, "world_size": 4, "replicas": 2})
     name = next(name for name in NAMES[:2] if worker.thread.cache.layout.keeps(worker.keys(name)[0]))
     worker.watches(name)
     worker.stores(name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,16 +136,8 @@ class Engine(Scheduled):
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        engines.append(Engine(**settings))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+def made(opened: Callable[..., Any]) -> Callable[..., Engine]:
+    return partial(opened, Engine)
 
 
 @pytest.fixture(params=["auto", "cpu"])

@@ -143,29 +143,15 @@ def heads(count: int) -> FullAttentionSpec:
     return replace(FULL, num_kv_heads=count)
 
 
-def config_of(
-    *,
-    ranks: int,
-    kv_heads: int,
-    rank: int = 0,
-    stages: int = 1,
-    hosts: int = 1,
-    executor: str = "mp",
-    layers: list[dict[str, Any]] | None = None,
-    draft: object | None = None,
-    **text_config: Any,
-) -> Any:
+def config_of(ranks: int, kv_heads: int, rank: int = 0, **unusual: Any) -> Any:
+    draft, layers = unusual.pop("draft", None), unusual.pop("layers", None)
+    text_config = {"num_key_value_heads": kv_heads} | unusual.pop("text_config", {})
+    parallel = {"pipeline_parallel_size": 1, "nnodes": 1, "distributed_executor_backend": "mp"} | unusual
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            rank=rank,
-            tensor_parallel_size=ranks,
-            pipeline_parallel_size=stages,
-            nnodes=hosts,
-            distributed_executor_backend=executor,
-        ),
+        parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks, **parallel),
         model_config=SimpleNamespace(
             model_arch_config=SimpleNamespace(total_num_kv_heads=kv_heads, per_layer_overrides=layers),
-            hf_text_config=SimpleNamespace(to_dict=lambda: {"num_key_value_heads": kv_heads, **text_config}),
+            hf_text_config=SimpleNamespace(to_dict=lambda: text_config),
         ),
         speculative_config=draft and SimpleNamespace(draft_model_config=draft),
     )
@@ -194,11 +180,11 @@ def test_fewer_kv_heads_than_ranks_and_mla_are_on_several(
 @pytest.mark.parametrize(
     "unsure",
     [
-        {"hosts": 2},
-        {"executor": "ray"},
+        {"nnodes": 2},
+        {"distributed_executor_backend": "ray"},
         {"layers": [{"total_num_kv_heads": 2}]},
         {"draft": object()},
-        {"num_global_key_value_heads": 2},
+        {"text_config": {"num_global_key_value_heads": 2}},
     ],
 )
 def test_what_is_not_certain_is_no_replica(unsure: dict[str, Any]) -> None:
@@ -225,7 +211,7 @@ def test_a_rank_has_its_parts_of_the_heads(wanted: int, ranks: int, rank: int, p
         (heads(4), {"ranks": 2, "kv_heads": 8, "wanted": 3}, "multiple of the 2 .* found 3; 2, 4, 8 would do"),
         (heads(4), {"ranks": 2, "kv_heads": 8, "wanted": 16}, "found 16; 2, 4, 8 would do"),
         (heads(1), {"ranks": 8, "kv_heads": 4, "wanted": 8}, "no fewer than ranks"),
-        (heads(8), {"ranks": 1, "kv_heads": 8, "stages": 2, "wanted": 8}, "pipeline parallelism"),
+        (heads(8), {"ranks": 1, "kv_heads": 8, "pipeline_parallel_size": 2, "wanted": 8}, "pipeline parallelism"),
         (heads(8), {"ranks": 1, "kv_heads": 8, "draft": object(), "wanted": 8}, "as many KV heads in all layers"),
         (MLA, {"ranks": 2, "kv_heads": 128, "wanted": 2}, "MLA"),
     ],

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -285,10 +285,6 @@ def test_what_a_step_asks_is_one_message_to_each_worker(
     assert sorted(asked) == sorted(2 * [5, *(4, 8, 11) * 20])
 
 
-def test_without_workers_it_is_a_miss(engine: str) -> None:
-    assert ask(engine, 2) == Match(failed=True)
-
-
 def test_a_lookup_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(engine: str) -> None:
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
@@ -298,16 +294,13 @@ def test_a_lookup_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_no
     client.close()
 
 
-def test_a_worker_that_ended_is_a_miss_and_comes_back(engine: str) -> None:
+def test_without_workers_it_is_a_miss_until_they_come_back(engine: str) -> None:
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
-    with ExitStack() as first:
-        first.enter_context(Worker(engine, 0, 8))
-        first.enter_context(Worker(engine, 1, 8))
-        assert answer_of(begun(client, NAMES)).blocks == 8
-    assert answer_of(begun(client, NAMES)) == Match(failed=True)
-    with Worker(engine, 0, 4), Worker(engine, 1, 4):
-        answer_of(begun(client, NAMES))
-        assert answer_of(begun(client, NAMES)).blocks == 4
+    for blocks in (8, 4):
+        assert answer_of(begun(client, NAMES)) == Match(failed=True)
+        with Worker(engine, 0, blocks), Worker(engine, 1, blocks):
+            answer_of(begun(client, NAMES))
+            assert answer_of(begun(client, NAMES)).blocks == blocks
     client.close()
 
 
@@ -327,12 +320,15 @@ def test_a_lookup_that_was_given_up_is_forgotten_though_its_worker_never_answers
         client.close()
 
 
-def test_a_stranger_on_the_socket_does_no_harm(engine: str) -> None:
-    with Worker(engine, 0, 4), Worker(engine, 1, 4):
+def test_a_stranger_on_the_socket_does_no_harm_and_closing_is_quiet(
+    engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(LookupClient(engine, 2, GEOMETRY, 5.0)) as client, Worker(engine, 0, 4), Worker(engine, 1, 4):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(str(socket_path(engine, 0)))
             stranger.sendall(os.urandom(64))
-        assert ask(engine, 2).blocks == 4
+        assert answer_of(begun(client, NAMES)).blocks == 4
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_sockets_are_for_this_user_only_and_a_directory_of_somebody_else_is_refused(engine: str) -> None:
@@ -357,27 +353,18 @@ def test_worker_of_somebody_else_is_not_asked(engine: str, mode: int) -> None:
             worker.accept()
 
 
-def test_closing_with_a_caller_on_the_line_is_quiet(engine: str, caplog: pytest.LogCaptureFixture) -> None:
-    client = LookupClient(engine, 2, GEOMETRY, 5.0)
-    with Worker(engine, 0, 4), Worker(engine, 1, 4):
-        assert answer_of(begun(client, NAMES)).blocks == 4
-    client.close()
-    assert not [record for record in caplog.records if record.name == "asyncio"]
-
-
 def test_claims_hold_shared_memory_that_others_evict(engine: str, in_memory: Path) -> None:
     """With no hot cache but the shared one. A load copies from what is held, so that it cannot fail."""
     layout = Layout("m", chunk_tokens=64, bytes_per_token=64, block_tokens=16)
     values = {"shared_memory_path": str(in_memory / "kv"), "max_shared_memory_size": 0.01, "local_cpu": False}
-    thread = CacheThread(Config.load(environ={}, overrides={"max_local_cpu_size": 0.01, **values}), layout)
-    try:
+    config = Config.load(environ={}, overrides={"max_local_cpu_size": 0.01, **values})
+    with closing(CacheThread(config, layout)) as thread:
         cache = thread.cache
         keys = keys_from_hashes(cache.namespace, [NAMES[3], NAMES[7]])
         for number, key in enumerate(keys):
             assert thread.submit(cache.put(key, bytes([number]) * 4096)).result(10)
         assert thread.submit(cache.flush()).result(10).complete
-        server = LookupServer(engine, 0, thread, GEOMETRY)
-        try:
+        with closing(LookupServer(engine, 0, thread, GEOMETRY)) as server:
             match = thread.submit(server.find(NAMES[:8], "request")).result(10)
             assert match.blocks == 8 and match.held
             for key in keys:
@@ -386,8 +373,4 @@ def test_claims_hold_shared_memory_that_others_evict(engine: str, in_memory: Pat
             assert thread.submit(cache.get_into(keys, into, held=server.held)).result(10) == 2
             assert [bytes(part) for part in into] == [bytes(4096), bytes([1]) * 4096]
             server.release(["request"])
-        finally:
-            server.close()
         assert cache.tiers[0].statistics().unlinked_bytes in (0, 2 * 8192)
-    finally:
-        thread.close(1.0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,9 @@ class Copies:
         caches = CanonicalKVCaches([CanonicalKVCacheTensor(one, one.shape[1]) for one in self.tensors], refs)
         self.copies = HostCopies(caches, per_chunk, self.region)
 
+    def close(self) -> None:
+        self.copies.shutdown()
+
     def store(self, blocks: list[int], chunks: list[int], sizes: list[int], first: list[int]) -> Any:
         """And nothing is left in the blocks."""
         assert self.copies.submit_store(1, GPULoadStoreSpec(blocks, sizes, first), CPULoadStoreSpec(chunks))
@@ -56,16 +60,8 @@ class Copies:
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., Copies]]:
-    copies: list[Copies] = []
-
-    def make(*arguments: Any) -> Copies:
-        copies.append(Copies(*arguments))
-        return copies[-1]
-
-    yield make
-    for one in copies:
-        one.copies.shutdown()
+def made(opened: Callable[..., Any]) -> Callable[..., Copies]:
+    return partial(opened, Copies)
 
 
 def test_blocks_come_back_into_other_blocks(made: Callable[..., Copies]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +166,10 @@ class Offloaded(Cached):
         return int(self.until(lambda: self.on_loop(lambda: self.thread.cache.lookup_hot(keys)) >= chunks))
 
     def close(self) -> None:
-        del self.rows
-        self.manager.shutdown()
+        """May be called again."""
+        if hasattr(self, "rows"):
+            del self.rows
+            self.manager.shutdown()
 
 
 class SlowServer(RemoteTier):
@@ -196,18 +198,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(model: Path, tmp_path: Path) -> Iterator[Make]:
+def make(opened: Callable[..., Any], model: Path, tmp_path: Path) -> Make:
     """Engines on one directory."""
-    made: list[Offloaded] = []
 
-    def make(engine: dict[str, Any] | None = None, **settings: Any) -> Offloaded:
-        made.append(Offloaded(engine_of(model, **(engine or {})), tmp_path / "kv", **settings))
-        return made[-1]
+    def make(engine: dict[str, Any] | None = None, **settings: Any) -> Any:
+        return opened(Offloaded, engine_of(model, **(engine or {})), tmp_path / "kv", **settings)
 
-    yield make
-    for one in made:
-        if hasattr(one, "rows"):
-            one.close()
+    return make
 
 
 def chunk_files(directory: Path) -> list[Path]:
@@ -379,11 +376,11 @@ def test_a_chunk_of_a_window_is_of_use_without_the_one_before_it() -> None:
     assert request.take_unasked() == [NAMES[:2], window[1:], window[:1]]
 
 
-@pytest.mark.parametrize("opened", [True, False])
-def test_vllms_memory_is_given_back(make: Make, opened: bool) -> None:
+@pytest.mark.parametrize("can_open", [True, False])
+def test_vllms_memory_is_given_back(make: Make, can_open: bool) -> None:
     """Where the cache cannot be opened, too."""
     before = set(Path("/dev/shm").glob("vllm_offload_*"))
-    if opened:
+    if can_open:
         engine = make()
         stored(engine)
         view = engine.manager.primary_tier.get_kv_memoryview()

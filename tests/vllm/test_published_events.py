@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,8 @@ def there(events: list[Any]) -> dict[str, dict[Any, BlockStored]]:
 
 
 @pytest.fixture
-def subscriber() -> Iterator[Subscriber]:
-    made = Subscriber()
-    yield made
-    made.close()
+def subscriber(opened: Callable[..., Any]) -> Any:
+    return opened(Subscriber)
 
 
 def blocks_of(events: list[Any], medium: str) -> dict[Any, tuple[Any, ...]]:

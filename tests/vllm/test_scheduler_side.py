@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,16 +78,8 @@ class Engine(Scheduled):
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(*role: str, **settings: Any) -> Engine:
-        engines.append(Engine(*role, **settings))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+def made(opened: Callable[..., Any]) -> Callable[..., Engine]:
+    return partial(opened, Engine)
 
 
 @pytest.fixture

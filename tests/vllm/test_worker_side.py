@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +69,11 @@ class Worker(Cached):
         self.thread = self.side.thread
         self.mover = mover
 
+    def close(self) -> None:
+        self.side.close()
+        if self.mover.driver is not None:
+            self.driver.close()
+
     @property
     def driver(self) -> EngineTwin:
         assert isinstance(self.mover.driver, EngineTwin)
@@ -114,19 +119,9 @@ class Worker(Cached):
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
+def made(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     monkeypatch.setattr("tiercache.assembly.Driver", EngineTwin)
-    workers: list[Worker] = []
-
-    def make(**settings: Any) -> Worker:
-        workers.append(Worker(**settings))
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.side.close()
-        if worker.mover.driver is not None:
-            worker.driver.close()
+    return partial(opened, Worker)
 
 
 @pytest.fixture(params=["auto", "cpu"])

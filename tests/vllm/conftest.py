@@ -18,18 +18,15 @@ DIVERGED_AFTER = 1100
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Any]]:
-    """Makes instances of a class, and closes them at the end of the test: `opened(Worker, device="cpu")`."""
+    """Make instances of a class and close them at the end of the test: `opened(Worker, device="cpu")`."""
     with ExitStack() as stack:
         yield lambda kind, *arguments, **named: stack.enter_context(closing(kind(*arguments, **named)))
 
 
 @pytest.fixture(scope="session")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM, once for all engines: `drive` works from here on."""
-    engines.imported = engines.ImportedVllm(tmp_path_factory.mktemp("engines"))
-    yield
-    engines.imported.close()
-    engines.imported = None
+def imported() -> None:
+    """Import vLLM once for all engines. Without it, the first test that calls `drive` would leave a process behind."""
+    engines.import_vllm()
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,6 @@
-"""Run real vLLM engines through lists of steps, each in a process of its own. Used by engines.py.
-
-This process imports vLLM and forks for every line that it reads, {"engine": {...}, "steps": [[name, ...], ...],
-"environment": {...}, "stdout": path, "stderr": path}: the import is two thirds of what it takes to start an engine. It
-writes the fork's number, and at its end a line with its exit status. The fork writes one JSON list, in a line that
-begins with "answers: ".
+"""Runs real vLLM engines through lists of steps, each in a process of its own: a fork of one that has imported vLLM, which
+is two thirds of what it takes to start an engine. See engines.py. With another vLLM it is a program, whose process imports
+it: `python -m tests.vllm.drive`, with the arguments of `run` as a JSON list in its standard input.
 """
 
 import asyncio
@@ -11,10 +8,9 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
-import gc
 import hashlib
-import importlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -36,18 +32,8 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 
-IMPORTED = (
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.gemma3",
-    "vllm.model_executor.model_loader.default_loader",
-    "vllm.renderers.hf",
-    "tiercache.integrations.vllm",
-)
-"""What an engine would import while it starts. It must start no thread: a fork would have only its locks."""
+UNFINISHED = 12
+"""Requests of a crowd at any time, as long as there are more."""
 
 CONNECTOR = {
     "kv_connector": "TierCacheConnector",
@@ -65,7 +51,7 @@ def cache_thread() -> Any:
 
 
 def on_loop(thread: Any, function: Callable[[], Any]) -> Any:
-    """What it returns, called by the loop of a cache's thread."""
+    """Call `function` on the loop of a cache's thread and return its result."""
 
     async def call() -> Any:
         return function()
@@ -120,6 +106,14 @@ def described(answer: Any) -> dict[str, Any]:
     }
 
 
+def described_all(answer: Any) -> dict[str, Any]:
+    """Describe each of a request's outputs."""
+    logprobs = [
+        [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)] for one in answer.outputs
+    ]
+    return {"tokens": [list(one.token_ids) for one in answer.outputs], "logprobs": logprobs}
+
+
 def settings_of(engine: dict[str, Any]) -> dict[str, Any]:
     settings = dict(engine)
     extra = settings.pop("tiercache", None)
@@ -148,7 +142,7 @@ class Driver:
 
     @contextlib.contextmanager
     def preemptions(self) -> Iterator[list[str]]:
-        """The requests that have to give their blocks away meanwhile."""
+        """Yield a list of the requests that have to give their blocks away meanwhile."""
         scheduler, preempt, preempted = self.scheduler, self.scheduler._preempt_request, []
 
         def counting(request: Any, *arguments: Any, **named: Any) -> None:
@@ -172,19 +166,19 @@ class Driver:
         return described(answer)
 
     def generate_adapted(self, prompt: str, name: str, path: str) -> dict[str, Any]:
-        """With the LoRA adapter that lies at `path`."""
+        """Ask with the LoRA adapter that lies at `path`."""
         from vllm.lora.request import LoRARequest
 
         return self._ask(prompt, LoRARequest(name, 1, path))
 
     def generate_structured(self, prompt: str, structure: dict[str, Any], tokens: int) -> dict[str, Any]:
-        """The answer has to be of a form: a field of vLLM's StructuredOutputsParams."""
+        """Ask for an answer of a form: a field of vLLM's StructuredOutputsParams."""
         from vllm.sampling_params import StructuredOutputsParams
 
         return self._ask(prompt, max_tokens=tokens, structured_outputs=StructuredOutputsParams(**structure))
 
     def generate_seeing(self, text: str, image: int) -> dict[str, Any]:
-        """With an image of noise, which its number decides."""
+        """Ask with an image of noise, which its number decides."""
         from PIL import Image
 
         seen = Image.frombytes("RGB", (56, 56), random.Random(image).randbytes(3 * 56 * 56))
@@ -193,7 +187,7 @@ class Driver:
     def generate_saying(
         self, prompt: Any, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
     ) -> dict[str, Any]:
-        """With `kv_transfer_params`, as the OpenAI server would pass them on."""
+        """Ask with `kv_transfer_params`, as the OpenAI server would pass them on."""
         given = dict(prompt) if isinstance(prompt, dict) else {"prompt": prompt}
         given |= {"cache_salt": cache_salt} if cache_salt else {}
         return self._ask(given, max_tokens=tokens, extra_args={"kv_transfer_params": parameters})
@@ -229,14 +223,11 @@ class Driver:
             if shows(found, expected) or time.monotonic() > until_s:
                 return found
 
-    def idle(self) -> int:
+    def idle(self) -> None:
         """The steps that a server takes after the last answer, and `LLM.generate` does not."""
         core = self.llm.llm_engine.engine_core.engine_core
-        steps = 0
         while core.scheduler.has_requests():
             core.step_fn()
-            steps += 1
-        return steps
 
     def generate_together(self, prompts: list[str], tokens: int) -> dict[str, Any]:
         """Many requests at once, to their full length; and how often one had to give its blocks away."""
@@ -255,11 +246,8 @@ class Driver:
         """The step `name` in the process of each worker; what it returns, by rank."""
         return list(self.llm.collective_rpc(in_worker, args=(name, arguments)))
 
-    def lose_tail(self, rank: int) -> list[int]:
-        """One worker's cache forgets the shortest chunk that it has; how many each then has."""
-        return self.on_workers("lose_tail_here", rank)
-
-    def lose_tail_here(self, rank: int) -> int:
+    def lose_tail(self, rank: int) -> int:
+        """The cache of that rank's worker forgets the shortest chunk that it has; how many this worker's then has."""
         from tiercache.integrations.vllm import lookup
 
         ((_, here),) = lookup.local
@@ -318,9 +306,58 @@ class Driver:
     def crowd(
         self, prompts: list[list[int]], requests: list[dict[str, Any]], happenings: dict[str, list[Any]]
     ) -> dict[str, Any]:
-        from crowd import run_crowd  # it lies beside this script
+        """Many requests of many kinds, `UNFINISHED` at a time, in their order. A request: {"prompt": position, "tokens": so
+        many, "kind": name, "abort": after so many steps}. `happenings`: number of a step -> what is done after it."""
+        engine = self.llm.llm_engine
+        answers: dict[str, Any] = {}
+        happened: set[str] = set()
+        waiting = list(enumerate(requests))[::-1]
+        unfinished: dict[str, float] = {}  # and the step after which each is given up
+        steps = aborted = 0
+        with self.preemptions() as preempted:
+            while waiting or unfinished:
+                while waiting and len(unfinished) < UNFINISHED:
+                    number, request = waiting.pop()
+                    self._begin(f"r{number}", prompts[request["prompt"]], request)
+                    unfinished[f"r{number}"] = steps + (request.get("abort") or math.inf)
+                for answer in engine.step():
+                    if answer.finished:
+                        answers[answer.request_id] = described_all(answer)
+                        del unfinished[answer.request_id]
+                steps += 1
+                for name in [name for name, until in unfinished.items() if until <= steps]:
+                    engine.abort_request([name])
+                    del unfinished[name]
+                    aborted += 1
+                if (happening := happenings.get(str(steps))) is not None:
+                    happened.add(happening[0])
+                    getattr(self, happening[0])(*happening[1:])
+        return {"answers": answers, "aborted": aborted, "preempted": len(preempted), "happened": sorted(happened)}
 
-        return run_crowd(self, prompts, requests, happenings)
+    def _begin(self, name: str, tokens: list[int], request: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        wanted: dict[str, Any] = {"max_tokens": request["tokens"], "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        wanted["output_kind"] = RequestOutputKind.FINAL_ONLY
+        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        match request["kind"]:
+            case "two":
+                wanted |= {"n": 2, "temperature": 1.0, "top_p": 1e-6}
+            case "salted":
+                prompt["cache_salt"] = f"salt {request['prompt'] % 3}"
+            case "prompt logprobs":
+                wanted["prompt_logprobs"] = 1
+        priority = -1 if request["kind"] == "urgent" else 0
+        self.llm.llm_engine.add_request(name, prompt, SamplingParams(**wanted), priority=priority)
+
+    def preempt(self) -> None:
+        with contextlib.suppress(RuntimeError):  # blocks that are still being saved cannot be reset
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def change_weights(self) -> None:
+        """Tell the connector that the weights have changed."""
+        self.scheduler.connector.reset_cache()
 
     def generate_traced(self, prompt: list[int], headers: dict[str, str] | None) -> list[dict[str, Any]]:
         """What the cache's own tracer was told meanwhile, as an exporter gets it."""
@@ -508,59 +545,30 @@ class SideBySide(Driver):
         return True
 
 
-def drive(engine: dict[str, Any], steps: list[list[Any]]) -> None:
+def run(engine: dict[str, Any], steps: list[list[Any]], environment: dict[str, str], log: str, answers: str) -> None:
+    """Run an engine in this process, which is there for it alone, and write the answers to the file `answers`, as JSON.
+
+    The environment becomes `environment`, and the file `log` gets all that is printed.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
+    os.environ.clear()
+    os.environ.update(environment | SETTINGS)
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
+    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(said, number)
     fork_workers()
     driver = SideBySide(engine) if "data_parallel_size" in engine else Driver(engine)
-    answers = []
+    found = []
     for name, *arguments in steps:
         step: Callable[..., Any] = getattr(driver, name)
         if "flush" in (name, *arguments[:1]):
             driver.idle()  # some of what was computed is stored in the step after the last answer
-        answers.append(step(*arguments))
+        found.append(step(*arguments))
     driver.close()
-    print("\nanswers: " + json.dumps(answers), flush=True)
-
-
-def become(environment: dict[str, str], stdout: str, stderr: str) -> None:
-    """What a new process with these would be."""
-    os.environ.clear()
-    os.environ.update(environment | SETTINGS)
-    sys.path[1:1] = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
-    opened = os.open(os.devnull, os.O_RDONLY), *(os.open(path, os.O_WRONLY | os.O_CREAT) for path in (stdout, stderr))
-    for number, descriptor in enumerate(opened):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-
-
-def end_with_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def main() -> None:
-    end_with_parent()
-    replies = os.dup(1)
-    os.set_inheritable(replies, False)
-    os.dup2(2, 1)  # what libraries say
-    os.environ.update(SETTINGS)
-    for name in IMPORTED:
-        importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1
-    gc.collect()
-    gc.freeze()
-    while line := sys.stdin.readline():
-        task = json.loads(line)
-        if (child := os.fork()) == 0:
-            os.close(replies)
-            end_with_parent()
-            become(task["environment"], task["stdout"], task["stderr"])
-            return drive(task["engine"], task["steps"])
-        os.write(replies, f"{child}\n".encode())
-        _, status = os.waitpid(child, 0)
-        os.write(replies, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    Path(answers).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    run(*json.load(sys.stdin))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
-import select
-import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from tests.needs import LONG
+from tests.servers.ports import hold_port
+from tests.vllm.drive import run
 from tests.vllm.models import VOCABULARY
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,82 +27,44 @@ BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
 STEP_TOKENS = 128
 """Tokens a step, the same for all engines: how a prefill is split changes its result in the fifth digit."""
-ANSWERS = "answers: "
-"""What a line of `drive.py` begins with."""
 
 
-class ImportedVllm:
-    """A process that has imported vLLM and forks for each engine. One for the session: the fixture `imported`.
-
-    `found_first`: where another version of vLLM is installed.
-    """
-
-    def __init__(self, directory: Path, found_first: Path | None = None) -> None:
-        self._directory = directory
-        paths = [str(found_first or ""), os.environ.get("PYTHONPATH", "")]
-        self._runs = 0
-        with (directory / "imported.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("drive.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            )
-
-    def run(self, task: dict[str, Any], limit_s: float) -> tuple[int, str, str]:
-        """Exit status, standard output and error. Raises TimeoutError with their ends, and the process is no more."""
-        assert self._process.stdin is not None
-        self._runs += 1
-        stdout, stderr = (self._directory / f"{self._runs}.{name}" for name in ("stdout", "stderr"))
-        self._process.stdin.write(json.dumps(task | {"stdout": str(stdout), "stderr": str(stderr)}) + "\n")
-        self._process.stdin.flush()
-        child = self._reply(limit_s)
-        try:
-            status = self._reply(limit_s)
-        except TimeoutError as error:
-            os.kill(child, signal.SIGKILL)
-            self._reply(limit_s)
-            raise TimeoutError(f"{error}: {stdout.read_text()[-3000:]}{stderr.read_text()[-6000:]}") from error
-        return status, stdout.read_text(), stderr.read_text()
-
-    def _reply(self, limit_s: float) -> int:
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], limit_s)[0]:
-            raise TimeoutError(f"not within {limit_s:.0f} s")
-        line = self._process.stdout.readline()
-        assert line, (self._directory / "imported.log").read_text()[-6000:]
-        return int(line)
-
-    def close(self) -> None:
-        with self._process:  # closes its input, which tells it to end, and waits
-            pass
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.vllm.preloaded"])
 
 
-imported: ImportedVllm | None = None
+def import_vllm() -> None:
+    """Start the process whose forks the engines are. Called by the fixture `imported`."""
+    forkserver.ensure_running()
 
 
 def drive(
     engine: dict[str, Any],
     steps: list[list[Any]],
     environment: dict[str, str] | None = None,
-    vllm: ImportedVllm | None = None,
+    vllm: Path | None = None,
 ) -> tuple[list[Any], str]:
-    """The answers of each step, and everything that the engine logged.
-
-    By `vllm`, or by that of the fixture `imported`, which `model` uses.
-    """
-    vllm = vllm or imported
-    assert vllm is not None
+    """Return the answers of each step, and all that the engine logged. `vllm` is where another version is installed."""
     engine = {"block_size": BLOCK_TOKENS, "max_num_batched_tokens": STEP_TOKENS} | engine
-    task = {"engine": engine, "steps": steps, "environment": {**os.environ, **(environment or {})}}
-    status, stdout, stderr = vllm.run(task, limit_s=3000 if LONG else 400)
-    assert status == 0, stdout[-3000:] + stderr[-6000:]
-    # Other processes of the engine may say something after it.
-    (said,) = [line for line in stdout.splitlines() if line.startswith(ANSWERS)]
-    answers: list[Any] = json.loads(said.removeprefix(ANSWERS))
-    return answers, stdout + stderr
+    limit_s = 3000 if LONG else 400
+    with tempfile.TemporaryDirectory() as place:
+        log, answers = Path(place) / "log", Path(place) / "answers"
+        arguments = engine, steps, os.environ | (environment or {}), str(log), str(answers)
+        if vllm is None:
+            process = _FORKS.Process(target=run, args=arguments)
+            process.start()
+            process.join(limit_s)
+            process.kill()
+            process.join()
+            process.close()
+        else:
+            paths = os.pathsep.join(filter(None, [str(vllm), str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+            command = [sys.executable, "-m", "tests.vllm.drive"]
+            of_it = os.environ | {"PYTHONPATH": paths}
+            subprocess.run(command, input=json.dumps(arguments), env=of_it, text=True, timeout=limit_s, check=False)
+        said = log.read_text()
+        assert answers.exists(), f"it failed, or was ended after {limit_s} s: {said[-9000:]}"
+        return json.loads(answers.read_text()), said
 
 
 def tiercache_settings(directory: Path, **settings: Any) -> dict[str, Any]:
@@ -114,19 +82,19 @@ def tiercache_settings(directory: Path, **settings: Any) -> dict[str, Any]:
 
 
 def tiny_engine(model: Path, **settings: Any) -> dict[str, Any]:
-    """With a model of tests/vllm/models.py that has no tokenizer."""
+    """Return settings of an engine with a model of tests/vllm/models.py that has no tokenizer."""
     ours = {"skip_tokenizer_init": True, "max_model_len": 1024, "enable_prefix_caching": True}
     return {"model": str(model), **ours, "kv_cache_memory_bytes": 64 << 20, **settings}
 
 
 def prompt_of(seed: int, tokens: int, head: list[int] | None = None) -> dict[str, list[int]]:
-    """So many tokens behind `head`, for a tiny model."""
+    """Return a prompt for a tiny model, of so many random tokens behind `head`."""
     numbers = random.Random(seed)
     return {"prompt_token_ids": [2, *(head or ())[1:], *(numbers.randrange(3, VOCABULARY) for _ in range(tokens - 1))]}
 
 
 def drive_named(engine: dict[str, Any], steps: list[tuple[str, list[Any]]]) -> tuple[dict[str, Any], str]:
-    """As `drive`: answers by the names of their steps, the one to a single prompt as it is."""
+    """Call `drive`. Answers are by the names of their steps, and the answer to a single prompt is not in a list."""
     found, log = drive(engine, [step for _, step in steps])
     return {
         name: answer[0] if step[0] == "generate" and len(answer) == 1 else answer
@@ -135,7 +103,7 @@ def drive_named(engine: dict[str, Any], steps: list[tuple[str, list[Any]]]) -> t
 
 
 NOTHING_LEFT = {"claims": 0, "leases": 0, "prefetched": 0, "blocks": 0, "requests": 0}
-"""What the step `left_behind` has to answer."""
+"""The answer of the step `left_behind` if nothing is left."""
 
 
 def same_answer(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -152,14 +120,31 @@ def close_answer(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def assert_hits(answers: list[dict[str, Any]], oracle: list[dict[str, Any]]) -> None:
-    """The same tokens were found, and the answers are the same."""
+    """Assert that the same tokens were found and that the answers are the same."""
     for ours, theirs in zip(answers, oracle, strict=True):
         assert ours["cached"] == theirs["cached"], (ours, theirs)
         assert same_answer(ours, theirs), (ours, theirs)
 
 
 def assert_wrong_hits(answers: list[dict[str, Any]], oracle: list[dict[str, Any]]) -> None:
-    """The negative control: with the bytes reversed as much is found, and no answer stays. Else hits would prove nothing."""
+    """Assert that as much was found and that no answer is the same: with reversed bytes, else hits would prove nothing."""
     for ours, theirs in zip(answers, oracle, strict=True):
         assert ours["cached"] == theirs["cached"], (ours, theirs)
         assert not same_answer(ours, theirs), ours
+
+
+@contextmanager
+def running_example(program: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """Run a program of examples/ that serves HTTP, in a process of its own. Yields its URL."""
+    port = hold_port()
+    with log.open("wb") as output:
+        command = [sys.executable, str(program), *arguments, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            until_s = time.monotonic() + 60
+            while "running on" not in log.read_text():
+                assert process.poll() is None and time.monotonic() < until_s, log.read_text()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(30)

@@ -82,7 +82,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(directory: Path, kind: str, **config: Any) -> Path:
-    """Make `directory` hold a model of that kind; returns it."""
+    """Make `directory` hold a model of that kind, and return it."""
     import torch
     import transformers
 
@@ -97,12 +97,12 @@ def tiny_model(directory: Path, kind: str, **config: Any) -> Path:
 
 
 def tiny_gemma(directory: Path, *layers: str) -> Path:
-    """`layers`: "full" or "sliding", each of which sees `WINDOW_TOKENS`."""
+    """Make `directory` hold a tiny Gemma 3, and return it. `layers` are "full" or "sliding", which sees `WINDOW_TOKENS`."""
     return tiny_model(directory, "gemma3_text", layer_types=[f"{layer}_attention" for layer in layers])
 
 
 def untrained_llama(directory: Path, weights: int = 4096, **config: Any) -> Path:
-    """Make `directory` hold a Llama that nobody runs: any numbers are its weights. `config` is written as it is."""
+    """Make `directory` hold a Llama that nobody runs, with any weights and this `config` as it is, and return it."""
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True)
@@ -118,13 +118,13 @@ _FIRST_WORD = 5
 
 
 def words(tokens: int, seed: int) -> str:
-    """So many tokens of text for `tiny_blip`."""
+    """Return so many tokens of text for `tiny_blip`."""
     numbers = random.Random(seed)
     return " ".join(f"w{numbers.randrange(_FIRST_WORD, VOCABULARY)}" for _ in range(tokens))
 
 
 def tiny_blip(directory: Path) -> Path:
-    """Make `directory` hold a model that sees images, with tokenizer and processor; returns it.
+    """Make `directory` hold a model that sees images, with tokenizer and processor, and return it.
 
     BLIP-2: `IMAGE_TOKENS` for an image, in front of the prompt.
     """
@@ -165,7 +165,7 @@ SHORTENED_LAYERS = 6
 
 
 def shorten(model: Path, directory: Path) -> Path:
-    """Make `directory` hold the first layers of `model`: a CPU computes its answers four times sooner. Returns it."""
+    """Make `directory` hold the first layers of `model`, whose answers a CPU computes four times sooner, and return it."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 

@@ -43,7 +43,7 @@ def figures(model: str, said: list[str], tmp_path_factory: pytest.TempPathFactor
         *(pytest.param(f"disk_{state}", ["alone"], marks=needs_fuse) for state in STATES),
     ],
 )
-def test_each_workload_is_measured_in_turn_with_what_it_is_compared_with(
+def test_each_workload_is_measured_beside_what_it_is_compared_with(
     figures: Figures, workload: str, others: list[str]
 ) -> None:
     for what in RUN:
@@ -68,15 +68,9 @@ def test_the_slow_disk_is_slow_and_the_others_are_not(figures: Figures) -> None:
     assert slow_ms > 20 * well_ms
 
 
-def test_steps_with_64_waiting_requests_were_seen(figures: Figures) -> None:
+def test_steps_with_64_waiting_requests_and_figures_for_every_goal_were_seen(figures: Figures, said: list[str]) -> None:
     (count,), (median_ms,) = figures.samples["vllm.step_count"], figures.samples["vllm.step_median_ms"]
     assert count >= 10
     assert 0 < median_ms <= figures.samples["vllm.step_p99_ms"][0]
-
-
-def test_every_goal_has_its_figures(figures: Figures) -> None:
     assert len(compared_with_goals(figures)) == len(GOALS)
-
-
-def test_progress_is_shown(figures: Figures, said: list[str]) -> None:
     assert "vLLM: documents, pair 1 of 1" in said

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import CHUNK_TOKENS, drive, drive_named, same_answer, tiercache_settings
+from tests.vllm.engines import CHUNK_TOKENS, drive_named, same_answer, tiercache_settings
 
 CHUNKS = 4
 """Of each prompt: 256 of its tokens are whole blocks."""
@@ -80,9 +79,7 @@ def test_announced_tokens_get_the_names_that_a_request_gets(life: Life) -> None:
     assert answers["found after salted"]["found"] == answers["found"]["found"]
 
 
-def test_prefetched_prompt_is_a_hit_in_ram_and_the_prefix_caches_answer(
-    life: Life, oracle: list[dict[str, Any]]
-) -> None:
+def test_a_prefetched_prompt_is_a_hit_in_ram(life: Life, oracle: list[dict[str, Any]]) -> None:
     answers, log = life
     promoted = answers["promoted"]
     assert promoted["promoted"] == promoted["asked"] >= 4 and promoted["missing"] == 0
@@ -119,25 +116,3 @@ def test_after_a_reset_announced_tokens_get_the_new_names(life: Life) -> None:
     answers, _ = life
     assert answers["found after reset"]["found"] == 0
     assert answers["found anew"]["found"] == answers["found"]["found"]
-
-
-def test_worker_in_a_process_of_its_own_names_announced_tokens_alike(
-    model: str, prompts: list[str], tmp_path: Path
-) -> None:
-    socket = str(tmp_path / "c.sock")
-    (cold, flushed, found), _ = drive(
-        {
-            "model": model,
-            "enable_prefix_caching": False,
-            "distributed_executor_backend": "mp",
-            "tiercache": tiercache_settings(tmp_path / "kv", control_socket=socket),
-        },
-        [
-            ["generate_saying", prompts[0], {"tiercache.session": "s", "tiercache.next_in_s": 60}],
-            ["control", socket, "pin", {"until_s": 20}, prompts[0]],
-            ["control", socket, "statistics", {}],
-        ],
-    )
-    assert cold["cached"] == 0
-    assert flushed["pinned"] == flushed["asked"] >= 4
-    assert (found["pinned"], found["sessions"]) == (flushed["pinned"], 1)

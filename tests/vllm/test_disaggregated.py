@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,13 @@ import httpx
 import pytest
 
 from tests.needs import takes_minutes
-from tests.servers.ports import hold_port
 from tests.vllm.engines import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     REPOSITORY,
     drive,
     prompt_of,
+    running_example,
     same_answer,
     tiercache_settings,
     tiny_engine,
@@ -59,58 +56,34 @@ def test_one_engine_computes_and_another_generates(tmp_path: Path, first: str) -
     assert same_answer(found, alone)
 
 
-@contextmanager
-def proxy(prefill: Server, decode: Server) -> Iterator[str]:
-    port = hold_port()
-    command = [sys.executable, str(EXAMPLE), "--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        while "Uvicorn running" not in (line := process.stderr.readline()):
-            assert line, "the proxy ended"
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
-
-
 @takes_minutes
 def test_proxy_before_two_servers(tmp_path: Path) -> None:
     from tests.remote.redis import servers
 
-    config = tmp_path / "tiercache.yaml"
-    model = tiny_gemma(tmp_path / "model", "full", "full")
-    prompts = [prompt_of(number, 900)["prompt_token_ids"] for number in range(5)]
-    with servers.running(tmp_path) as redis:
+    config, model = tmp_path / "tiercache.yaml", tiny_gemma(tmp_path / "model", "full", "full")
+    asked: dict[str, Any] = {"model": MODEL_NAME, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    asked["return_token_ids"] = True
+
+    def started(stack: ExitStack, name: str, role: str) -> Server:
+        transfer = {"kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.integrations.vllm"}
+        arguments = ["--skip-tokenizer-init", "--dtype", quickest_dtype(), "--max-model-len", "1024"]
+        arguments += ["--kv-transfer-config", json.dumps(transfer | {"kv_role": role})]
+        return stack.enter_context(serving(model, tmp_path / f"{name}.log", config, arguments=arguments))
+
+    with ExitStack() as stack:
+        redis = stack.enter_context(servers.running(tmp_path))
         config.write_text(
             "chunk_size: 64\nsave_unfull_chunk: true\nmax_local_cpu_size: 0.2\nremote_storage_plugins: [redis]\n"
             f"extra_config:\n  remote_storage_plugin.redis.url: redis://127.0.0.1:{redis.port}\n"
         )
-        _ask_through_proxy(model, config, prompts)
-
-
-def _ask_through_proxy(model: Path, config: Path, prompts: list[list[int]]) -> None:
-    place = config.parent
-    asked: dict[str, Any] = {"model": MODEL_NAME, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    asked["return_token_ids"] = True
-
-    def arguments(role: str) -> list[str]:
-        transfer = {"kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.integrations.vllm"}
-        return [
-            *("--skip-tokenizer-init", "--dtype", quickest_dtype(), "--max-model-len", "1024"),
-            *("--kv-transfer-config", json.dumps(transfer | {"kv_role": role})),
-        ]
-
-    with (
-        serving(model, place / "prefill.log", config, arguments=arguments("kv_producer")) as prefill,
-        serving(model, place / "decode.log", config, arguments=arguments("kv_consumer")) as decode,
-        proxy(prefill, decode) as url,
-        httpx.Client(timeout=300, trust_env=False) as client,
-    ):
-        for prompt in prompts:
-            answer = client.post(f"{url}/v1/completions", json={**asked, "prompt": prompt}).raise_for_status().json()
+        prefill, decode = started(stack, "prefill", "kv_producer"), started(stack, "decode", "kv_consumer")
+        proxied = running_example(EXAMPLE, tmp_path / "proxy.log", "--prefill", prefill.url, "--decode", decode.url)
+        url, client = stack.enter_context(proxied), stack.enter_context(httpx.Client(timeout=300, trust_env=False))
+        for number in range(5):
+            asked |= {"prompt": prompt_of(number, 900)["prompt_token_ids"]}
+            answer = client.post(f"{url}/v1/completions", json=asked).raise_for_status().json()
             usage = answer["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= 896 - 128, usage
             decode.forget_prefix_cache()
-            right = client.post(f"{prefill.url}/v1/completions", json={**asked, "prompt": prompt}).json()
+            right = client.post(f"{prefill.url}/v1/completions", json=asked).json()
             assert answer["choices"][0]["token_ids"] == right["choices"][0]["token_ids"]

@@ -38,31 +38,21 @@ def first_life(
     model: str, prompts: list[str], continued: str, diverged: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Life:
     """An engine that computes, hits RAM, hits disk, is given damaged files, and at last wrong KV."""
-    directory = tmp_path_factory.mktemp("kv")
+    directory, generate = tmp_path_factory.mktemp("kv"), ["generate", prompts]
+    clear: tuple[str, list[Any]] = ("", ["clear_hot"])
     answers, log = drive_named(
         engine_of(model, tiercache_settings(directory)),
         [
-            ("cold", ["generate", prompts]),
-            ("", ["flush"]),
-            ("cpu", ["generate", prompts]),
-            ("", ["clear_hot"]),
-            ("disk", ["generate", prompts]),
-            ("", ["clear_hot"]),
+            *(("cold", generate), ("", ["flush"]), ("cpu", generate), clear, ("disk", generate), clear),
             ("damaged", ["damage_files", str(directory), "flip", 3]),
-            ("damaged_answer", ["generate", prompts]),
-            ("", ["flush"]),
-            ("healed", ["generate", prompts]),
-            ("statistics", ["statistics"]),
-            ("", ["clear_hot"]),
+            *(("damaged_answer", generate), ("", ["flush"]), ("healed", generate)),
+            *(("statistics", ["statistics"]), clear),
             ("all_damaged", ["damage_files", str(directory), "flip", 1]),
             ("continued_damaged", ["generate", [continued]]),
-            ("", ["flush"]),
-            ("", ["clear_hot"]),
+            *(("", ["flush"]), clear),
             ("continued_healed", ["generate", [continued]]),
-            ("", ["generate", prompts]),
-            ("diverged", ["generate", [diverged]]),
-            ("corrupted", ["corrupt_hot"]),
-            ("wrong", ["generate", prompts]),
+            *(("", generate), ("diverged", ["generate", [diverged]])),
+            *(("corrupted", ["corrupt_hot"]), ("wrong", generate)),
         ],
     )
     return directory, answers, log
@@ -120,9 +110,7 @@ def test_operators_find_the_lines_they_know(first_life: Life) -> None:
     assert len(re.findall(r"Stored \d+ out of total \d+ tokens for request", log)) >= 4
 
 
-def test_new_process_loads_asynchronously_what_the_old_one_stored(
-    first_life: Life, model: str, prompts: list[str], oracle: Answers
-) -> None:
+def test_a_new_process_loads_asynchronously(first_life: Life, model: str, prompts: list[str], oracle: Answers) -> None:
     directory = first_life[0]
     (hit, truncated, recomputed), log = drive(
         engine_of(model, tiercache_settings(directory, enable_async_loading=True, local_cpu=False)),
@@ -134,9 +122,7 @@ def test_new_process_loads_asynchronously_what_the_old_one_stored(
         assert first["tokens"][:4] == second["tokens"][:4] == theirs["tokens"][:4]
 
 
-def test_compressed_chunks_give_the_prefix_caches_answer(
-    model: str, prompts: list[str], oracle: Answers, tmp_path: Path
-) -> None:
+def test_compressed_chunks_give_the_answer(model: str, prompts: list[str], oracle: Answers, tmp_path: Path) -> None:
     (cold, _, _, hit, counted), _ = drive(
         engine_of(model, tiercache_settings(tmp_path, disk_compression="zstd")),
         [["generate", prompts], ["flush"], ["clear_hot"], ["generate", prompts], ["statistics"]],
@@ -175,16 +161,12 @@ def test_many_requests_in_little_memory(
 @pytest.fixture(scope="session")
 def device_life(model: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Life:
     """The engine's memory is treated as a device's: all KV goes through the device's pool and paged copies."""
-    directory = tmp_path_factory.mktemp("device")
+    directory, generate = tmp_path_factory.mktemp("device"), ["generate", prompts]
     answers, log = drive_named(
         device_engine(model, directory),
         [
-            ("cold", ["generate", prompts]),
-            ("", ["flush"]),
-            ("hot", ["generate", prompts]),
-            ("", ["clear_hot"]),
-            ("gds", ["generate", prompts]),
-            ("statistics", ["statistics"]),
+            *(("cold", generate), ("", ["flush"]), ("hot", generate)),
+            *(("", ["clear_hot"]), ("gds", generate), ("statistics", ["statistics"])),
         ],
     )
     return directory, answers, log
@@ -211,21 +193,21 @@ def test_hits_through_device_memory_give_the_prefix_caches_answer(device_life: L
     assert statistics["device"]["slots_free"] == statistics["device"]["slots"]
 
 
-def test_new_process_with_device_memory_loads_what_the_old_one_stored(
+def test_a_new_process_loads_into_device_memory(
     device_life: Life, model: str, prompts: list[str], oracle: Answers
 ) -> None:
     """From GDS, asynchronously; when its files are gone, from disk through the host; and at last wrong KV."""
-    directory = device_life[0]
+    directory, generate = device_life[0], ["generate", prompts]
     found, log = drive_named(
         device_engine(model, directory, enable_async_loading=True),
         [
-            ("", ["scanned"]),
-            ("gds", ["generate", prompts]),
-            ("removed", ["remove_files", str(directory / "gds")]),
-            ("disk", ["generate", prompts]),
-            ("statistics", ["statistics"]),
-            ("corrupted", ["corrupt_hot"]),
-            ("wrong", ["generate", prompts]),
+            *(("", ["scanned"]), ("gds", generate)),
+            *(
+                ("removed", ["remove_files", str(directory / "gds")]),
+                ("disk", generate),
+                ("statistics", ["statistics"]),
+            ),
+            *(("corrupted", ["corrupt_hot"]), ("wrong", generate)),
         ],
     )
     assert found["removed"] >= 8 and found["corrupted"] >= 8

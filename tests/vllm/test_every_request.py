@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("imported")
 REQUESTS = int(os.environ.get("TEST_REQUESTS", "120"))
 TOKENS = 12
 KINDS = ["plain"] * 5 + ["salted", "prompt logprobs", "urgent"]
-HAPPENINGS = ["clear hot", "preempt", "damage", "clear hot", "remove", "preempt", "weights changed"]
+HAPPENINGS = ["clear_hot", "preempt", "damage_files", "clear_hot", "remove_files", "preempt", "change_weights"]
 
 
 def workload(directory: Path, kinds: list[str]) -> tuple[list[list[int]], list[dict[str, Any]], dict[str, list[Any]]]:
@@ -41,10 +41,10 @@ def workload(directory: Path, kinds: list[str]) -> tuple[list[list[int]], list[d
     happenings: dict[str, list[Any]] = {}
     for number, step in enumerate(range(15, 20000, 15)):
         match HAPPENINGS[number % len(HAPPENINGS)]:
-            case "damage":
-                happenings[str(step)] = ["damage", str(directory), numbers.choice(["flip", "truncate"]), 5]
-            case "remove":
-                happenings[str(step)] = ["remove", str(directory)]
+            case "damage_files" as name:
+                happenings[str(step)] = [name, str(directory), numbers.choice(["flip", "truncate"]), 5]
+            case "remove_files" as name:
+                happenings[str(step)] = [name, str(directory)]
             case name:
                 happenings[str(step)] = [name]
     return prompts, requests, happenings

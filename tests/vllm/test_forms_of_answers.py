@@ -19,9 +19,7 @@ SCHEMA = {
 WIDTH, BEAM_TOKENS = 3, 6
 
 
-def test_structured_answers_and_beams_are_the_prefix_caches(
-    model: str, prompts: list[str], continued: str, tmp_path: Path
-) -> None:
+def test_structured_answers_and_beams(model: str, prompts: list[str], continued: str, tmp_path: Path) -> None:
     """With what lies on the disk."""
     engine: dict[str, Any] = {
         "model": model,

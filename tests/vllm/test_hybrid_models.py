@@ -72,9 +72,7 @@ def test_a_hit_loads_what_windows_leave_and_is_the_prefix_caches_answer(tmp_path
     ("kind", "device", "ranks"),
     [("lfm2", "auto", 1), ("lfm2", "auto", 2), ("qwen3_next", "cpu", 1), ("qwen3_next", "auto", 2)],
 )
-def test_a_hit_on_recurrent_states_is_the_prefix_caches_answer(
-    kind: str, device: str, ranks: int, tmp_path: Path
-) -> None:
+def test_a_hit_on_recurrent_states_is_the_answer(kind: str, device: str, ranks: int, tmp_path: Path) -> None:
     """From RAM, from disk, and in a new process. Each rank has states of its own."""
     block_tokens, prompt_tokens = 128, 900  # an attention block is as large as a state at least
     engine = tiny_engine(
@@ -89,17 +87,9 @@ def test_a_hit_on_recurrent_states_is_the_prefix_caches_answer(
     found, log = drive_named(
         cached,
         [
-            ("", ["loads_always"]),
-            ("cold", ask),
-            ("", ["on_workers", "flush"]),
-            *emptied,
-            ("hot", ask),
-            ("", ["on_workers", "clear_hot"]),
-            *emptied,
-            ("disk", ask),
-            ("corrupted", ["on_workers", "corrupt_hot"]),
-            *emptied,
-            ("wrong", ask),
+            *(("", ["loads_always"]), ("cold", ask), ("", ["on_workers", "flush"]), *emptied),
+            *(("hot", ask), ("", ["on_workers", "clear_hot"]), *emptied),
+            *(("disk", ask), ("corrupted", ["on_workers", "corrupt_hot"]), *emptied, ("wrong", ask)),
         ],
     )
     left = [("left", ["left_behind"])] if ranks == 1 else []

@@ -30,16 +30,11 @@ HIT_TOKENS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 CHUNKS = -(-HIT_TOKENS // CHUNK_TOKENS)
 PROMPT = prompt_of(3, PROMPT_TOKENS)
 GENERATE: list[Any] = ["generate", [PROMPT], 4]
-FLUSHED = ("", ["on_workers", "flush"])
+DIGESTS = ["on_workers", "kv_digests"]
+FLUSHED, CLEARED = ("", ["on_workers", "flush"]), ("", ["on_workers", "clear_hot"])
 EMPTIED: list[tuple[str, list[Any]]] = [("", ["idle"]), ("", ["reset_prefix_cache"])]
 """The engine's own cache; what it has of finished requests is free only after one more step."""
-COMPUTED: list[tuple[str, list[Any]]] = [
-    ("cold", GENERATE),
-    ("reference", GENERATE),
-    ("computed", ["on_workers", "kv_digests"]),
-    FLUSHED,
-    *EMPTIED,
-]
+COMPUTED = [("cold", GENERATE), ("reference", GENERATE), ("computed", DIGESTS), FLUSHED, *EMPTIED]
 
 
 def ranks_of(model: Path, settings: dict[str, Any], ranks: int = 2, **engine: Any) -> dict[str, Any]:
@@ -62,19 +57,10 @@ def test_two_ranks_with_heads_of_their_own(tmp_path: Path) -> None:
     found, log = drive_named(
         engine,
         [
-            *COMPUTED,
-            ("ram", GENERATE),
-            *EMPTIED,
-            ("", ["on_workers", "clear_hot"]),
-            ("disk", GENERATE),
-            *EMPTIED,
-            ("lost", ["lose_tail", 1]),
-            ("shorter", GENERATE),
-            FLUSHED,
-            *EMPTIED,
-            ("", ["on_workers", "clear_hot"]),
-            ("", ["damage_files", str(tmp_path / "kv"), "flip", 100]),
-            ("damaged", GENERATE),
+            *(*COMPUTED, ("ram", GENERATE), *EMPTIED),
+            *(CLEARED, ("disk", GENERATE), *EMPTIED),
+            *(("lost", ["on_workers", "lose_tail", 1]), ("shorter", GENERATE), FLUSHED, *EMPTIED),
+            *(CLEARED, ("", ["damage_files", str(tmp_path / "kv"), "flip", 100]), ("damaged", GENERATE)),
         ],
     )
     reference = found["reference"]
@@ -92,12 +78,8 @@ def test_two_ranks_with_heads_of_their_own(tmp_path: Path) -> None:
     again, _ = drive_named(
         engine,
         [
-            ("disk", GENERATE),
-            ("loaded", ["on_workers", "kv_digests"]),
-            ("", ["on_workers", "corrupt_hot"]),
-            *EMPTIED,
-            ("wrong", GENERATE),
-            ("wrongly", ["on_workers", "kv_digests"]),
+            *(("disk", GENERATE), ("loaded", DIGESTS)),
+            *(("", ["on_workers", "corrupt_hot"]), *EMPTIED, ("wrong", GENERATE), ("wrongly", DIGESTS)),
         ],
     )
     assert again["disk"]["cached"] == again["wrong"]["cached"] == HIT_TOKENS
@@ -123,12 +105,7 @@ def test_two_ranks_with_one_head_store_it_once_in_redis_and_a_rank_alone_reads_i
         }
         found, _ = drive_named(
             ranks_of(model, settings),
-            [
-                *COMPUTED,
-                ("", ["on_workers", "clear_hot"]),
-                ("redis", GENERATE),
-                ("statistics", ["on_workers", "statistics"]),
-            ],
+            [*COMPUTED, CLEARED, ("redis", GENERATE), ("statistics", ["on_workers", "statistics"])],
         )
         alone, _ = drive_named(
             ranks_of(model, settings, ranks=1),
@@ -153,22 +130,15 @@ def test_mlas_latents_are_stored_once_by_two_ranks_and_read_bit_for_bit_by_one(t
     found, _ = drive_named(
         ranks_of(model, settings, **mla),
         [
-            ("cold", GENERATE),
-            ("computed", ["on_workers", "kv_digests"]),
-            FLUSHED,
-            ("hit", GENERATE),
-            ("statistics", ["on_workers", "statistics"]),
+            *(("cold", GENERATE), ("computed", DIGESTS), FLUSHED),
+            *(("hit", GENERATE), ("statistics", ["on_workers", "statistics"])),
         ],
     )
     alone, _ = drive_named(
         ranks_of(model, settings, ranks=1, **mla),
         [
-            ("hit", GENERATE),
-            ("loaded", ["on_workers", "kv_digests"]),
-            ("corrupted", ["corrupt_hot"]),
-            ("", ["idle"]),
-            ("wrong", GENERATE),
-            ("wrongly", ["on_workers", "kv_digests"]),
+            *(("hit", GENERATE), ("loaded", DIGESTS)),
+            *(("corrupted", ["corrupt_hot"]), ("", ["idle"]), ("wrong", GENERATE), ("wrongly", DIGESTS)),
         ],
     )
     assert found["cold"]["cached"] == 0
@@ -192,16 +162,13 @@ def test_parts_of_heads_are_found_by_another_number_of_ranks(tmp_path: Path, wri
     again, log = drive_named(
         ranks_of(model, settings, ranks=readers),
         [
-            ("disk", GENERATE),
-            ("loaded", ["on_workers", "kv_digests"]),
-            ("corrupted", ["on_workers", "corrupt_hot"]),
-            *EMPTIED,
-            ("wrong", GENERATE),
+            *(("disk", GENERATE), ("loaded", DIGESTS)),
+            *(("corrupted", ["on_workers", "corrupt_hot"]), *EMPTIED, ("wrong", GENERATE)),
         ],
     )
 
     def of_the_model(ranks: list[list[list[Any]]]) -> set[tuple[int, int, str]]:
-        """With the number of a head among those of all ranks."""
+        """Return the digests with the number of their head among those of all ranks."""
         here = heads // len(ranks)
         return {(layer, rank * here + head, one) for rank, found in enumerate(ranks) for layer, head, one in found}
 

@@ -158,7 +158,7 @@ def test_what_the_tiers_have_is_published_and_what_others_evicted_is_taken_back(
     assert not now["STORAGE"] and not now["CPU"], "after a reset nothing that was stored is found"
 
 
-def test_after_a_restart_chunks_are_published_when_a_request_loads_them(
+def test_after_a_restart_chunks_are_published_with_their_load(
     model: str, prompts: list[str], tmp_path: Path, subscriber: Subscriber
 ) -> None:
     engine = {"model": model, "tiercache": tiercache_settings(tmp_path, **NO_TAILS)}
@@ -171,7 +171,7 @@ def test_after_a_restart_chunks_are_published_when_a_request_loads_them(
     assert len(now["STORAGE"]) == len(now["CPU"]) == usable
 
 
-def test_of_several_groups_of_layers_those_that_see_every_token_are_published(
+def test_groups_of_layers_that_see_every_token_are_published(
     tmp_path: Path, subscriber: Subscriber, imported: None
 ) -> None:
     settings = tiercache_settings(tmp_path / "kv", max_local_cpu_size=0.03)
@@ -189,7 +189,7 @@ def test_what_every_rank_has_is_published_once_and_what_one_has_lost_is_taken_ba
     tmp_path: Path, subscriber: Subscriber, imported: None
 ) -> None:
     engine = ranks_of(tiny_model(tmp_path / "model", "llama"), settings_of(tmp_path, **NO_TAILS))
-    steps = [GENERATE, ["on_workers", "flush"], HI_IN_TOKENS, ["now"], ["lose_tail", 1], HI_IN_TOKENS]
+    steps = [GENERATE, ["on_workers", "flush"], HI_IN_TOKENS, ["now"], ["on_workers", "lose_tail", 1], HI_IN_TOKENS]
     (_, _, _, stored_s, kept, _), _ = drive(engine | {"kv_events_config": subscriber.config}, steps)
     chunks = PROMPT_TOKENS // CHUNK_TOKENS
     assert kept == [chunks, chunks - 1]

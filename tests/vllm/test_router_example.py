@@ -6,12 +6,9 @@ import asyncio
 import importlib.util
 import json
 import random
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,7 @@ import httpx
 import pytest
 
 from tests.needs import takes_minutes
-from tests.servers.ports import hold_port
-from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY
+from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY, running_example
 from tiercache.demo.server import MODEL_NAME, Server, quickest_dtype, serving
 
 EXAMPLE = REPOSITORY / "examples" / "kv_events_router.py"
@@ -114,21 +110,6 @@ WARM = 120
 """Requests before anything is counted: from then on everything is full, and each chunk that comes evicts another one."""
 
 
-@dataclass
-class Asked:
-    hit_tokens: int
-    prompt_tokens: int
-    stale: int
-    """Requests of which less was found than the router had counted on."""
-    requests: int
-    wrong: list[tuple[int, int, int]]
-    """Of those: which request, found, counted on."""
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / self.prompt_tokens
-
-
 @contextmanager
 def engine(model: str, place: Path) -> Iterator[tuple[Server, str]]:
     """A server and the endpoint of its events."""
@@ -142,48 +123,25 @@ def engine(model: str, place: Path) -> Iterator[tuple[Server, str]]:
         yield server, endpoint
 
 
-@contextmanager
-def routing(engines: list[tuple[Server, str]], log: Path, *more: str) -> Iterator[str]:
-    """The example, in a process of its own; its URL."""
-    port = hold_port()
-    named = [word for server, endpoint in engines for word in ("--engine", f"{server.url},{endpoint}")]
-    with log.open("wb") as output:
-        command = [sys.executable, str(EXAMPLE), *named, "--port", str(port), *more]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            until_s = time.monotonic() + 60
-            while "running on" not in log.read_text():
-                assert process.poll() is None and time.monotonic() < until_s, log.read_text()
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-async def ask_all(url: str, seed: int) -> Asked:
-    """Conversations come back at random, a few at once, and more of them than both engines have room for."""
+async def ask_all(url: str, seed: int) -> list[tuple[int, int]]:
+    """Conversations come back at random, a few at once, and more of them than both engines have room for. The tokens that
+    each hit, and those that the router had counted on."""
     numbers = random.Random(seed)
     prompts = [[numbers.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)] for _ in range(CONVERSATIONS)]
-    turns = iter(enumerate(numbers.choices(prompts, k=WARM + REQUESTS)))
-    counted = Asked(0, 0, 0, 0, [])
+    turns = iter(numbers.choices(prompts, k=WARM + REQUESTS))
+    found: list[tuple[int, int]] = []
 
     async def ask(client: httpx.AsyncClient) -> None:
-        for number, prompt in turns:
+        for prompt in turns:
             body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
             answer = await client.post(f"{url}/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
-            hit = (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-            if number >= WARM:
-                counted.hit_tokens += hit
-                counted.prompt_tokens += len(prompt)
-                if hit < (expected := int(answer.headers["x-kv-tokens"])):
-                    counted.stale += 1
-                    counted.wrong.append((number, hit, expected))
-                counted.requests += 1
+            details = answer.json()["usage"]["prompt_tokens_details"] or {}
+            found.append((details.get("cached_tokens") or 0, int(answer.headers["x-kv-tokens"])))
 
     async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
         await asyncio.gather(*(ask(client) for _ in range(AT_ONCE)))
-    return counted
+    return found[WARM:]
 
 
 @takes_minutes
@@ -194,14 +152,14 @@ def test_router_finds_more_than_taking_turns_and_is_hardly_ever_wrong_while_ever
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with ExitStack() as stack:
         engines = [stack.enter_context(engine(model, tmp_path / name)) for name in "ab"]
-        with routing(engines, tmp_path / "turns.log", "--round-robin") as url:
-            taking_turns = asyncio.run(ask_all(url, seed=1))
-        with routing(engines, tmp_path / "router.log") as url:
+        named = [word for server, endpoint in engines for word in ("--engine", f"{server.url},{endpoint}")]
+        with running_example(EXAMPLE, tmp_path / "turns.log", *named, "--round-robin") as url:
+            turns = asyncio.run(ask_all(url, seed=1))
+        with running_example(EXAMPLE, tmp_path / "router.log", *named) as url:
             routed = asyncio.run(ask_all(url, seed=2))
-    print(
-        f"\nhit rate {routed.hit_rate:.3f}, taking turns {taking_turns.hit_rate:.3f}; stale {routed.stale} of "
-        f"{routed.requests} routed, {taking_turns.stale} of {taking_turns.requests} taking turns: {routed.wrong}"
-    )
-    assert routed.hit_rate > taking_turns.hit_rate + 0.1
-    assert routed.stale < 0.01 * routed.requests
-    assert 0.2 < routed.hit_rate < 0.97, "not everything fits"
+    turns_rate, routed_rate = (sum(hit for hit, _ in one) / (PROMPT_TOKENS * len(one)) for one in (turns, routed))
+    stale = [(hit, expected) for hit, expected in routed if hit < expected]
+    print(f"\nhit rate {routed_rate:.3f}, taking turns {turns_rate:.3f}; stale {len(stale)} of {len(routed)}: {stale}")
+    assert routed_rate > turns_rate + 0.1
+    assert len(stale) < 0.01 * len(routed)
+    assert 0.2 < routed_rate < 0.97, "not everything fits"

@@ -13,12 +13,12 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 
 TOKENS = 16
-"""Of a block."""
+"""Tokens of a block."""
 NAMES = [bytes([number]) * 32 for number in range(64)]
 
 
 def spec_of(heads: int, head_size: int) -> Any:
-    """What vLLM says of blocks in bfloat16."""
+    """Return a stand-in for vLLM's description of blocks in bfloat16."""
     return SimpleNamespace(
         block_size=TOKENS,
         num_kv_heads=heads,
@@ -30,12 +30,12 @@ def spec_of(heads: int, head_size: int) -> Any:
 
 
 class Cached:
-    """What tests ask of a worker's cache."""
+    """A worker's cache, and ways to ask it."""
 
     thread: CacheThread
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
-        """What it returns, called by the cache's loop after all that was asked of it before."""
+        """Call `function` on the cache's loop, after all that was asked of it before, and return its result."""
 
         async def call() -> Any:
             return function()
@@ -43,7 +43,7 @@ class Cached:
         return self.thread.submit(call()).result(10)
 
     def until(self, happened: Callable[[], Any]) -> Any:
-        """What it returns, once that is true; the cache's loop goes on meanwhile."""
+        """Call `happened` until its result is true, and return that. The cache's loop goes on meanwhile."""
         for _ in range(1000):
             if found := happened():
                 return found
@@ -55,7 +55,7 @@ class Cached:
         raise AssertionError("it never happened")
 
     def stops_its_loop(self) -> threading.Event:
-        """The cache's thread does nothing until the event is set."""
+        """Stop the cache's thread until the event returned is set."""
         stopped, go_on = threading.Event(), threading.Event()
         self.thread.loop.call_soon_threadsafe(lambda: (stopped.set(), go_on.wait(10)))
         stopped.wait(10)
@@ -65,14 +65,14 @@ class Cached:
         return keys_from_hashes(self.thread.cache.namespace, names)
 
     def has(self, name: bytes) -> bool:
-        """Whether the cache has a chunk, when all that is under way there has ended."""
+        """Return True if the cache has the chunk after all that is under way there has ended."""
         return bool(self.thread.submit(self.thread.cache.lookup_keys(self.keys(name))).result(10).chunks == 1)
 
     def forgets(self, *names: bytes) -> None:
         self.thread.submit(self.thread.cache.forget(self.keys(*names))).result(10)
 
     def only_on_disk(self, *names: bytes) -> None:
-        """Those that are stored; without `names` all of them."""
+        """Drop chunks from the hot cache once they are on disk; without `names` all of them."""
         cache = self.thread.cache
         assert self.thread.submit(cache.flush(10)).result(20).complete
         if not names:
@@ -82,12 +82,12 @@ class Cached:
 
 
 class Scheduled(Cached):
-    """And of a scheduler's half."""
+    """A scheduler's half beside it, and what vLLM's scheduler does with that."""
 
     side: SchedulerSide
 
     def arrives(self, tokens: int, name: str = "r", **more: Any) -> Any:
-        """A request whose blocks have the first of `NAMES`."""
+        """Return a new request whose blocks have the first of `NAMES`."""
         request = SimpleNamespace(
             request_id=name,
             num_tokens=tokens,
@@ -104,7 +104,7 @@ class Scheduled(Cached):
         return request
 
     def finds(self, request: Any, computed: int = 0) -> tuple[int, bool]:
-        """Asks as vLLM does, in step after step: how many tokens to load, and whether later."""
+        """Ask until there is an answer, as vLLM does in step after step. Return the tokens to load, and True for later."""
         until_s = time.monotonic() + 5
         while (answer := self.side.matched_tokens(request, computed))[0] is None:
             assert time.monotonic() < until_s
@@ -125,7 +125,7 @@ def output_of(
     preempted: Sequence[str] = (),
     new_blocks: tuple[list[int], ...] | None = None,
 ) -> Any:
-    """vLLM's plan of a step: requests that were admitted, and so many tokens of each."""
+    """Return vLLM's plan of a step: requests that were admitted, and so many tokens of each."""
     return SimpleNamespace(
         preempted_req_ids=set(preempted),
         scheduled_new_reqs=[],

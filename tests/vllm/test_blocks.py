@@ -28,7 +28,7 @@ from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, TakenBack, make_mover
+from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, Lending, TakenBack, make_mover
 from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup
 
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD_SIZE = 24, 3, 2, 32, 8
@@ -261,6 +261,13 @@ def test_description_names_what_is_inside_a_block_and_not_where_it_lies() -> Non
 
 
 # Taking blocks back
+
+
+def test_no_copy_begins_after_blocks_were_taken_back() -> None:
+    lending = Lending()
+    assert lending.take_back(0.0)
+    with pytest.raises(TakenBack), lending:
+        pytest.fail("the copy ran")
 
 
 def test_a_save_that_is_taken_back_ends_when_its_copy_has_and_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:

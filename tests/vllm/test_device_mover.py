@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,8 @@ from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT, CHUNK_BLOCKS = 64, 4, 2, 16, 32, 4
 SPEC = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=2 * CONTENT)
 GROUPS = [KvGroup(0, TOKENS, spec=SPEC)]
-ORDERS = {"LBHNC": "lbhnc", "LBNHC": "lbnhc", "LHBNC": "lhbnc", "BLHNC": "blhnc", "BLNHC": "blnhc", "BHLNC": "bhlnc"}
-SIZES = {"l": LAYERS, "b": BLOCKS, "h": HEADS, "n": TOKENS, "c": CONTENT}
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
 DEVICES = ["cpu", "cuda:0"] if torch.cuda.is_available() else ["cpu"]
 
 
@@ -29,17 +30,11 @@ class Engine:
     """KV in one of vLLM's orders, a cache, and what moves blocks between them."""
 
     def __init__(self, device: str, order: str, directory: Path) -> None:
-        inside = ORDERS[order]
-        memory = torch.empty([SIZES[letter] for letter in inside], dtype=torch.bfloat16, device=device)
-        self.kv = memory.permute([inside.index(letter) for letter in "lbhnc"])
+        memory = torch.empty([SIZES[letter] for letter in order], dtype=torch.bfloat16, device=device)
+        self.kv = memory.permute([order.index(letter) for letter in "LBHNC"])
         self.fill(range(BLOCKS), seed=1)
-        config = Config(
-            max_local_cpu_size=0.02,
-            device="cpu" if device == "cpu" else "auto",
-            gds_path=(str(directory),),
-            gds_buffer_size=8,
-            use_gds=False,
-        )
+        gds = {"gds_path": (str(directory),), "gds_buffer_size": 8, "use_gds": False}
+        config = Config(max_local_cpu_size=0.02, device="cpu" if device == "cpu" else "auto", **gds)
         mover = make_mover(config, {str(number): layer for number, layer in enumerate(self.kv)}, BLOCKS, GROUPS)
         assert mover.driver is not None
         self.mover = mover
@@ -91,29 +86,28 @@ class Engine:
 
 @pytest.fixture(params=[(device, order) for device in DEVICES for order in ORDERS], ids=lambda pair: "-".join(pair))
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    made = Engine(*request.param, tmp_path)
-    yield made
-    made.close()
+    with closing(Engine(*request.param, tmp_path)) as made:
+        yield made
 
 
 def test_blocks_come_back_from_the_host_and_from_gds(engine: Engine) -> None:
     keys = [number.to_bytes(24, "big") for number in range(6)]
     old = [tuple(range(4 * number, 4 * number + 4))[::-1] for number in range(6)]
     new = [(60 - number, 30 + number, 52 - number, 40 + number) for number in range(6)]
-    untouched = [block for block in range(24, BLOCKS) if block not in {block for blocks in new for block in blocks}]
+    sources, targets = ([block for blocks in chunks for block in blocks] for chunks in (old, new))
+    untouched = [block for block in range(24, BLOCKS) if block not in targets]
     engine.fill(range(24), seed=7)
-    expected, before = engine.content([block for blocks in old for block in blocks]), engine.content(untouched)
+    expected, before = engine.content(sources), engine.content(untouched)
     engine.fill(range(24), seed=7)
     assert engine.put(keys, old) == 6
     for place in ("hot", "gds"):
         if place == "gds":
             engine.clear_hot()
-        flat = [block for blocks in new for block in blocks]
-        engine.fill(flat, seed=50)
+        engine.fill(targets, seed=50)
         assert engine.get(keys, new) == 6
-        assert torch.equal(engine.content(flat), expected), place
+        assert torch.equal(engine.content(targets), expected), place
         assert torch.equal(engine.content(untouched), before)
-        engine.fill(flat, seed=51)
+        engine.fill(targets, seed=51)
         assert engine.get(keys[2:4], [(33, 44), (55,)]) == 2
         assert torch.equal(engine.content([33, 44, 55]), expected[:, [10, 11, 15]])
 

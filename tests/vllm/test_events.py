@@ -66,9 +66,7 @@ def test_what_is_watched_is_told_of_where_it_comes_and_goes(made: Callable[..., 
     assert worker.says() == {(name, "cpu", False) for name in NAMES[:2]}
 
 
-def test_what_is_there_already_is_told_when_it_is_watched_and_again_when_it_is_watched_anew(
-    made: Callable[..., Worker],
-) -> None:
+def test_what_is_there_already_is_told_whenever_it_is_watched_anew(made: Callable[..., Worker]) -> None:
     """The scheduler's half dropped it and knows nothing of it any more."""
     worker = made()
     worker.stores(*NAMES[:2])
@@ -151,7 +149,7 @@ def knowing(*paths: tuple[int, ...], most: int = 100) -> AnnouncedBlocks:
 
 
 def kinds(announced: AnnouncedBlocks, *changes: Change) -> list[type]:
-    """Of the events that changes make."""
+    """Return the types of the events that changes make."""
     announced.changed(list(changes))
     return [type(event) for event in announced.take()]
 
@@ -237,7 +235,7 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=300)
 @given(STEPS, st.integers(1, 6))
-def test_a_router_that_follows_the_events_knows_what_is_known_to_be_there(
+def test_a_router_that_follows_the_events_knows_what_is_there(
     steps: list[tuple[tuple[int, ...], str, bool, bool]], most: int
 ) -> None:
     """Each block is stored once before it is removed once, also for a router that counts; and the picture is exact: of

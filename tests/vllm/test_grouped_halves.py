@@ -324,6 +324,14 @@ def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Callable[...,
     assert made().side.step_work(output).given_away == {30, 40, 31, 41, 32, 42, 50}
 
 
+def test_a_reset_hides_what_was_stored_and_empties_the_hot_cache(engine: Engine) -> None:
+    engine.computes_and_saves()
+    engine.side.reset()
+    engine.steps()
+    assert engine.finds(engine.arrives(132)) == (0, False)
+    assert engine.on_loop(lambda: engine.thread.cache.statistics().tiers["cpu"].resident) == 0
+
+
 # What other parts of the cache are told
 
 

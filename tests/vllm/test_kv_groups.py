@@ -30,6 +30,8 @@ SLIDING = SlidingWindowSpec(**SIZES, sliding_window=128)
 CHUNKED = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1)
 MAMBA = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+ALIGNED = replace(MAMBA, mamba_cache_mode="align")
+NVFP4 = replace(FULL, kv_quant_mode=KVQuantMode.NVFP4, dtype=torch.uint8)
 
 
 # Groups of layers
@@ -81,7 +83,7 @@ def test_windows_are_groups_of_their_own() -> None:
 
 
 def test_a_recurrent_state_is_the_last_block() -> None:
-    state, attention = groups_of(replace(MAMBA, mamba_cache_mode="align"), FULL)
+    state, attention = groups_of(ALIGNED, FULL)
     assert state.recurrent and not attention.recurrent
     assert [state.first_block(tokens) for tokens in (16, 32, 160)] == [0, 1, 9]
     assert not is_plain(state)
@@ -110,21 +112,13 @@ def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
     [
         ((FULL, MAMBA), {}, "found mamba_cache_mode none: with --enable-prefix-caching"),
         ((FULL, replace(MAMBA, mamba_cache_mode="all")), {}, "found mamba_cache_mode all"),
-        (
-            (FULL, replace(MAMBA, mamba_cache_mode="align", num_speculative_blocks=2)),
-            {},
-            "found speculative decoding",
-        ),
+        ((FULL, replace(ALIGNED, num_speculative_blocks=2)), {}, "found speculative decoding"),
         ((FULL, CHUNKED), {}, "found ChunkedLocalAttentionSpec"),
         ((), {}, "found none"),
         ((replace(FULL, state_content_bytes=200),), {}, "found NONE with 2 x 200 bytes"),
         ((replace(FULL, num_head_slots=4),), {}, "found NONE with 4 x 256 bytes"),
         ((replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD),), {}, "found INT8_PER_TOKEN_HEAD"),
-        (
-            (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4, dtype=torch.uint8),),
-            {},
-            "found NVFP4 with 2 x 128 bytes",
-        ),
+        ((NVFP4,), {}, "found NVFP4 with 2 x 128 bytes"),
         ((FULL,), {"context": 2}, "expected no decode context parallelism, found 2"),
         ((FULL,), {"stages": 2}, "expected one pipeline stage, found 2"),
         ((FULL,), {"scales": True}, "found calculate_kv_scales"),
@@ -170,9 +164,7 @@ def config_of(ranks: int, kv_heads: int, rank: int = 0, **unusual: Any) -> Any:
         ([MLA, heads(1)], 8, 4, 2),
     ],
 )
-def test_fewer_kv_heads_than_ranks_and_mla_are_on_several(
-    specs: list[Any], ranks: int, kv_heads: int, replicas: int
-) -> None:
+def test_few_kv_heads_and_mla_are_on_several(specs: list[Any], ranks: int, kv_heads: int, replicas: int) -> None:
     """With unlike groups what they have in common counts."""
     assert replicas_of(config_of(ranks=ranks, kv_heads=kv_heads), specs) == replicas
 

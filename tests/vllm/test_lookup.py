@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self, cast
@@ -78,6 +78,12 @@ class Worker(Cached):
     def __exit__(self, *_: object) -> None:
         self.server.close()
         self.thread.close(1.0)
+
+
+@pytest.fixture
+def client(engine: str, opened: Callable[..., Any]) -> Any:
+    """Of two workers. It is closed after them."""
+    return opened(LookupClient, engine, 2, GEOMETRY, 5.0)
 
 
 def begun(client: LookupClient, names: Sequence[bytes], claim: str = "") -> Lookup:
@@ -151,17 +157,17 @@ def test_full_chunks_then_the_longest_tail(engine: str, blocks: int) -> None:
         assert client._loop is None
 
 
-@pytest.mark.parametrize(("first", "second", "both"), [(11, 8, 8), (11, 4, 4), (6, 6, 6), (11, 0, 0)])
+@pytest.mark.parametrize(("first", "second", "both"), [(11, 8, 8), (11, 4, 4), (6, 6, 6), (11, 6, 4), (11, 0, 0)])
 def test_over_sockets_the_answer_is_what_all_workers_have(engine: str, first: int, second: int, both: int) -> None:
+    """Of 11 blocks, blocks 4 to 8 are one chunk, which cannot give the two that a worker with 6 has as a tail."""
     with Worker(engine, 0, first), Worker(engine, 1, second):
         answer = ask(engine, 2)
         assert (answer.blocks, sum(answer.tokens_by_tier.values())) == (both, 16 * both)
 
 
 @pytest.mark.parametrize("room", [3, 2])
-def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: int) -> None:
+def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, client: LookupClient, room: int) -> None:
     """Two chunks and a tail, of which the second worker may hold so many."""
-    client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 11) as first, Worker(engine, 1, 11) as second:
         second.claims._most = room
         assert answer_of(begun(client, NAMES, "r")) == Match(11, {"cpu": 176}, held=room == 3)
@@ -169,7 +175,6 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: 
         for worker in (first, second):
             worker.server.release(["r"])
             assert worker.held() == 0
-    client.close()
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
@@ -195,9 +200,7 @@ def test_what_is_let_go_before_the_lookup_gets_to_it_is_not_held(engine: str, gr
         worker.server.release(["after"])
 
 
-def test_what_is_given_up_before_the_lookup_gets_to_it_reads_nothing(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_given_up_before_its_lookup_reads_nothing(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     async def find(server: LookupServer, names: Sequence[bytes], claim: str = "") -> Match:
@@ -214,6 +217,18 @@ def test_what_is_given_up_before_the_lookup_gets_to_it_reads_nothing(
         busy.set()
         answer_of(begun(client, NAMES, "wanted"))
     assert asked == ["wanted"]
+
+
+def test_a_lookup_under_way_when_its_worker_closes_is_a_miss(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def find(server: LookupServer, names: Sequence[bytes], claim: str = "") -> Match:
+        await asyncio.sleep(3600)
+        return Match()
+
+    monkeypatch.setattr(LookupServer, "find", find)
+    with Worker(engine, 0, 11) as worker:
+        late = begun(LookupClient(engine, 1, GEOMETRY, 5.0), NAMES)
+        worker.on_loop(lambda: None)
+    assert answer_of(late) == Match(failed=True)
 
 
 @pytest.mark.parametrize("geometry", [GEOMETRY, GROUPS], ids=["tails", "windows"])
@@ -240,16 +255,9 @@ def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry) -
     assert len(asked) > 2 and asked[0] == 3.0
 
 
-def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:
-    """The first has blocks 4 to 8 as one chunk and could not give the two that the second has as a tail."""
-    with Worker(engine, 0, 11) as first, Worker(engine, 1, 6):
-        assert not first.has(NAMES[5])
-        assert ask(engine, 2) == Match(4, {"cpu": 64})
-
-
 @pytest.mark.parametrize("names_a_message", [1 << 14, 100], ids=["whole", "in parts"])
 def test_what_a_step_asks_is_one_message_to_each_worker(
-    engine: str, monkeypatch: pytest.MonkeyPatch, names_a_message: int
+    engine: str, client: LookupClient, monkeypatch: pytest.MonkeyPatch, names_a_message: int
 ) -> None:
     """Or several, where it is much. And nothing is asked before, nor what was given up by then."""
     monkeypatch.setattr(lookup, "_NAMES_A_MESSAGE", names_a_message)
@@ -272,36 +280,32 @@ def test_what_a_step_asks_is_one_message_to_each_worker(
     monkeypatch.setattr(LookupServer, "find", noted)
     monkeypatch.setattr(lookup, "receive", counted)
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
-        client = LookupClient(engine, 2, GEOMETRY, 5.0)
         given_up, *wanted = [client.begin(NAMES[:count]) for count in (3, *(4, 8, 11) * 20)]
         given_up.give_up()
         client.send()
         assert [answer_of(one).blocks for one in wanted] == [4, 8, 8] * 20
         client.send()
         assert answer_of(begun(client, NAMES[:5])).blocks == 5, "the first block of the second chunk"
-        client.close()
     parts = -(-20 * (4 + 8 + 11) // names_a_message)
     assert len(messages) == 2 * (parts + 1)
     assert sorted(asked) == sorted(2 * [5, *(4, 8, 11) * 20])
 
 
-def test_a_lookup_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(engine: str) -> None:
-    client = LookupClient(engine, 2, GEOMETRY, 5.0)
+def test_a_lookup_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(
+    engine: str, client: LookupClient
+) -> None:
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         with no_thread_to_be_had():
             assert answer_of(begun(client, NAMES)) == Match(failed=True)
         assert answer_of(begun(client, NAMES)).blocks == 8
-    client.close()
 
 
-def test_without_workers_it_is_a_miss_until_they_come_back(engine: str) -> None:
-    client = LookupClient(engine, 2, GEOMETRY, 5.0)
+def test_without_workers_it_is_a_miss_until_they_come_back(engine: str, client: LookupClient) -> None:
     for blocks in (8, 4):
         assert answer_of(begun(client, NAMES)) == Match(failed=True)
         with Worker(engine, 0, blocks), Worker(engine, 1, blocks):
             answer_of(begun(client, NAMES))
             assert answer_of(begun(client, NAMES)).blocks == blocks
-    client.close()
 
 
 def test_a_worker_that_does_not_answer_costs_the_time_out(engine: str) -> None:
@@ -320,10 +324,10 @@ def test_a_lookup_that_was_given_up_is_forgotten_though_its_worker_never_answers
         client.close()
 
 
-def test_a_stranger_on_the_socket_does_no_harm_and_closing_is_quiet(
-    engine: str, caplog: pytest.LogCaptureFixture
+def test_a_stranger_does_no_harm_and_closing_is_quiet(
+    engine: str, client: LookupClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(LookupClient(engine, 2, GEOMETRY, 5.0)) as client, Worker(engine, 0, 4), Worker(engine, 1, 4):
+    with Worker(engine, 0, 4), Worker(engine, 1, 4):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(str(socket_path(engine, 0)))
             stranger.sendall(os.urandom(64))

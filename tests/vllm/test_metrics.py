@@ -336,9 +336,7 @@ def test_second_server_in_a_process_begins_anew(metrics: TierCachePromMetrics) -
     assert value("tiercache_hits_total", tier="disk") == 1
 
 
-def test_name_of_another_connector_is_left_to_it(
-    metrics: TierCachePromMetrics, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_connectors_name_is_left_to_it(metrics: TierCachePromMetrics, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM's OffloadingConnector may be beside ours, made before or after it, and fails where a name is taken."""
     theirs = Counter("vllm:kv_offload_load_bytes", "Theirs.", LABELS)
     stats = one_rank("a", hits=3)

@@ -133,7 +133,7 @@ def test_engine_hashes_are_the_same_in_every_process() -> None:
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
 @pytest.mark.parametrize("salt", ["", "tenant"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["base model", "adapter"])
-async def test_announced_tokens_get_the_names_of_a_real_request(
+async def test_announced_tokens_get_the_names_of_a_request(
     algorithm: str, salt: str, adapted: bool, adapter: Path
 ) -> None:
     """A request of vLLM's own class, hashed as vLLM's scheduler does."""
@@ -257,9 +257,7 @@ def test_whoever_asks_does_not_wait_for_one_that_hangs_nor_for_an_answer_that_no
     assert first.result(10) == second.result(10) == key(later_engine(), adapter)
 
 
-def test_so_many_may_wait_for_one_that_hangs_and_more_are_answered(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_so_many_wait_for_one_that_hangs(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names_module, "_MOST_WAITING", 2)
     mount = Hanging()
     engine = later_engine(mount.place)

@@ -33,7 +33,7 @@ from tiercache.tiers.remote.base import RemoteTier
 
 ROW_BYTES = 8192
 ROWS = 4
-"""Of vLLM's CPU tier."""
+"""Rows of vLLM's CPU tier."""
 
 
 def engine_of(model: Path, **engine: Any) -> Any:
@@ -156,14 +156,14 @@ class Offloaded(Cached):
         self.on_loop(self.thread.cache.clear_hot)
 
     def told(self) -> list[tuple[bool, set[bytes]]]:
-        """What routers hear of our tier: removed or not, and which chunks."""
+        """Return what routers hear of our tier: removed or not, and which chunks."""
         events = [event for event in self.manager.take_events() if event.medium is Medium.STORAGE]
         return [(event.removed, set(event.keys)) for event in events]
 
-    def hot_when(self, chunks: int) -> int:
-        """How many of `NAMES` are hot, once that many are."""
+    def until_hot(self, chunks: int) -> None:
+        """Wait until that many of `NAMES` are hot."""
         keys = self.tier._keys(NAMES)
-        return int(self.until(lambda: self.on_loop(lambda: self.thread.cache.lookup_hot(keys)) >= chunks))
+        self.until(lambda: self.on_loop(lambda: self.thread.cache.lookup_hot(keys)) >= chunks)
 
     def close(self) -> None:
         """May be called again."""
@@ -261,16 +261,14 @@ def test_engines_on_one_directory_share_at_the_same_time_and_after_a_restart(mak
     ],
     ids=str,
 )
-def test_another_engine_that_computes_otherwise_finds_nothing(
+def test_an_engine_that_computes_otherwise_finds_nothing(
     make: Make, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     stored(make(one))
     assert_lost(make(other))
 
 
-def test_nothing_is_shared_where_vllms_configuration_is_not_to_be_found(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_shared_without_vllms_configuration(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier, "engine_config", lambda engine_id: None)
     stored(make())
     assert_lost(make())
@@ -417,10 +415,10 @@ def test_what_a_request_says_is_needed_again_and_what_vllm_touches_is_in_memory_
     engine.find(NAMES, engine.request("second", session="chat", ended="user", next_in_s=0.0))
     engine.forget_memory()
     engine.finish("second")
-    assert engine.hot_when(len(NAMES))
+    engine.until_hot(len(NAMES))
     engine.forget_memory()
     engine.manager.touch(NAMES, engine.request("third"))
-    assert engine.hot_when(len(NAMES))
+    engine.until_hot(len(NAMES))
 
 
 def test_a_request_can_have_forgotten_what_it_stored_and_not_what_others_had(make: Make) -> None:
@@ -445,9 +443,7 @@ def test_what_is_to_be_forgotten_is_also_after_a_reset(make: Make) -> None:
     assert_lost(make())
 
 
-def test_settings_that_nobody_reads_here_or_that_mean_something_else_are_named_once(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_that_are_not_honoured_are_named_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(priority_limit=3, min_retrieve_tokens=64)
     for number in range(2):
         engine.request(str(number), expect_tokens=64)

@@ -311,7 +311,7 @@ def test_blocks_that_are_given_away_hold_nothing_that_is_computed() -> None:
         (16, [2, None], 16, 0.0),
     ],
 )
-def test_chunks_are_halved_until_windows_fill_their_slots(
+def test_chunks_are_halved_until_windows_fill_slots(
     chunk_tokens: int, windows: list[int | None], tokens: int, empty: float
 ) -> None:
     groups = tuple(KvGroup(index, 16, window_tokens=window) for index, window in enumerate(windows))

@@ -151,9 +151,7 @@ def test_what_the_engine_has_itself_is_not_waited_for(
     ]
 
 
-def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_millisecond_a_step(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_waited_for_half_a_millisecond_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without that a request would wait for the whole of a step: it arrives right before its turn."""
     waited: list[float] = []
     engine.holds(6)
@@ -346,9 +344,7 @@ def test_after_a_reset_nothing_stored_before_is_found(engine: Engine) -> None:
     assert len(names) == 3 and not set(names) & set(NAMES)
 
 
-def test_generated_tokens_are_saved_when_asked_for_and_unimportant_requests_are_not(
-    made: Callable[..., Engine],
-) -> None:
+def test_generated_tokens_are_saved_and_unimportant_requests_are_not(made: Callable[..., Engine]) -> None:
     engine = made(save_decode_cache=True, priority_limit=1)
     request, unimportant = engine.arrives(32), engine.arrives(64, "unimportant", priority=2)
     engine.enters(request)
@@ -363,15 +359,20 @@ def test_generated_tokens_are_saved_when_asked_for_and_unimportant_requests_are_
 
 
 def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine: Engine) -> None:
-    """The prompt's full chunks at the beginning; at the end those that are stored, the generated tokens' too."""
+    """The prompt's full chunks at the beginning; at the end those that are stored, the generated tokens' too. Of a request
+    that says nothing of a session it is told nothing."""
     says = {"tiercache.session": "s", "tiercache.step": "plan", "tiercache.ended": "tool"}
+    silent = engine.arrives(100, "silent", kv_transfer_params={"do_remote_prefill": False})
+    assert not engine.side.has_news
     request = engine.arrives(100, kv_transfer_params=says)
     assert engine.side.has_news
-    engine.enters(request)
-    work = engine.steps((request, 100))
+    for one in (request, silent):
+        engine.enters(one)
+    work = engine.steps((request, 100), (silent, 100))
     assert work.turns == [RequestBegan("s", NAMES[1:6:2])]
-    assert not engine.side.has_news
     engine.reports(work)
+    engine.ends(silent)
+    assert not engine.side.has_news
     engine.ends(request)
     assert engine.side.has_news
     assert engine.steps().turns == [RequestEnded("r", Wishes("s", "plan", "tool"), NAMES[1:6:2])]
@@ -391,14 +392,6 @@ def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) ->
     assert all(save.to_be_forgotten for work in works for save in work.saves)
     (ended,) = works[-1].turns
     assert isinstance(ended, RequestEnded) and ended.names == NAMES[1:8:2]
-
-
-def test_request_that_says_nothing_makes_no_news(engine: Engine) -> None:
-    request = engine.arrives(100, kv_transfer_params={"do_remote_prefill": False})
-    engine.enters(request)
-    engine.reports(engine.steps((request, 100)))
-    engine.ends(request)
-    assert not engine.side.has_news and engine.steps().turns == []
 
 
 def test_workers_are_told_what_a_token_costs_when_it_is_known(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
@@ -456,9 +449,7 @@ def test_a_request_with_an_adapter_waits_until_it_is_known_what_it_holds(engine:
     assert saved(engine.steps((request, 0))) == names[3:6:2]
 
 
-def test_an_adapter_of_which_nothing_is_known_in_time_has_names_that_nobody_finds(
-    made: Callable[..., Engine], tmp_path: Path
-) -> None:
+def test_an_adapter_that_is_not_known_in_time_has_names_of_its_own(made: Callable[..., Engine], tmp_path: Path) -> None:
     engine = made(lookup_timeout_ms=1)
     adapter = Adapter(tmp_path / "adapter", engine)
     request = engine.arrives(100, lora_request=adapter.request)

@@ -209,7 +209,7 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     assert worker.thread.cache.ahead.sessions.came_back("s"), "one end between two beginnings"
 
 
-def test_words_about_what_cannot_be_done_harm_nobody(
+def test_wishes_that_cannot_be_granted_harm_nobody(
     made: Callable[..., Worker], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a hot cache there is nothing to prefetch into: one warning, and the engine goes on."""

@@ -297,7 +297,7 @@ def test_a_name_of_the_hub_is_the_snapshot_that_was_loaded(llama: Path, tmp_path
     assert place_of(str(llama), None, str(cache)) == llama
 
 
-def test_a_model_that_cannot_be_identified_shares_nothing(
+def test_a_model_on_a_mount_that_hangs_is_not_waited_for_and_shares_nothing(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [TinyEngine(llama) for _ in range(2)]
@@ -308,6 +308,7 @@ def test_a_model_that_cannot_be_identified_shares_nothing(
     end_reads(llama / "model.safetensors")
     assert one.fingerprint != other.fingerprint
     assert "cannot be identified, and nothing is shared" in caplog.text
+    assert "not a byte of model.safetensors came for" in caplog.text
 
 
 # What a model is
@@ -352,13 +353,6 @@ def change_byte(path: Path, position: int) -> None:
     while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of the file system has not moved on
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_mtime_ns == before.st_mtime_ns and path.stat().st_size == before.st_size
-
-
-def test_same_weights_at_two_paths_with_other_times_are_one_model(model: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(model, tmp_path / "elsewhere" / "copy")
-    for path in copy.iterdir():
-        os.utime(path, ns=(LONG_AGO_NS, LONG_AGO_NS))
-    assert identity_of_model(copy) == identity_of_model(model)
 
 
 @pytest.mark.parametrize("position", [8, 300, 2500, -1])
@@ -648,16 +642,6 @@ def test_a_file_that_is_written_to_meanwhile_has_no_digest(model: Path) -> None:
     finally:
         over.set()
         writer.join()
-
-
-def test_a_mount_that_hangs_is_not_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe into which nobody writes takes its place."""
-    monkeypatch.setattr(identity, "_STALL_S", 0.1)
-    first_shard(model).unlink()
-    os.mkfifo(first_shard(model))
-    with pytest.raises(TimeoutError, match="not a byte of model-00001-of-00002.safetensors"):
-        identity_of_model(model)
-    end_reads(first_shard(model))
 
 
 # Adapters

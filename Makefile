@@ -6,6 +6,7 @@
 # make docs   the site of docs/, in build/site
 # make bench  ceilings and ours in one run; BENCH='--quick' and the like go to tiercache bench
 # make bench-peers  the same with servers, emulators, engines and LMCache; PEERS='--only redis' says which
+# make bench-faults  what tiercache, vLLM's fs tier and LMCache make of damaged files, kill -9 and the like; FAULTS='--only tiercache' and the like
 # make torture  whole caches on simulated clocks, threads and devices, with faults; TORTURE='--minutes 5' and the like
 # make gpu-check   the tests and figures of device memory, on a machine with a CUDA GPU; sets nothing up, needs no network
 #
@@ -26,7 +27,7 @@ EVERY_TEST := $(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder
 # What a GPU machine has: a Python with torch for CUDA in it.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test test-all test-rest long-test lint docs bench bench-peers torture gpu-check setup test-setup clean
+.PHONY: demo test test-all test-rest long-test lint docs bench bench-peers bench-faults torture gpu-check setup test-setup clean
 
 demo: setup
 	@$(BIN)/python -m tiercache.demo $(DEMO)
@@ -59,6 +60,9 @@ bench: setup
 
 bench-peers: test-setup
 	$(BIN)/python -m tests.bench $(PEERS)
+
+bench-faults: test-setup
+	$(BIN)/python -m tests.bench.faults $(FAULTS)
 
 torture: setup
 	$(BIN)/python -m tests.torture $(TORTURE)

@@ -55,7 +55,7 @@ def main(part: str, chunk_bytes: int, count: int, directory: Path) -> None:
     os._exit(0)
 
 
-def engine(shape: tuple[int, ...], arena_gb: float, **settings: Any) -> Any:
+def engine(shape: tuple[int, ...], arena_gb: float, *, model: str = "bench", dtype: Any = None, **settings: Any) -> Any:
     import torch
     from lmcache.observability import PrometheusLogger
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -72,8 +72,8 @@ def engine(shape: tuple[int, ...], arena_gb: float, **settings: Any) -> Any:
     config = LMCacheEngineConfig.from_defaults(chunk_size=256, max_local_cpu_size=arena_gb, **settings)
     config.validate()
     metadata = LMCacheMetadata(
-        model_name="bench", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
-        kv_dtype=torch.bfloat16, kv_shape=shape, role="worker",
+        model_name=model, world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
+        kv_dtype=dtype or torch.bfloat16, kv_shape=shape, role="worker",
     )  # fmt: skip
     made = LMCacheEngine(
         config, metadata, ChunkedTokenDatabase(config, metadata), MockGPUConnector(shape), _nothing, _nothing

@@ -16,7 +16,8 @@ from tiercache import Config
 MAKE = f"make -o setup -o test-setup VENV={sys.prefix}"
 """As after `make test-setup`, which has tests of its own."""
 TESTS = {"test", "test-all", "test-rest", "long-test"}
-RUN = {"demo", "lint", "docs", "bench", "bench-peers", "torture", "gpu-check", "setup", "test-setup", "clean", *TESTS}
+BENCHES = {"bench", "bench-peers", "bench-faults"}
+RUN = {"demo", "lint", "docs", "torture", "gpu-check", "setup", "test-setup", "clean", *BENCHES, *TESTS}
 
 
 def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
@@ -83,6 +84,12 @@ def test_torture(shell: Shell) -> None:
 def test_bench_of_what_needs_more_than_this_machine(shell: Shell) -> None:
     said = shell(f"{MAKE} bench-peers PEERS='--quick --pairs 1 --only core,compression'").stdout
     assert "lookup.keys_per_s" in said and "compression." in said
+
+
+def test_bench_of_faults(shell: Shell) -> None:
+    """Peers need minutes to import."""
+    said = shell(f"{MAKE} bench-faults FAULTS='--only plain-files --chunks 8'").stdout
+    assert re.search(r"flipped bit +│ plain-files +│ +2 │", said)
 
 
 def test_bench_in_full_size(shell: Shell) -> None:

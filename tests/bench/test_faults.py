@@ -1,0 +1,69 @@
+"""The matrix of faults, with the stores that need no peer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.bench.faults.matrix import FAULTS
+from tests.needs import is_there
+from tests.readme.blocks import REPOSITORY
+
+CHUNKS = 8
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    place = tmp_path_factory.mktemp("faults")
+    command = (
+        f"-m tests.bench.faults --only tiercache,plain-files --chunks {CHUNKS} --json found.json --directory {place}"
+    )
+    there = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, *command.split()], cwd=place, env=there, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "hits kept" in done.stdout
+    return {(cell["fault"], cell["store"]): cell for cell in json.loads((place / "found.json").read_text())}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_tiercache_serves_nothing_wrong_and_raises_nothing(cells: Any, fault: str) -> None:
+    cell = cells[fault, "tiercache"]
+    if fault == "failed load" and not (is_there("fuse3") and is_there("/dev/fuse")):
+        assert "fuse" in cell["cannot"]
+    elif fault == "full disk" and not is_there("mount"):
+        assert "mount" in cell["cannot"]
+    else:
+        assert not cell["cannot"]
+        assert cell["wrong"] == 0 and cell["errors"] == []
+        assert cell["hits"] + cell["missed"] == cell["chunks"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "hits"),
+    [("nothing", CHUNKS), ("flipped bit", 6), ("truncated file", 6), ("swapped files", 6), ("two writers", CHUNKS)],
+)
+def test_tiercache_keeps_every_chunk_whose_file_is_whole(cells: Any, fault: str, hits: int) -> None:
+    assert cells[fault, "tiercache"]["hits"] == hits
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.startswith("other ")])
+def test_chunks_of_another_identity_are_found_by_no_one_but_plain_files(cells: Any, fault: str) -> None:
+    assert cells[fault, "tiercache"]["missed"] == CHUNKS
+    assert cells[fault, "plain-files"]["wrong"] == CHUNKS
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "truncated file", "swapped files"])
+def test_the_harness_finds_the_wrong_bytes_of_a_store_that_verifies_nothing(cells: Any, fault: str) -> None:
+    cell = cells[fault, "plain-files"]
+    assert (cell["wrong"], cell["hits"]) == (2, 6)
+
+
+def test_an_unknown_store_is_one_clear_sentence() -> None:
+    command = [sys.executable, "-m", "tests.bench.faults", "--only", "nothing"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2 and "no store is called nothing" in done.stderr

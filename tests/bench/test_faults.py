@@ -61,9 +61,3 @@ def test_chunks_of_another_identity_are_found_by_no_one_but_plain_files(cells: A
 def test_the_harness_finds_the_wrong_bytes_of_a_store_that_verifies_nothing(cells: Any, fault: str) -> None:
     cell = cells[fault, "plain-files"]
     assert (cell["wrong"], cell["hits"]) == (2, 6)
-
-
-def test_an_unknown_store_is_one_clear_sentence() -> None:
-    command = [sys.executable, "-m", "tests.bench.faults", "--only", "nothing"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 2 and "no store is called nothing" in done.stderr

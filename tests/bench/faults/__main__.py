@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -58,7 +59,7 @@ def main() -> int:
                 print(f"{fault}: {name}", file=sys.stderr, flush=True)
     Console(width=None if sys.stdout.isatty() else 160).print(table(cells, arguments.chunks))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([cell.as_json() for cell in cells], indent=1) + "\n")
+        arguments.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     return 0
 
 

@@ -9,11 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.bench.faults.instance import Failed, Instance
-from tests.bench.faults.stores import CHUNK_BYTES, STORES, Identity, Store
+from tests.bench.faults.stores import CHUNK_BYTES, STORES, Identity
 from tests.needs import is_there
 from tests.remote.fs.mount import SERVER
 
@@ -47,9 +47,6 @@ class Cell:
         self.missed += read.pop("missed", 0)
         self.errors += read.elements()
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 class Cannot(Exception):
     """A store, or this machine, cannot be asked so; says why."""
@@ -62,10 +59,6 @@ class Trial:
     cell: Cell
     directory: Path
     chunks: int
-
-    @property
-    def store(self) -> type[Store]:
-        return STORES[self.cell.store]
 
     def open(self, identity: Identity = WRITER) -> Instance:
         return Instance(self.cell.store, self.directory, identity, self.chunks)
@@ -95,14 +88,15 @@ class Trial:
 
     def write_and_read(self, harm: Callable[[], AbstractContextManager[None]], identity: Identity = WRITER) -> None:
         """Store, close, do `harm`, and read. A store that finds nothing after a restart reads in the process that wrote."""
-        if self.store.index_in_memory and identity != WRITER:
+        stays = STORES[self.cell.store].index_in_memory
+        if stays and identity != WRITER:
             raise Cannot("it finds nothing of another process")
         writer = self.open()
         self.write(writer)
-        if not self.store.index_in_memory:
+        if not stays:
             writer.close()
         with harm():
-            self.read(identity, writer if self.store.index_in_memory else None)
+            self.read(identity, writer if stays else None)
 
 
 def every_fourth(harm: Callable[[Sequence[Path]], None]) -> Callable[[Trial], None]:

@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ CHUNK_TOKENS = 256
 _POISON = 0xEE
 """In memory before a read, so that bytes that a read leaves out are not taken for the right ones."""
 _PATIENCE_S = 3.0
+"""Without a sign of progress."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,7 @@ class VllmFs(Store):
         from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
         self._rows[:] = _POISON
-        deadline_s = time.monotonic() + _PATIENCE_S
         while LookupResult.RETRY in (answers := [self._tier.lookup(key, self._request) for key in self._keys]):
-            assert time.monotonic() < deadline_s, "a lookup without an answer"
             self._tier.on_schedule_end(ScheduleEndContext((), ()))
             time.sleep(0.01)
         found = [number for number, answer in enumerate(answers) if answer is LookupResult.HIT]
@@ -205,10 +203,12 @@ class _LMCache(Store):
 
     def write(self, chunks: Sequence[np.ndarray]) -> None:
         self._storage.batched_put(self._keys, self._memory(chunks), location=self.backend)
+        written = getattr(self._backend, "disk_worker", self._backend)
         left, since_s = -1, time.monotonic()
-        while self.writing() and time.monotonic() < since_s + _PATIENCE_S:
-            if self.writing() != left:
-                left, since_s = self.writing(), time.monotonic()
+        # A write that fails stays among these for ever.
+        while written.put_tasks and time.monotonic() < since_s + _PATIENCE_S:
+            if len(written.put_tasks) != left:
+                left, since_s = len(written.put_tasks), time.monotonic()
             time.sleep(0.001)
 
     def read(self) -> list[Any]:
@@ -216,11 +216,10 @@ class _LMCache(Store):
         for memory in self._memory([poison] * (self.count + 8)):
             memory.ref_count_down()
         found = self._backend.batched_get_blocking(self._keys)
-        return [memory and bytes(memory.byte_array) for memory in found]
-
-    @abstractmethod
-    def writing(self) -> int:
-        """Return how many chunks are still being written, or failed and are still counted as such."""
+        payloads = [memory and bytes(memory.byte_array) for memory in found]
+        for memory in filter(None, found):
+            memory.ref_count_down()
+        return payloads
 
     def _memory(self, chunks: Sequence[np.ndarray]) -> list[Any]:
         made = [self._storage.allocate(self._shape, self._dtype, busy_loop=False) for _ in chunks]
@@ -241,9 +240,6 @@ class LMCacheDisk(_LMCache):
         disk = {"local_disk": str(directory), "max_local_disk_size": 1.0}
         super().__init__(directory, identity, count, extra_config=extra, **disk)
 
-    def writing(self) -> int:
-        return len(self._backend.disk_worker.put_tasks)
-
 
 class LMCacheDiskDirect(LMCacheDisk):
     """`local_disk` with `use_odirect`."""
@@ -262,9 +258,6 @@ class LMCacheFs(_LMCache):
         if self.direct:
             extra |= {"fs_connector_use_odirect": True, "save_chunk_meta": False}
         super().__init__(directory, identity, count, remote_storage_plugins=["fs"], extra_config=extra)
-
-    def writing(self) -> int:
-        return len(self._backend.put_tasks)
 
 
 class LMCacheFsDirect(LMCacheFs):
@@ -298,35 +291,32 @@ class LMCacheNative(Store):
     def write(self, chunks: Sequence[np.ndarray]) -> None:
         for row, chunk in zip(self._rows, chunks, strict=True):
             row[:] = chunk
-        tasks = [self._adapter.submit_store_task([k], [m]) for k, m in zip(self._keys, self._memory, strict=True)]
-        left = set(tasks)
-
-        def is_done() -> bool | None:
+        pairs = zip(self._keys, self._memory, strict=True)
+        left = {self._adapter.submit_store_task([key], [memory]) for key, memory in pairs}
+        while left:
             left.difference_update(self._adapter.pop_completed_store_tasks())
-            return None if left else True
-
-        self._wait(is_done)
+            time.sleep(0.001)
 
     def read(self) -> list[Any]:
         for row in self._rows:
             row[:] = _POISON
         looked = self._adapter.submit_lookup_and_lock_task(self._keys, {})
-        found = self._wait(partial(self._adapter.query_lookup_and_lock_result, looked))
-        known = [number for number in range(self.count) if found.test(number)]
-        tasks = {n: self._adapter.submit_load_task([self._keys[n]], [self._memory[n]]) for n in known}
-        loaded = {n: self._wait(partial(self._adapter.query_load_result, task)) for n, task in tasks.items()}
-        return [self._rows[n].tobytes() if n in loaded and loaded[n].test(0) else None for n in range(self.count)]
+        found = _answer(self._adapter.query_lookup_and_lock_result, looked)
+        return [self._load(number) if found.test(number) else None for number in range(self.count)]
 
-    def _wait(self, ask: Callable[[], Any]) -> Any:
-        deadline_s = time.monotonic() + 10 * _PATIENCE_S
-        while (answer := ask()) is None:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("the adapter gave no answer")
-            time.sleep(0.001)
-        return answer
+    def _load(self, number: int) -> Any:
+        task = self._adapter.submit_load_task([self._keys[number]], [self._memory[number]])
+        return self._rows[number].tobytes() if _answer(self._adapter.query_load_result, task).test(0) else None
 
     def close(self) -> None:
         self._adapter.close()
+
+
+def _answer(ask: Callable[[Any], Any], task: Any) -> Any:
+    """Ask until there is an answer. Whoever started this process gives up on it at some time."""
+    while (answer := ask(task)) is None:
+        time.sleep(0.001)
+    return answer
 
 
 class PlainFiles(Store):
@@ -362,7 +352,7 @@ STORES: dict[str, type[Store]] = {
     "plain-files": PlainFiles,
 }
 IMPORTS: dict[str, list[str]] = {
-    "tiercache": ["tiercache"],
+    "tiercache": ["tiercache.cache"],
     "vllm": ["vllm.v1.kv_offload.tiering.spec", "vllm.v1.kv_offload.tiering.fs.manager"],
     "lmcache": ["lmcache.v1.cache_engine", "lmcache.v1.distributed.l2_adapters"],
     "plain": [],

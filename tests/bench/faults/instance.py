@@ -6,11 +6,12 @@ import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.bench.faults.stores import IMPORTS, STORES, Identity, content
+from tests.bench.faults.stores import STORES, Identity, content
 
 _OPEN_S = 240.0
 _CALL_S = 60.0
@@ -25,8 +26,7 @@ def prepare(names: Iterable[str]) -> None:
     """Set up the process that all others are forked from, before the first of them."""
     os.environ |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
-    families = dict.fromkeys(name.partition("-")[0] for name in names)
-    modules = [module for family in families for module in IMPORTS[family]]
+    modules = [module for name in names for module in STORES[name].imports]
     multiprocessing.set_forkserver_preload(["tests.bench.faults.instance", *modules])
 
 
@@ -48,7 +48,8 @@ class Instance:
         self.end("write")
 
     def begin(self, what: str) -> None:
-        self._connection.send(what)
+        with suppress(ConnectionError):  # a process that has ended is noticed by `end`
+            self._connection.send(what)
 
     def end(self, what: str) -> Any:
         return self._answer(what, _CALL_S)

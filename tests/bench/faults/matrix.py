@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,16 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tests.bench.faults.instance import Failed, Instance
 from tests.bench.faults.stores import CHUNK_BYTES, STORES, Identity
 from tests.needs import is_there
 from tests.remote.fs.mount import SERVER
 
+T = TypeVar("T")
 WRITER = Identity()
 _KILLS = 4
-_MORE_TO_KILL = 4
+_MORE_TO_KILL = 8
 """Times as many chunks for a writer that is killed, so that the kill comes before the last one."""
 _BEGUN_S = 10.0
 _MOUNTED_S = 20.0
@@ -67,24 +71,21 @@ class Trial:
         found = (path for path in self.directory.rglob("*") if path.is_file() and ".tmp" not in path.name)
         return sorted(path for path in found if path.stat().st_size >= CHUNK_BYTES)
 
-    def write(self, instance: Instance) -> None:
+    def attempt(self, call: Callable[[], T]) -> T | None:
+        """Return what `call` returns; a failure is an error of the cell."""
         try:
-            instance.write()
+            return call()
         except Failed as error:
             self.cell.errors.append(str(error))
+            return None
 
     def read(self, identity: Identity = WRITER, instance: Instance | None = None) -> None:
         """Read all chunks in a new process, unless another `instance` has to."""
-        found = Counter(missed=self.chunks)
-        try:
-            reader = instance or self.open(identity)
-            try:
-                found = reader.read()
-            finally:
-                reader.close()
-        except Failed as error:
-            self.cell.errors.append(str(error))
-        self.cell.count(found)
+        found = None
+        if reader := instance or self.attempt(lambda: self.open(identity)):
+            found = self.attempt(reader.read)
+            self.attempt(reader.close)
+        self.cell.count(Counter(missed=self.chunks) if found is None else found)
 
     def write_and_read(self, harm: Callable[[], AbstractContextManager[None]], identity: Identity = WRITER) -> None:
         """Store, close, do `harm`, and read. A store that finds nothing after a restart reads in the process that wrote."""
@@ -92,9 +93,9 @@ class Trial:
         if stays and identity != WRITER:
             raise Cannot("it finds nothing of another process")
         writer = self.open()
-        self.write(writer)
+        self.attempt(writer.write)
         if not stays:
-            writer.close()
+            self.attempt(writer.close)
         with harm():
             self.read(identity, writer if stays else None)
 
@@ -148,8 +149,7 @@ def failed_load(trial: Trial) -> None:
 
 def killed(trial: Trial) -> None:
     """Kill one writer after another, each on a directory of its own and further than the one before."""
-    caught = 0
-    chunks = trial.chunks * _MORE_TO_KILL // _KILLS
+    caught, chunks = 0, trial.chunks * _MORE_TO_KILL
     for turn in range(_KILLS):
         one = Trial(trial.cell, trial.directory / str(turn), chunks)
         one.directory.mkdir()
@@ -157,7 +157,8 @@ def killed(trial: Trial) -> None:
         before = len(list(one.directory.rglob("*")))
         deadline_s = time.monotonic() + _BEGUN_S
         writer.begin("write")
-        while len(list(one.directory.rglob("*"))) <= before + turn * chunks // _KILLS and time.monotonic() < deadline_s:
+        enough = before + turn * chunks // _KILLS
+        while len(list(one.directory.rglob("*"))) <= enough and time.monotonic() < deadline_s:
             pass
         writer.kill()
         caught += len(one.files()) < chunks
@@ -176,12 +177,8 @@ def two_writers(trial: Trial) -> None:
     for writer in writers:
         writer.begin("write")
     for writer in writers:
-        try:
-            writer.end("write")
-        except Failed as error:
-            trial.cell.errors.append(str(error))
-    for writer in writers:
-        writer.close()
+        trial.attempt(partial(writer.end, "write"))
+        trial.attempt(writer.close)
     trial.read()
 
 
@@ -250,12 +247,13 @@ FAULTS: dict[str, Callable[[Trial], None]] = {
 
 
 def measure(fault: str, store: str, chunks: int, place: Path) -> Cell:
-    """Run one fault on one store, in an empty directory below `place`."""
-    directory = place / f"{store}-{list(FAULTS).index(fault)}"
-    directory.mkdir()
-    trial = Trial(Cell(fault, store, chunks), directory, chunks)
+    """Run one fault on one store, in a directory below `place` that is there only meanwhile."""
+    trial = Trial(Cell(fault, store, chunks), place / "trial" / "kv", chunks)
+    trial.directory.mkdir(parents=True)
     try:
         FAULTS[fault](trial)
     except (Cannot, Failed) as error:
         trial.cell.cannot = str(error)
+    finally:
+        shutil.rmtree(trial.directory.parent, ignore_errors=True)
     return trial.cell

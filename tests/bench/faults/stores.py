@@ -45,6 +45,8 @@ class Store(ABC):
 
     index_in_memory: ClassVar[bool] = False
     """Only the process that wrote a chunk finds it, so it has to be the one that reads."""
+    imports: ClassVar[Sequence[str]] = ()
+    """Modules that take seconds to import."""
 
     def __init__(self, directory: Path, identity: Identity, count: int) -> None:
         self.directory = directory
@@ -66,6 +68,8 @@ class Store(ABC):
 
 class TierCacheDisk(Store):
     """The disk tier below a `TierCache`."""
+
+    imports = ("tiercache.cache",)
 
     def __init__(self, directory: Path, identity: Identity, count: int) -> None:
         from tiercache import Config, Layout, TierCache
@@ -113,6 +117,8 @@ class TierCacheDisk(Store):
 
 class VllmFs(Store):
     """vLLM's `fs` tier, asked as its tiering manager asks it, with one chunk a job. Names are vLLM's own block hashes."""
+
+    imports = ("vllm.v1.kv_offload.tiering.spec", "vllm.v1.kv_offload.tiering.fs.manager")
 
     def __init__(self, directory: Path, identity: Identity, count: int) -> None:
         from vllm.utils.hashing import sha256
@@ -180,6 +186,7 @@ class VllmFs(Store):
 class _LMCache(Store):
     """A back end of LMCache's engine, below `batched_put` and `batched_get_blocking`."""
 
+    imports = ("lmcache.v1.cache_engine",)
     backend: ClassVar[str]
 
     def __init__(self, directory: Path, identity: Identity, count: int, **settings: Any) -> None:
@@ -269,6 +276,8 @@ class LMCacheFsDirect(LMCacheFs):
 class LMCacheNative(Store):
     """The C++ client of LMCache's multi-process mode, behind its adapter `fs_native`."""
 
+    imports = ("lmcache.v1.distributed.l2_adapters", "lmcache.v1.multiprocess.token_hasher")
+
     def __init__(self, directory: Path, identity: Identity, count: int) -> None:
         import torch
         from lmcache.v1.distributed.api import ObjectKey
@@ -351,10 +360,3 @@ STORES: dict[str, type[Store]] = {
     "lmcache-native": LMCacheNative,
     "plain-files": PlainFiles,
 }
-IMPORTS: dict[str, list[str]] = {
-    "tiercache": ["tiercache.cache"],
-    "vllm": ["vllm.v1.kv_offload.tiering.spec", "vllm.v1.kv_offload.tiering.fs.manager"],
-    "lmcache": ["lmcache.v1.cache_engine", "lmcache.v1.distributed.l2_adapters"],
-    "plain": [],
-}
-"""By the first word of a store's name: the modules that it takes seconds to import."""

@@ -30,11 +30,11 @@ STEP_TOKENS = 128
 
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.vllm.preloaded"])
 
 
 def import_vllm() -> None:
     """Start the process whose forks the engines are. Called by the fixture `imported`."""
+    _FORKS.set_forkserver_preload(["tests.vllm.preloaded"])
     forkserver.ensure_running()
 
 
@@ -54,16 +54,17 @@ def drive(
             process = _FORKS.Process(target=run, args=arguments)
             process.start()
             process.join(limit_s)
+            status = process.exitcode
             process.kill()
             process.join()
             process.close()
         else:
             paths = os.pathsep.join(filter(None, [str(vllm), str(REPOSITORY), os.environ.get("PYTHONPATH")]))
             command = [sys.executable, "-m", "tests.vllm.drive"]
-            of_it = os.environ | {"PYTHONPATH": paths}
-            subprocess.run(command, input=json.dumps(arguments), env=of_it, text=True, timeout=limit_s, check=False)
+            of_it = {"input": json.dumps(arguments), "env": os.environ | {"PYTHONPATH": paths}}
+            status = subprocess.run(command, text=True, timeout=limit_s, check=False, **of_it).returncode
         said = log.read_text()
-        assert answers.exists(), f"it failed, or was ended after {limit_s} s: {said[-9000:]}"
+        assert status == 0, f"exit status {status} (None: not within {limit_s} s): {said[-9000:]}"
         return json.loads(answers.read_text()), said
 
 

@@ -39,7 +39,7 @@ def workload(directory: Path, kinds: list[str]) -> tuple[list[list[int]], list[d
         for _ in range(REQUESTS)
     ]
     happenings: dict[str, list[Any]] = {}
-    for number, step in enumerate(range(15, 20000, 15)):
+    for number, step in enumerate(range(12, 20000, 12)):
         match HAPPENINGS[number % len(HAPPENINGS)]:
             case "damage_files" as name:
                 happenings[str(step)] = [name, str(directory), numbers.choice(["flip", "truncate"]), 5]

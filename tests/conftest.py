@@ -138,7 +138,7 @@ _SLOW = (
     ),
 )  # fmt: skip
 """Not in `make test`: README's commands, and engines of every kind. Engines that stay there: tests/vllm/test_control.py,
-test_failed_loads.py, test_published_events.py, test_server_metrics.py."""
+test_failed_loads.py, test_logs.py, test_published_events.py, test_server_metrics.py."""
 _FIRST = ("tests/vllm", "tests/readme", "tests/demo", "tests/bench", "tests/simulation/test_seeds.py")
 """What takes longest begins first, so that no process has it left at the end."""
 

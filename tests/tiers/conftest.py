@@ -2,11 +2,13 @@
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
+from tests.remote.fs.mount import FragileMount
 
 install()
 
@@ -22,22 +24,28 @@ def small_device(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def mount(tmp_path: Path) -> Iterator[FragileMount]:
+    with FragileMount(tmp_path) as mount:
+        yield mount
+
+
+@pytest.fixture
+def kind() -> str:
+    """The tier for which `place` is, unless a test names others."""
+    return "disk"
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory on what the `kind` needs: tmpfs, a 3FS mount, or any file system."""
-    kind = request.getfixturevalue("kind")
-    if kind == "hf3fs":
-        without_fuse = bool(why_no_fuse())
-        if without_fuse:
-            monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
-        with Hf3fsEmulator(fuse=not without_fuse) as emulator:
-            directory = emulator.mount / "kv"
-            directory.mkdir()
-            yield directory
-    elif kind == "shared_memory":
-        directory = request.getfixturevalue("in_memory") / "kv"
-        directory.mkdir()
-        yield directory
-    else:
-        directory = tmp_path / "kv"
-        directory.mkdir()
-        yield directory
+    with ExitStack() as stack:
+        above = tmp_path
+        if kind == "hf3fs":
+            without_fuse = bool(why_no_fuse())
+            if without_fuse:
+                monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
+            above = stack.enter_context(Hf3fsEmulator(fuse=not without_fuse)).mount
+        elif kind == "shared_memory":
+            above = request.getfixturevalue("in_memory")
+        (above / "kv").mkdir()
+        yield above / "kv"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.tiers.opened import open_tier
 from tests.tiers.others import Other, running
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
@@ -24,13 +25,11 @@ from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 @asynccontextmanager
 async def opened(directory: Path, cap_chunks: int = 64) -> AsyncIterator[SharedMemoryTier]:
     """Chunks with numbers lie in one directory, "00". A directory takes no blocks on tmpfs."""
-    tier = SharedMemoryTier(SharedMemorySettings((directory,), cap_chunks * FILE_BYTES), FINGERPRINT)
-    await tier.open()
-    try:
+    async with open_tier(
+        SharedMemoryTier(SharedMemorySettings((directory,), cap_chunks * FILE_BYTES), FINGERPRINT)
+    ) as tier:
         await tier.scanned()
         yield tier
-    finally:
-        await tier.close()
 
 
 def key_of(number: int) -> ChunkKey:

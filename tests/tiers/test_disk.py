@@ -7,13 +7,15 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.tiers.opened import open_tier
 from tiercache.core.header import Header, file_bytes, payload_checksum
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
@@ -28,16 +30,10 @@ FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
 
 
-@asynccontextmanager
-async def opened(directory: Path, cap_chunks: float = 64, **settings: object) -> AsyncIterator[DiskTier]:
+def opened(directory: Path, cap_chunks: float = 64, **settings: Any) -> AbstractAsyncContextManager[DiskTier]:
     """A tier whose cap leaves room for `cap_chunks` chunks and the directories that they need."""
     cap_bytes = int(cap_chunks * (FILE_BYTES + 8192))
-    tier = DiskTier(FileSettings((directory,), cap_bytes, **settings), FINGERPRINT)  # type: ignore[arg-type]
-    await tier.open()
-    try:
-        yield tier
-    finally:
-        await tier.close()
+    return open_tier(DiskTier(FileSettings((directory,), cap_bytes, **settings), FINGERPRINT))
 
 
 async def fill(tier: DiskTier, numbers: range) -> None:
@@ -132,14 +128,26 @@ async def test_file_damaged_between_two_lives_is_never_a_hit(tmp_path: Path, dam
         assert await is_hit(tier, 2)
 
 
-async def test_quarantine_is_bounded_and_counted(tmp_path: Path) -> None:
+async def test_quarantine_is_bounded_and_counted_and_what_others_have_there_is_neither(tmp_path: Path) -> None:
+    quarantine = tmp_path / "quarantine"
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 21))
+        quarantine.mkdir()
+        theirs = [quarantine / f"sample-{number}" for number in range(20)]
+        for path in theirs:
+            path.write_bytes(bytes(8192))
+        theirs.append(quarantine / f"{bytes(24).hex()}.{10**18}")
+        theirs[-1].symlink_to("nowhere")
         for number in range(1, 21):
             flip(Path(tier.path(chunk(number)[0])), 5000)
             assert not await is_hit(tier, number)
-        assert len(list((tmp_path / "quarantine").iterdir())) == 8
-        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
+        assert len(set(quarantine.iterdir()) - set(theirs)) == 8, "the last ones"
+        theirs_bytes = sum(path.lstat().st_blocks * 512 for path in theirs)
+        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path) - theirs_bytes
+    assert set(theirs) <= set(quarantine.iterdir())
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path) - theirs_bytes
 
 
 async def test_quarantine_takes_a_quarter_of_a_small_cap_at_most(tmp_path: Path) -> None:
@@ -316,24 +324,6 @@ async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_fu
         assert allocated_bytes(tmp_path) <= other.settings.cap_bytes
 
 
-async def test_directory_that_vanishes_with_what_it_lay_in_costs_its_hits_and_comes_back(tmp_path: Path) -> None:
-    """As a mount that is away; see tests/remote/fs/test_deleted_directory.py for a directory that was deleted."""
-    directory = tmp_path / "mount" / "disk"
-    async with opened(directory) as tier:
-        await fill(tier, range(1, 4))
-        directory.parent.rename(tmp_path / "elsewhere")
-        with pytest.raises(FileNotFoundError):
-            await is_hit(tier, 1)
-        with pytest.raises(TierUnavailable, match="not there any more"):
-            await fill(tier, range(4, 5))
-        directory.mkdir(parents=True)
-        await fill(tier, range(5, 6))
-        await tier.scanned()
-        assert await is_hit(tier, 5)
-        assert not await is_hit(tier, 1)
-        assert tier_total(tier) == allocated_bytes(directory)
-
-
 @pytest.mark.parametrize("wrong", ["a file", "below a file", "newer format"])
 async def test_path_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path, wrong: str) -> None:
     directory = tmp_path / "place"
@@ -461,23 +451,29 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
     files.close()
 
 
+def hold_scan(tier: DiskTier) -> threading.Event:
+    """Scans of the directory wait for it."""
+    scanner, go_on = tier.directories.all[0].files.scanner, threading.Event()
+    scan = scanner.scan
+
+    def slow(top: str) -> Scanned:
+        go_on.wait()
+        return scan(top)
+
+    scanner.scan = slow  # type: ignore[method-assign]
+    return go_on
+
+
 async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducted_twice(tmp_path: Path) -> None:
     """A lookup makes them known, writes evict them, and only then the scan reaches their directories."""
     async with opened(tmp_path, 20) as tier:
         await fill(tier, range(1, 21))
         used = tier.statistics().occupied_bytes
     async with opened(tmp_path, 20) as tier:
-        files = tier.directories.all[0].files
-        scan, gate = files.scanner.scan, threading.Event()
-
-        def slow(top: str) -> Scanned:
-            gate.wait()
-            return scan(top)
-
-        files.scanner.scan = slow  # type: ignore[method-assign]
+        go_on = hold_scan(tier)
         assert await tier.probe([chunk(number)[0] for number in range(1, 21)]) == 20
         await fill(tier, range(101, 111))
-        gate.set()
+        go_on.set()
         await tier.scanned()
         assert tier.statistics().evicted >= 8
         assert tier.statistics().occupied_bytes == pytest.approx(used, abs=3 * FILE_BYTES)
@@ -489,19 +485,12 @@ async def test_another_who_deletes_during_the_first_scan_leaves_the_count_uncorr
     async with opened(tmp_path, 20) as tier:
         await fill(tier, range(1, 21))
     async with opened(tmp_path, 20) as first:
-        files = first.directories.all[0].files
-        scan, gate = files.scanner.scan, threading.Event()
-
-        def slow(top: str) -> Scanned:
-            gate.wait()
-            return scan(top)
-
-        files.scanner.scan = slow  # type: ignore[method-assign]
+        go_on = hold_scan(first)
         async with opened(tmp_path, 20) as second:
             await second.scanned()
             await fill(second, range(101, 111))
-        gate.set()
+        go_on.set()
         await first.scanned()
         chunk_paths = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
-        await first.directories.metadata.submit(files.capacity.refresh)
+        await first.directories.metadata.submit(first.directories.all[0].files.capacity.refresh)
         assert first.statistics().occupied_bytes >= chunk_paths

@@ -5,28 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.remote.fs.test_fs import tier_on
-from tests.tiers.test_contract import LAYOUT
+from tests.tiers.kinds import make, opened
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.base import Tier
-from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.directories import FileSettings
 
 PAYLOAD = chunk(1)[1]
 KEYS = [bytes([number]) * 24 for number in range(64)]
 """In as many subdirectories: more than there are threads."""
-
-
-def disk(place: Path) -> Tier:
-    return DiskTier(FileSettings((place,), cap_bytes=64 << 20), LAYOUT.fingerprint)
 
 
 class HeldScan:
@@ -45,18 +36,14 @@ class HeldScan:
         return self._scandir(path)
 
 
-@pytest.mark.parametrize("make", [disk, tier_on])
-async def test_lookups_do_not_wait_for_a_scan(
-    make: Callable[[Path], Tier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make(tmp_path)
-    await tier.open()
-    for key in KEYS:
-        assert await tier.write(key, PAYLOAD, CHUNK_BYTES)
-    await tier.close()
+@pytest.mark.parametrize("kind", ["disk", "fs"])
+async def test_lookups_do_not_wait_for_a_scan(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(kind, tmp_path, cap_bytes=64 << 20) as tier:
+        for key in KEYS:
+            assert await tier.write(key, PAYLOAD, CHUNK_BYTES)
     held = HeldScan()
     monkeypatch.setattr(os, "scandir", held.scandir)
-    tier = make(tmp_path)
+    tier = make(kind, tmp_path, cap_bytes=64 << 20)
     await tier.open()
     try:
         await asyncio.to_thread(held.begun.wait)

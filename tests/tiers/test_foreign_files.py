@@ -3,60 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tests.remote.fs.test_fs import tier_on
-from tests.tiers.test_contract import LAYOUT
+from tests.tiers.kinds import FEW_BYTES, KINDS, opened
 from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
 from tiercache.commands.stat import survey
 from tiercache.commands.verify import verify
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.gds import GdsSettings, GdsTier
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
-from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
-from tiercache.tiers.weka import WekaSettings, WekaTier
-
-KINDS = ["disk", "fs", "weka", "gds", "shared_memory", "hf3fs"]
-FEW_BYTES = 12 * (FILE_BYTES + 4096)
-
-
-def make(kind: str, place: Path, cap_bytes: int = FEW_BYTES, **settings: str) -> FileTier:
-    fingerprint = LAYOUT.fingerprint
-    if kind == "disk":
-        return DiskTier(FileSettings((place,), cap_bytes, **settings), fingerprint)  # type: ignore[arg-type]
-    if kind == "weka":
-        return WekaTier(WekaSettings((place,), cap_bytes, direct=None, threads=2), fingerprint)
-    if kind == "gds":
-        return GdsTier(GdsSettings((place,), cap_bytes, threads=2, way="posix"), fingerprint)
-    if kind == "shared_memory":
-        return SharedMemoryTier(SharedMemorySettings((place,), cap_bytes), fingerprint)
-    if kind == "hf3fs":
-        rings = Hf3fsSettings((place,), cap_bytes, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=16 << 20)
-        return Hf3fsTier(rings, fingerprint)
-    return tier_on(place, max_size=cap_bytes / 2**30)
-
-
-@asynccontextmanager
-async def opened(kind: str, place: Path, cap_bytes: int = FEW_BYTES, **settings: str) -> AsyncIterator[FileTier]:
-    tier = make(kind, place, cap_bytes, **settings)
-    await tier.open()
-    try:
-        yield tier
-    finally:
-        await tier.close()
+from tiercache.tiers.shared_memory import SharedMemoryTier
 
 
 async def store(tier: FileTier, numbers: range) -> int:
@@ -122,11 +86,10 @@ async def test_nothing_of_others_is_touched_or_counted(
     assert any(path.name in said[0] for path in place.iterdir() if path.name != "tiercache-chunks")
 
 
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_the_groups_modes_are_given_to_nothing_of_others(place: Path, kind: str) -> None:
+async def test_the_groups_modes_are_given_to_nothing_of_others(place: Path) -> None:
     put_foreign_files(place)
     before = seen(place)
-    async with opened(kind, place, file_access="group") as tier:
+    async with opened("disk", place, file_access="group") as tier:
         await tier.scanned()
         assert await store(tier, range(1, 4))
         assert os.stat(tier.path(chunk(1)[0])).st_mode & 0o777 == 0o660
@@ -136,7 +99,7 @@ async def test_the_groups_modes_are_given_to_nothing_of_others(place: Path, kind
 @pytest.mark.parametrize("kind", ["disk", "weka"])
 async def test_a_directory_of_ours_is_cleared_of_our_files_only(place: Path, kind: str) -> None:
     """Files that came later and do not have the mode of ours."""
-    async with opened(kind, place, 1 << 24) as tier:
+    async with opened(kind, place, cap_bytes=1 << 24) as tier:
         await store(tier, range(1, 13))
     put_foreign_files(place)
     theirs = {
@@ -187,9 +150,8 @@ async def test_files_of_others_that_have_all_but_the_header_of_a_chunk_stay(
     assert sum("foreign files have names of chunks" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_what_a_power_cut_left_of_a_chunk_is_removed(place: Path, kind: str) -> None:
-    async with opened(kind, place) as tier:
+async def test_what_a_power_cut_left_of_a_chunk_is_removed(place: Path) -> None:
+    async with opened("disk", place) as tier:
         await store(tier, range(1, 3))
         blank, damaged = (Path(tier.path(chunk(number)[0])) for number in (1, 2))
         blank.write_bytes(bytes(FILE_BYTES))
@@ -199,27 +161,9 @@ async def test_what_a_power_cut_left_of_a_chunk_is_removed(place: Path, kind: st
     assert not blank.exists() and not damaged.exists()
 
 
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_foreign_files_in_quarantine_stay_and_are_not_counted(place: Path, kind: str) -> None:
-    async with opened(kind, place, 1 << 24) as tier:
-        await store(tier, range(1, 21))
-        (place / "quarantine").mkdir(exist_ok=True)
-        for number in range(20):
-            (place / "quarantine" / f"sample-{number}").write_bytes(bytes(8192))
-        for number in range(1, 21):
-            flip(Path(tier.path(chunk(number)[0])), FILE_BYTES - 9)
-            assert not await is_hit(tier, number)
-    kept = sorted(path.name for path in (place / "quarantine").iterdir())
-    assert len([name for name in kept if name.startswith("sample-")]) == 20
-    assert len(kept) == 28, "the last eight of ours"
-    async with opened(kind, place, 1 << 24) as tier:
-        await tier.scanned()
-        assert tier.statistics().occupied_bytes <= 8 * FILE_BYTES + 8192
-
-
 @pytest.mark.parametrize("kind", ["disk", "fs", "weka"])
 async def test_forget_removes_the_chunk_from_quarantine_too(place: Path, kind: str) -> None:
-    async with opened(kind, place, 1 << 24) as tier:
+    async with opened(kind, place, cap_bytes=1 << 24) as tier:
         await store(tier, range(1, 4))
         for number in (1, 2):
             flip(Path(tier.path(chunk(number)[0])), FILE_BYTES - 9)
@@ -265,24 +209,16 @@ async def test_a_foreign_directory_that_takes_the_path_is_not_used_itself(place:
         assert seen(place) == before
 
 
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_stat_finds_chunks_beside_files_of_others(place: Path, kind: str) -> None:
+async def test_chunks_beside_files_of_others_are_found_by_stat_and_when_those_have_gone(place: Path) -> None:
     put_foreign_files(place)
-    async with opened(kind, place) as tier:
+    async with opened("disk", place) as tier:
         await store(tier, range(1, 4))
     found = await survey(place)
     assert (found["chunks"], found["foreign"]) == (3, 0)
-
-
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_chunks_stay_findable_when_the_files_of_others_go(place: Path, kind: str) -> None:
-    put_foreign_files(place)
-    async with opened(kind, place) as tier:
-        await store(tier, range(1, 4))
     for path in place.iterdir():
         if path.name != "tiercache-chunks":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    async with opened(kind, place) as tier:
+    async with opened("disk", place) as tier:
         assert await is_hit(tier, 3)
 
 
@@ -323,36 +259,28 @@ async def test_a_directory_of_another_user_is_used_by_a_subdirectory_of_ours(
     assert sum("user 65534" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_a_directory_that_everybody_may_write_to_is_used_by_a_subdirectory(place: Path, kind: str) -> None:
-    place.chmod(0o777)
-    async with opened(kind, place) as tier:
+@pytest.mark.parametrize(
+    ("mode", "access", "itself"), [(0o777, "owner", False), (0o770, "owner", False), (0o770, "group", True)]
+)
+async def test_a_directory_that_others_may_write_to_is_used_by_a_subdirectory_unless_they_are_to_have_access(
+    place: Path, mode: int, access: str, itself: bool
+) -> None:
+    place.chmod(mode)
+    async with opened("disk", place, file_access=access) as tier:
         await store(tier, range(1, 4))
-        assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
-
-
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_a_directory_that_its_group_may_write_to_is_used_by_a_subdirectory(place: Path, kind: str) -> None:
-    """Unless the group is to have access: then whoever may write there is one of us."""
-    place.chmod(0o770)
-    async with opened(kind, place) as tier:
-        assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
-    shutil.rmtree(place / "tiercache-chunks")
-    async with opened(kind, place, file_access="group") as tier:
-        assert not Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+        assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks") is not itself
 
 
 @pytest.mark.parametrize("left", ["all", "chunks"])
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_a_directory_of_ours_without_its_manifest_is_used_itself(place: Path, kind: str, left: str) -> None:
+async def test_a_directory_of_ours_without_its_manifest_is_used_itself(place: Path, left: str) -> None:
     """Instances that run while somebody empties the directory put chunks there before one of them makes the manifest."""
-    async with opened(kind, place) as tier:
+    async with opened("disk", place) as tier:
         await store(tier, range(1, 4))
     (place / "tiercache.json").unlink()
     if left != "all":
         shutil.rmtree(place / ".tiercache")
     (place / "ab").mkdir(mode=0o700)
-    async with opened(kind, place) as tier:
+    async with opened("disk", place) as tier:
         assert Path(tier.path(chunk(1)[0])).parent.parent == place
         assert await is_hit(tier, 3)
         await tier.scanned()
@@ -365,14 +293,21 @@ MADE_UP = {
     "zeroes": bytes(FILE_BYTES),
     "zeroes, then data": bytes(1024) + b"theirs" * 2000,
     "our magic": b"TIERKV\r\n theirs" * 300,
+    "a text": b"theirs",
 }
+NAMES = ["00/{:048x}", "00/{:064x}", "00/00{:02x}", "quarantine/{:048x}.170000000000000"]
 
 
-@pytest.mark.parametrize("names", ["00/{:048x}", "00/{:064x}", "00/00{:02x}", "quarantine/{:048x}.170000000000000"])
-@pytest.mark.parametrize("content", MADE_UP)
-@pytest.mark.parametrize("kind", ["disk"])
+@pytest.mark.parametrize(
+    ("names", "content"),
+    [
+        *itertools.product(NAMES, MADE_UP),
+        ("ab/{:032x}.170000000000000", "a text"),
+        (".gitignore/{:032x}.170000000000000", "a text"),
+    ],
+)
 async def test_only_headers_that_verify_make_a_directory_ours(
-    place: Path, kind: str, content: str, names: str, caplog: pytest.LogCaptureFixture
+    place: Path, content: str, names: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(20):
         path = place / names.format(number)
@@ -381,10 +316,12 @@ async def test_only_headers_that_verify_make_a_directory_ours(
     before = seen(place)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            async with opened(kind, place) as tier:
+            async with opened("disk", place) as tier:
                 await store(tier, range(1, 31))
                 await tier.scanned()
                 assert await is_hit(tier, 30)
+                assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+                await tier.remove(chunk(1)[0])
     assert seen(place) == before
     assert any("holds foreign files" in message for message in caplog.messages)
 
@@ -393,12 +330,11 @@ BLANK = (b"", bytes(FILE_BYTES), bytes(10_000))
 
 
 @pytest.mark.parametrize("content", BLANK, ids=len)
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_a_store_of_others_that_was_empty_is_not_taken_for_ours(place: Path, kind: str, content: bytes) -> None:
+async def test_a_store_of_others_that_was_empty_is_not_taken_for_ours(place: Path, content: bytes) -> None:
     """Its directories have the mode of ours: its program makes nothing that others can read."""
     for number in range(256):
         (place / f"{number:02x}").mkdir(mode=0o700)
-    async with opened(kind, place) as tier:
+    async with opened("disk", place) as tier:
         await store(tier, range(1, 4))
         assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
     for number in range(50):
@@ -407,7 +343,7 @@ async def test_a_store_of_others_that_was_empty_is_not_taken_for_ours(place: Pat
         (place / name[:2] / name).chmod(0o600)
     before = seen(place)
     for _ in range(2):
-        async with opened(kind, place) as tier:
+        async with opened("disk", place) as tier:
             await store(tier, range(10, 40))
             await tier.scanned()
             assert await is_hit(tier, 39)
@@ -443,32 +379,13 @@ async def test_blank_files_that_came_later_stay(place: Path, kind: str, content:
     assert {path: after.get(str(path)) for path in names} == {path: before[str(path)] for path in names}
 
 
-@pytest.mark.parametrize("content", [b"theirs", b"theirs!!" * (FILE_BYTES // 8)], ids=len)
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_a_chunk_whose_name_a_file_of_others_has_is_not_stored(place: Path, kind: str, content: bytes) -> None:
-    async with opened(kind, place) as tier:
-        await store(tier, range(1, 3))
-        path = Path(tier.path(chunk(3)[0]))
-        path.write_bytes(content)
-        for _ in range(2):
-            assert await store(tier, range(3, 4)) == 0
-            assert not await is_hit(tier, 3)
-        assert path.read_bytes() == content
-        path.unlink()
-        assert await store(tier, range(3, 4)) == 1
-        assert await is_hit(tier, 3)
-
-
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_a_directory_of_ours_without_its_manifest_stays_one_beside_files_of_others(
-    place: Path, kind: str
-) -> None:
+async def test_a_directory_of_ours_without_its_manifest_stays_one_beside_files_of_others(place: Path) -> None:
     """Two instances that began before and after that share one count."""
-    async with opened(kind, place) as before:
+    async with opened("disk", place) as before:
         await store(before, range(1, 4))
         (place / "tiercache.json").unlink()
         (place / "notes.txt").write_text("theirs")
-        async with opened(kind, place) as after:
+        async with opened("disk", place) as after:
             assert await is_hit(after, 3)
             await store(after, range(4, 7))
             await after.scanned()
@@ -477,29 +394,12 @@ async def test_a_directory_of_ours_without_its_manifest_stays_one_beside_files_o
     assert not (place / "tiercache-chunks").exists()
 
 
-@pytest.mark.parametrize("name", ["quarantine", "ab", ".gitignore"])
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_names_do_not_make_a_directory_ours(place: Path, kind: str, name: str) -> None:
-    """What has the names of our files may be anybody's: without the manifest it is."""
-    (place / name).mkdir()
-    for number in range(20):
-        stem = f"ab{number:046x}" if name == "quarantine" else f"{number:032x}"
-        (place / name / f"{stem}.{1700000000000000000 + number}").write_text("theirs")
-    before = seen(place)
-    async with opened(kind, place) as tier:
-        assert await store(tier, range(1, 4)) == 3
-        assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
-        await tier.remove(chunk(1)[0])
-    assert seen(place) == before
-
-
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_a_foreign_subdirectory_of_our_name_is_an_error(place: Path, kind: str) -> None:
+async def test_a_foreign_subdirectory_of_our_name_is_an_error(place: Path) -> None:
     put_foreign_files(place)
     put_foreign_files(place / "tiercache-chunks")
     before = seen(place, without="")
     with pytest.raises(ConfigError, match=f"{place}/tiercache-chunks is not empty and has no tiercache.json"):
-        async with opened(kind, place):
+        async with opened("disk", place):
             pass
     assert seen(place, without="") == before
 
@@ -517,9 +417,8 @@ async def test_bookkeeping_of_another_user_is_an_error(place: Path, kind: str, n
             pass
 
 
-@pytest.mark.parametrize("kind", ["disk"])
-async def test_verify_leaves_files_of_others_where_they_are(place: Path, kind: str) -> None:
-    async with opened(kind, place) as tier:
+async def test_verify_leaves_files_of_others_where_they_are(place: Path) -> None:
+    async with opened("disk", place) as tier:
         await store(tier, range(1, 4))
         flip(Path(tier.path(chunk(3)[0])), FILE_BYTES - 9)
     put_foreign_files(place, 6)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.kinds import opened
 from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
-from tests.tiers.test_foreign_files import opened, seen, store
+from tests.tiers.test_foreign_files import seen, store
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -84,13 +85,13 @@ async def test_the_groups_modes_do_not_go_through_links(place: Path, kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_link_in_the_place_of_quarantine_is_not_followed(place: Path, kind: str) -> None:
-    async with opened(kind, place, 1 << 24) as tier:
+    async with opened(kind, place, cap_bytes=1 << 24) as tier:
         assert await store(tier, range(1, 13)) == 12
     target = place.parent / "target"
     put_files(target)
     (place / "quarantine").symlink_to(target)
     before, mode = seen(target), target.stat().st_mode
-    async with opened(kind, place, 1 << 24) as tier:
+    async with opened(kind, place, cap_bytes=1 << 24) as tier:
         await tier.scanned()
         for number in range(1, 13):
             flip(Path(tier.path(chunk(number)[0])), FILE_BYTES - 9)

@@ -4,32 +4,20 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tiers.test_disk import FINGERPRINT
+from tests.tiers.kinds import make, opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directories import FileSettings
-from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
-def _disk(directory: Path) -> DiskTier:
-    return DiskTier(FileSettings((directory,), 1 << 20), FINGERPRINT)
-
-
-def _weka(directory: Path) -> DiskTier:
-    return WekaTier(WekaSettings((directory,), 1 << 20), FINGERPRINT)
-
-
-@pytest.mark.parametrize("make", [_disk, _weka])
+@pytest.mark.parametrize("kind", ["disk", "weka"])
 async def test_an_opening_that_is_cancelled_leaves_nothing_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], DiskTier]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Several threads do metadata: what was being opened was closed by another one, before it was open."""
     loop = asyncio.get_running_loop()
@@ -42,7 +30,7 @@ async def test_an_opening_that_is_cancelled_leaves_nothing_open(
         really_open(files)
 
     monkeypatch.setattr(ChunkFiles, "open", open_late)
-    tier = make(tmp_path)
+    tier = make(kind, tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     opening = asyncio.create_task(tier.open())
     await began.wait()
@@ -68,9 +56,5 @@ async def test_a_directory_that_another_process_makes_and_deletes_meanwhile_is_m
         mkdir(path, mode, **others)
 
     monkeypatch.setattr(os, "mkdir", beaten)
-    tier = _disk(place)
-    await tier.open()
-    try:
+    async with opened("disk", place) as tier:
         assert met and await tier.write(*chunk(1), CHUNK_BYTES)
-    finally:
-        await tier.close()

@@ -4,50 +4,30 @@ from __future__ import annotations
 
 import logging
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.remote.fs.test_fs import tier_on
+from tests.tiers.kinds import make
 from tests.tiers.test_disk import fill, opened
 from tiercache.errors import ConfigError
-from tiercache.tiers.base import Tier
-from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files import access
-from tiercache.tiers.files.directories import FileSettings
-from tiercache.tiers.gds import GdsSettings, GdsTier
-from tiercache.tiers.weka import WekaSettings, WekaTier
-
-FINGERPRINT = b"p" * 16
-CAP_BYTES = 1 << 24
-
-
-def disk(*places: Path) -> Tier:
-    return DiskTier(FileSettings(places, CAP_BYTES), FINGERPRINT)
-
-
-def gds(*places: Path) -> Tier:
-    return GdsTier(GdsSettings(places, CAP_BYTES), FINGERPRINT)
-
-
-def weka(*places: Path) -> Tier:
-    return WekaTier(WekaSettings(places, CAP_BYTES), FINGERPRINT)
 
 
 @pytest.mark.parametrize(
-    ("make", "option"), [(disk, "local_disk"), (gds, "gds_path"), (weka, "weka_path"), (tier_on, r"fs\.a\.base_path")]
+    ("kind", "option"),
+    [("disk", "local_disk"), ("gds", "gds_path"), ("weka", "weka_path"), ("fs", r"fs\.a\.base_path")],
 )
 @pytest.mark.parametrize("linked", ["itself", "its parent"])
 async def test_one_directory_by_two_names_is_an_error_that_names_both(
-    tmp_path: Path, make: Callable[..., Tier], option: str, linked: str
+    tmp_path: Path, kind: str, option: str, linked: str
 ) -> None:
     real = tmp_path / "real" / "kv"
     real.mkdir(parents=True)
     link = tmp_path / "link"
     link.symlink_to(real if linked == "itself" else real.parent)
     other = link if linked == "itself" else link / "kv"
-    tier = make(tmp_path / "more", real, other)
+    tier = make(kind, tmp_path / "more", real, other)
     with pytest.raises(ConfigError, match=rf"{option}: {real} and {other} are one directory"):
         await tier.open()
     await tier.close()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.tiers.opened import open_tier
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import JumpingClockLoop, chunk
@@ -28,12 +29,9 @@ async def opened(directory: Path, cap_chunks: int = 64, **settings: object) -> A
     chosen = {"refresh_s": 5.0, "threads": 4, "direct": None} | settings
     cap_bytes = cap_chunks * FILE_BYTES + 4096
     tier = WekaTier(WekaSettings((directory,), cap_bytes, **chosen), FINGERPRINT)  # type: ignore[arg-type]
-    await tier.open()
-    try:
+    async with open_tier(tier):
         await tier.refreshed()
         yield tier
-    finally:
-        await tier.close()
 
 
 def key_of(number: int) -> ChunkKey:

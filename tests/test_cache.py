@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tiercache import CacheThread, Config, ConfigError, Layout, TierCache
+from tiercache.core.header import file_bytes
 from tiercache.errors import CacheClosed
 
 CHUNK_BYTES = 64 * 1024
@@ -161,6 +162,21 @@ async def test_many_more_chunks_than_memory_pass_through_to_disk(tmp_path: Path)
         assert await cache.get_into(keys, buffers) == 200
         assert all(np.array_equal(buffer, payload(number)) for number, buffer in enumerate(buffers))
         assert is_whole(cache)
+
+
+async def test_chunks_that_are_hot_stay_on_disk_too(tmp_path: Path) -> None:
+    """They are served from memory, so the tier learns of it only because it is told."""
+    hot = [key(number) for number in range(1, 21)]
+    buffers = [np.zeros(CHUNK_BYTES, np.uint8) for _ in hot]
+    async with opened(tmp_path, max_local_disk_size=60 * file_bytes(CHUNK_BYTES) / 2**30) as cache:
+        for first in (1, *range(100, 300, 20)):
+            for number in range(first, first + 20):
+                assert await cache.put(key(number), payload(number))
+                if first > 1:
+                    assert await cache.get_into(hot, buffers) == len(hot)
+            assert (await cache.flush()).complete
+        assert cache.tiers[0].statistics().evicted > 100
+        assert sum(await cache.tiers[0].probe_each(hot)) == len(hot)
 
 
 async def test_without_local_cpu_memory_is_staging_only(tmp_path: Path) -> None:

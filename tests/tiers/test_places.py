@@ -12,6 +12,8 @@ from tests.tiers.kinds import make
 from tests.tiers.test_disk import fill, opened
 from tiercache.errors import ConfigError
 from tiercache.tiers.files import access
+from tiercache.tiers.files.access import file_system_of
+from tiercache.tiers.files.format import spread
 
 
 @pytest.mark.parametrize(
@@ -89,3 +91,18 @@ async def test_empty_directory_where_mount_points_are_is_used_with_a_warning(
     assert said.startswith(
         f"{point} is empty and lies on the root file system: if it belongs on a mount, that is missing"
     )
+
+
+def test_directories_below_lie_apart_where_the_file_system_can_do_that(tmp_path: Path) -> None:
+    """`lsattr` says T then; nothing changes where it has no such hint, or where there is no directory."""
+    before = attributes(tmp_path)
+    spread(tmp_path)
+    spread(tmp_path / "missing")
+    if file_system_of(tmp_path) != "ext4" or not before:
+        pytest.skip("needs lsattr and a temporary directory on ext4")
+    assert attributes(tmp_path) == before | {"T"}
+
+
+def attributes(directory: Path) -> set[str]:
+    said = subprocess.run(["lsattr", "-d", directory], capture_output=True, text=True, check=False).stdout
+    return set(said.partition(" ")[0]) - {"-"}

@@ -1,7 +1,6 @@
 """The Weka tier: what instances on one directory know of each other, and how they make room."""
 
 import asyncio
-import fcntl
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -121,14 +120,6 @@ async def test_a_chunk_that_cannot_be_deleted_stays_known_and_others_go(tmp_path
             subprocess.run(["chattr", "-i", path], check=True)
         await store(tier, range(30, 60))
         assert not tier.contains(key_of(1))
-
-
-async def test_close_does_not_wait_for_a_lock_that_somebody_holds(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        await store(tier, range(1, 2))
-        with (tmp_path / ".tiercache" / "ledger").open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            await tier.close()
 
 
 def tenants_chunk(number: int, salt: str) -> ChunkKey:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.gds.conftest import FINGERPRINT, Slots
+from tests.tiers.opened import open_tier
 from tests.tiers.test_contract import limits
 from tiercache.core.header import HEADER_BYTES, aligned, file_bytes
 from tiercache.device.device import Device
@@ -301,7 +302,5 @@ class TestFindingTheWay:
         capacity.resize(1 << 40)
         capacity.commit(1 << 40)
         await first.close()
-        second = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)
-        await second.open()
-        assert second.settings.cap_bytes - first.settings.cap_bytes == pytest.approx(0.9 * (1 << 40), rel=0.02)
-        await second.close()
+        async with open_tier(GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)) as second:
+            assert second.settings.cap_bytes - first.settings.cap_bytes == pytest.approx(0.9 * (1 << 40), rel=0.02)

@@ -22,6 +22,7 @@ from tests.needs import needs_fuse
 from tests.remote.fs.mount import SERVER
 from tests.remote.fs.test_fs import opened as fs_opened
 from tests.servers.processes import stop_process
+from tests.tiers.opened import open_tier
 from tests.tiers.test_disk import (
     FILE_BYTES,
     FINGERPRINT,
@@ -385,17 +386,13 @@ async def test_what_is_removed_is_gone_from_every_directory(tmp_path: Path) -> N
     first, second = tmp_path / "1", tmp_path / "2"
     async with opened(first) as tier:
         await fill(tier, range(1, 21))
-    both = DiskTier(FileSettings((first, second), 256 * FILE_BYTES), FINGERPRINT)
-    await both.open()
-    try:
+    async with open_tier(DiskTier(FileSettings((first, second), 256 * FILE_BYTES), FINGERPRINT)) as both:
         for number in range(1, 11):  # before it is known that they lie in the first one
             await both.write(*chunk(number), CHUNK_BYTES)
         for number in range(1, 21):
             await both.remove(chunk(number)[0])
         await both.scanned()
         assert [number for number in range(1, 21) if await is_hit(both, number)] == []
-    finally:
-        await both.close()
     assert list(tmp_path.glob("*/[0-9a-f][0-9a-f]/*")) == []
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.hf3fs.tier.conftest import PATIENCE_S, RINGS, Memory, Opened, all_places_are_free, get, put
 from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.tiers.opened import open_tier
 from tiercache import Config, Layout
 from tiercache.assembly import make_tiers
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, file_bytes
@@ -30,11 +31,8 @@ async def from_configuration(tmp_path: Path, text: str) -> AsyncIterator[Tier]:
     path = tmp_path / "tiercache.yaml"
     path.write_text(text)
     (tier,) = make_tiers(Config.load(path, environ={}), LAYOUT)
-    await tier.open()
-    try:
+    async with open_tier(tier):
         yield tier
-    finally:
-        await tier.close()
 
 
 async def stores_within_nine_tenths(tier: Tier, directory: Path) -> None:

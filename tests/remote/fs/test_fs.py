@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +15,10 @@ import pytest
 
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
+from tests.tiers.opened import open_tier
 from tests.tiers.test_contract import LAYOUT, limits
 from tests.tiers.test_disk import flip
-from tests.tiers.weka import physical_bytes, store
+from tests.tiers.weka import store
 from tiercache import Config, Layout, TierCache
 from tiercache.assembly import make_tiers
 from tiercache.core.header import file_bytes
@@ -51,14 +51,8 @@ def tier_on(*directories: Path, timeout_s: float = 5.0, url: str = "", item_byte
     return tier
 
 
-@asynccontextmanager
-async def opened(*directories: Path, **options: Any) -> AsyncIterator[FsTier]:
-    tier = tier_on(*directories, **options)
-    await tier.open()
-    try:
-        yield tier
-    finally:
-        await tier.close()
+def opened(*directories: Path, **options: Any) -> AbstractAsyncContextManager[FsTier]:
+    return open_tier(tier_on(*directories, **options))
 
 
 def drop_cached(path: Path) -> None:
@@ -191,47 +185,6 @@ async def test_a_directory_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path
     await tier.close()
 
 
-OTHER = """
-import asyncio, sys
-from pathlib import Path
-from tests.remote.fs.test_fs import opened, store
-
-async def main():
-    async with opened(Path(sys.argv[1]), max_size=float(sys.argv[2])) as tier:
-        while line := await asyncio.to_thread(sys.stdin.readline):  # it also evicts for the other one meanwhile
-            first, end = line.split()
-            await store(tier, range(int(first), int(end)))
-            print("done", flush=True)
-
-asyncio.run(main())
-"""
-
-
-async def test_two_processes_share_a_directory_and_its_cap(tmp_path: Path) -> None:
-    cap_gb = 40 * FILE_BYTES / 2**30
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", OTHER, str(tmp_path), str(cap_gb)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=REPOSITORY,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        async with opened(tmp_path, max_size=cap_gb) as tier:
-            for start in range(1, 121, 10):
-                process.stdin.write(f"{start} {start + 5}\n".encode())
-                await store(tier, range(start + 5, start + 10))
-                assert await process.stdout.readline() == b"done\n"
-                assert physical_bytes(tmp_path) <= 40 * FILE_BYTES
-            await tier.refreshed()
-            # Which are left is up to whoever evicts: this one does not know when they were stored.
-            found = [number for number in range(1, 121) if number % 10 in range(1, 6) and await is_hit(tier, number)]
-            assert found, "the other process stored them"
-    finally:
-        process.kill()
-        await process.wait()
-
-
 @needs_fuse
 async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: FragileMount) -> None:
     async with opened(mount.path, use_odirect=False) as writer:
@@ -273,13 +226,11 @@ async def test_a_mount_that_cannot_be_used_at_the_start_is_tried_again(mount: Fr
     """Nothing of ours lies there yet, so only others can make room."""
     away, back = (mount.die, mount.revive) if how == "dead" else (mount.fill, mount.make_room)
     await asyncio.to_thread(away)
-    tier = tier_on(mount.path, timeout_s=1.0)
-    await tier.open()
-    with pytest.raises(TierUnavailable, match="cannot be reached" if how == "dead" else None):
-        await store(tier, range(1, 2))
-    await asyncio.to_thread(back)
-    await in_the_end(lambda: store(tier, range(1, 2)))
-    await tier.close()
+    async with open_tier(tier_on(mount.path, timeout_s=1.0)) as tier:
+        with pytest.raises(TierUnavailable, match="cannot be reached" if how == "dead" else None):
+            await store(tier, range(1, 2))
+        await asyncio.to_thread(back)
+        await in_the_end(lambda: store(tier, range(1, 2)))
 
 
 @needs_fuse

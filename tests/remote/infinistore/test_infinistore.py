@@ -15,6 +15,7 @@ import pytest
 from tests.needs import RDMA_DEVICES
 from tests.remote.arena import ARENA, chunk, page_aligned
 from tests.remote.infinistore import fake
+from tests.tiers.opened import open_tier
 from tiercache.config.remote_options import options_of
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
@@ -77,24 +78,19 @@ class TestOverTcp(TestOverRdma):
 
 async def test_slots_of_the_arena_are_registered_and_used_themselves(server: fake.Server) -> None:
     tier = make_tier()
-    await tier.open()
-    try:
+    async with open_tier(tier):
         assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
         into = page_aligned(CHUNK_BYTES)
         assert await tier.read(KEY, into) == CHUNK_BYTES and np.array_equal(into, PAYLOAD)
         assert (ARENA.address, ARENA.memory.nbytes) in server.connections[0].regions
         assert len(server.values[NAME]) == 88 and len(server.values[f"{NAME}:payload"]) == CHUNK_BYTES
-    finally:
-        await tier.close()
 
 
 async def test_a_header_without_its_payload_is_a_miss(server: fake.Server) -> None:
-    tier = make_tier()
-    await tier.open()
-    assert await tier.write(KEY, PAYLOAD, 5000)
-    del server.values[f"{NAME}:payload"]
-    assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) is None
-    await tier.close()
+    async with open_tier(make_tier()) as tier:
+        assert await tier.write(KEY, PAYLOAD, 5000)
+        del server.values[f"{NAME}:payload"]
+        assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) is None
 
 
 async def test_a_connection_that_comes_up_after_the_close_is_closed(server: fake.Server) -> None:
@@ -110,26 +106,22 @@ async def test_a_connection_that_comes_up_after_the_close_is_closed(server: fake
 
 
 async def test_another_chunks_header_does_not_pass(server: fake.Server) -> None:
-    tier = make_tier()
-    await tier.open()
-    assert await tier.write(KEY, PAYLOAD, 5000)
-    stranger, payload = chunk(2)
-    assert await tier.write(stranger, payload, 5000)
-    server.values[NAME] = server.values[f"tiercache:{stranger.hex()}"]
-    with pytest.raises(CorruptChunk):
-        await tier.read(KEY, page_aligned(CHUNK_BYTES))
-    assert NAME not in server.values and f"{NAME}:payload" not in server.values
-    await tier.close()
+    async with open_tier(make_tier()) as tier:
+        assert await tier.write(KEY, PAYLOAD, 5000)
+        stranger, payload = chunk(2)
+        assert await tier.write(stranger, payload, 5000)
+        server.values[NAME] = server.values[f"tiercache:{stranger.hex()}"]
+        with pytest.raises(CorruptChunk):
+            await tier.read(KEY, page_aligned(CHUNK_BYTES))
+        assert NAME not in server.values and f"{NAME}:payload" not in server.values
 
 
 async def test_the_value_of_another_program_is_left_alone(server: fake.Server) -> None:
-    tier = make_tier()
-    await tier.open()
-    server.values[NAME] = b"x" * 88
-    with pytest.raises(NotOurs):
-        await tier.read(KEY, page_aligned(CHUNK_BYTES))
-    assert server.values[NAME] == b"x" * 88
-    await tier.close()
+    async with open_tier(make_tier()) as tier:
+        server.values[NAME] = b"x" * 88
+        with pytest.raises(NotOurs):
+            await tier.read(KEY, page_aligned(CHUNK_BYTES))
+        assert server.values[NAME] == b"x" * 88
 
 
 @pytest.mark.parametrize("kind", ["RDMA", "TCP"])
@@ -138,54 +130,48 @@ async def test_the_value_of_another_program_is_left_alone(server: fake.Server) -
 async def test_a_value_of_a_wrong_length_costs_its_key_and_is_stored_anew(
     server: fake.Server, kind: str, where: str, change: str
 ) -> None:
-    tier = make_tier(connection_type=kind)
-    await tier.open()
-    for number in (1, 2):
-        key, payload = chunk(number)
-        assert await tier.write(key, payload, 5000)
-    value = bytearray(server.values[NAME + where])
-    if change == "cut":
-        del value[40:]
-    elif change == "longer":
-        value += b"more"
-    elif change == "empty":
-        value.clear()
-    else:
-        value[64] ^= 0x80
-    server.values[NAME + where] = bytes(value)
-    with pytest.raises(CorruptChunk):
-        await tier.read(KEY, page_aligned(CHUNK_BYTES))
-    assert len(server.connections) == 1 and server.connections[0].connected, "it is the value's fault"
-    assert await tier.read(chunk(2)[0], page_aligned(CHUNK_BYTES)) == 5000
-    assert await tier.write(KEY, PAYLOAD, 5000)
-    assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) == 5000
-    await tier.close()
+    async with open_tier(make_tier(connection_type=kind)) as tier:
+        for number in (1, 2):
+            key, payload = chunk(number)
+            assert await tier.write(key, payload, 5000)
+        value = bytearray(server.values[NAME + where])
+        if change == "cut":
+            del value[40:]
+        elif change == "longer":
+            value += b"more"
+        elif change == "empty":
+            value.clear()
+        else:
+            value[64] ^= 0x80
+        server.values[NAME + where] = bytes(value)
+        with pytest.raises(CorruptChunk):
+            await tier.read(KEY, page_aligned(CHUNK_BYTES))
+        assert len(server.connections) == 1 and server.connections[0].connected, "it is the value's fault"
+        assert await tier.read(chunk(2)[0], page_aligned(CHUNK_BYTES)) == 5000
+        assert await tier.write(KEY, PAYLOAD, 5000)
+        assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) == 5000
 
 
 async def test_a_full_server_is_a_full_tier(server: fake.Server) -> None:
-    tier = make_tier()
-    await tier.open()
-    server.codes.append(507)
-    with pytest.raises(TierFull):
-        await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
-    assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
-    await tier.close()
+    async with open_tier(make_tier()) as tier:
+        server.codes.append(507)
+        with pytest.raises(TierFull):
+            await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+        assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
 
 
 async def test_a_transfer_that_hangs_closes_the_connection_and_a_new_one_is_made(server: fake.Server) -> None:
-    tier = make_tier(timeout_s=1.0)
-    await tier.open()
-    assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
-    server.hang = True
-    outcomes = await asyncio.gather(
-        *(tier.read(KEY, page_aligned(CHUNK_BYTES)) for _ in range(3)), return_exceptions=True
-    )
-    assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
-    assert not server.connections[0].connected
-    server.hang = False
-    await _until_read(tier)
-    assert len(server.connections) == 2
-    await tier.close()
+    async with open_tier(make_tier(timeout_s=1.0)) as tier:
+        assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+        server.hang = True
+        outcomes = await asyncio.gather(
+            *(tier.read(KEY, page_aligned(CHUNK_BYTES)) for _ in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
+        assert not server.connections[0].connected
+        server.hang = False
+        await _until_read(tier)
+        assert len(server.connections) == 2
 
 
 async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(
@@ -193,23 +179,21 @@ async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(
 ) -> None:
     monkeypatch.setattr("tiercache.tiers.remote.infinistore._AGAIN_S", 0.01)
     server.down = True
-    tier = make_tier(timeout_s=1.0)
-    await tier.open()
-    for call in (tier.read(KEY, page_aligned(CHUNK_BYTES)), tier.write(KEY, PAYLOAD, 10), tier.probe([KEY])):
+    async with open_tier(make_tier(timeout_s=1.0)) as tier:
+        for call in (tier.read(KEY, page_aligned(CHUNK_BYTES)), tier.write(KEY, PAYLOAD, 10), tier.probe([KEY])):
+            with pytest.raises(TierUnavailable):
+                await call
+        server.down = False
+        async with asyncio.timeout(10):
+            while tier._connection is None:
+                await asyncio.sleep(0.005)
+        assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+        server.down = True
+        tier.known.clear()
         with pytest.raises(TierUnavailable):
-            await call
-    server.down = False
-    async with asyncio.timeout(10):
-        while tier._connection is None:
-            await asyncio.sleep(0.005)
-    assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
-    server.down = True
-    tier.known.clear()
-    with pytest.raises(TierUnavailable):
-        await tier.probe([KEY])
-    server.down = False
-    await _until_read(tier)
-    await tier.close()
+            await tier.probe([KEY])
+        server.down = False
+        await _until_read(tier)
 
 
 async def _until_read(tier: InfiniStoreTier) -> None:

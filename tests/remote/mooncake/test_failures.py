@@ -16,6 +16,7 @@ from tests.needs import takes_minutes
 from tests.remote.arena import chunk, page_aligned
 from tests.remote.mooncake.conftest import make_tier
 from tests.servers.mooncake import Holder, Master, running
+from tests.tiers.opened import open_tier
 from tiercache.bench.loop_figures import lags
 from tiercache.errors import ConfigError, TierFull, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
@@ -80,9 +81,7 @@ async def test_a_master_that_dies_and_comes_back_is_a_failure_then_a_miss_then_w
     store: tuple[Master, Holder],
 ) -> None:
     master, _ = store
-    tier = make_tier(master.url, chunk_bytes=LENGTH)
-    await tier.open()
-    try:
+    async with open_tier(make_tier(master.url, chunk_bytes=LENGTH)) as tier:
         assert await tier.write(KEY, PAYLOAD, LENGTH)
         master.kill()
         with pytest.raises(TierUnavailable):
@@ -95,8 +94,6 @@ async def test_a_master_that_dies_and_comes_back_is_a_failure_then_a_miss_then_w
         assert await eventually(lambda: tier.write(KEY, PAYLOAD, LENGTH))
         into = page_aligned(LENGTH)
         assert await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
-    finally:
-        await tier.close()
 
 
 async def answered(question: Awaitable[int], expected: int) -> bool:
@@ -164,9 +161,7 @@ async def test_lost_memory_is_a_failure_or_a_miss_and_other_memory_is_used(
     store: tuple[Master, Holder], tmp_path: Path
 ) -> None:
     master, holder = store
-    tier = make_tier(master.url, chunk_bytes=LENGTH)
-    await tier.open()
-    try:
+    async with open_tier(make_tier(master.url, chunk_bytes=LENGTH)) as tier:
         assert await tier.write(KEY, PAYLOAD, LENGTH)
         holder.kill()
         into = page_aligned(LENGTH)
@@ -182,15 +177,11 @@ async def test_lost_memory_is_a_failure_or_a_miss_and_other_memory_is_used(
         holder.start()
         assert await eventually(lambda: tier.write(KEY, PAYLOAD, LENGTH))
         assert await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
-    finally:
-        await tier.close()
 
 
 async def test_a_full_store_says_so_and_takes_chunks_again(tmp_path: Path) -> None:
     with running(tmp_path, size_bytes=16 << 20, lease_ms=60_000) as (master, _):
-        tier = make_tier(master.url, chunk_bytes=LENGTH)
-        await tier.open()
-        try:
+        async with open_tier(make_tier(master.url, chunk_bytes=LENGTH)) as tier:
             written = []
             with pytest.raises(TierFull, match="-200"):
                 for number in range(1, 40):
@@ -202,8 +193,6 @@ async def test_a_full_store_says_so_and_takes_chunks_again(tmp_path: Path) -> No
             assert 8 <= len(written) <= 16
             assert await tier.remove(written[0])
             assert await tier.write(*chunk(100, LENGTH), LENGTH)
-        finally:
-            await tier.close()
 
 
 async def test_memory_of_a_read_that_was_given_up_is_kept_until_the_client_is_left(
@@ -211,9 +200,7 @@ async def test_memory_of_a_read_that_was_given_up_is_kept_until_the_client_is_le
 ) -> None:
     monkeypatch.setattr(mooncake_module, "_GIVEN_UP_S", 0.0)
     master, holder = store
-    tier = make_tier(master.url, chunk_bytes=LENGTH)
-    await tier.open()
-    try:
+    async with open_tier(make_tier(master.url, chunk_bytes=LENGTH)) as tier:
         assert await tier.write(KEY, PAYLOAD, LENGTH)
         old = tier._client._session
         holder.kill()
@@ -223,8 +210,6 @@ async def test_memory_of_a_read_that_was_given_up_is_kept_until_the_client_is_le
         holder.start()
         assert await eventually(lambda: tier.write(*chunk(2, LENGTH), LENGTH))
         assert tier._client._session is not old
-    finally:
-        await tier.close()
 
 
 @takes_minutes

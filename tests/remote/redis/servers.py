@@ -33,6 +33,10 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    @property
     def socket_path(self) -> Path:
         return self.place / f"{self.port}.sock"
 
@@ -135,24 +139,10 @@ class Cluster:
 
     def __init__(self, place: Path, replicas: int = 0) -> None:
         options = (
-            "--cluster-enabled",
-            "yes",
-            "--cluster-node-timeout",
-            "1000",
-            "--cluster-require-full-coverage",
-            "no",
+            *("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"),
+            *("--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"),
         )
-        self.nodes = [
-            Server(
-                place / f"node{number}",
-                *options,
-                "--cluster-replica-validity-factor",
-                "0",
-                "--repl-diskless-sync-delay",
-                "0",
-            )
-            for number in range(3 + replicas)
-        ]
+        self.nodes = [Server(place / f"node{number}", *options) for number in range(3 + replicas)]
 
     def start(self) -> Cluster:
         for node in self.nodes:

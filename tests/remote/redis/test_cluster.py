@@ -125,10 +125,8 @@ async def test_mistaken_modes_are_said(cluster: Cluster, server: Server) -> None
         await make_tier(f"redis://127.0.0.1:{cluster.nodes[0].port}").open()
     with pytest.raises(ConfigError, match="mode: .*not part of a cluster"):
         await make_tier(f"redis-cluster://127.0.0.1:{server.port}").open()
-    tier = make_tier(f"redis://127.0.0.1:{cluster.nodes[2].port}", mode="cluster")
-    await tier.open()
-    await asyncio.gather(*(tier.write(*chunk(number), 1000) for number in range(1, 9)))
-    await tier.close()
+    async with opened(f"redis://127.0.0.1:{cluster.nodes[2].port}", mode="cluster") as tier:
+        await asyncio.gather(*(tier.write(*chunk(number), 1000) for number in range(1, 9)))
 
 
 def names(node: Server) -> int:

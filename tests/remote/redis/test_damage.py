@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server
-from tests.remote.redis.tiers import make_tier, value_name
+from tests.remote.redis.tiers import opened
 from tests.remote.wire import relay_to
 from tiercache import Config, Layout, TierCache
 from tiercache.core.header import PACKED_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.testing.contract import chunk, page_aligned
-from tiercache.tiers.remote.redis import RedisTier
 
 pytestmark = pytest.mark.needs("redis-server")
 
@@ -25,21 +24,19 @@ async def test_a_bit_that_flips_on_the_wire_costs_one_more_read(server: Server, 
     length = LENGTH
     key, payload = chunk(1, length)
     with relay_to(server.port) as relay, server.client() as client:
-        tier = make_tier(f"redis://127.0.0.1:{relay.port}")
-        await tier.open()
-        assert await tier.write(key, payload, length)
-        there = client.dbsize()
-        relay.flip_next(times)
-        into = page_aligned(length)
-        if times == 1:
-            assert await tier.read(key, into) == length and np.array_equal(into[:length], payload[:length])
-        else:
-            with pytest.raises(CorruptChunk):
-                await tier.read(key, into)
-        assert relay.flips == times
-        assert client.dbsize() == (there if times == 1 else 0)
-        assert (tier.statistics().read_again, tier.statistics().corrupt) == (1, times - 1)
-        await tier.close()
+        async with opened(f"redis://127.0.0.1:{relay.port}") as tier:
+            assert await tier.write(key, payload, length)
+            there = client.dbsize()
+            relay.flip_next(times)
+            into = page_aligned(length)
+            if times == 1:
+                assert await tier.read(key, into) == length and np.array_equal(into[:length], payload[:length])
+            else:
+                with pytest.raises(CorruptChunk):
+                    await tier.read(key, into)
+            assert relay.flips == times
+            assert client.dbsize() == (there if times == 1 else 0)
+            assert (tier.statistics().read_again, tier.statistics().corrupt) == (1, times - 1)
 
 
 async def test_damaged_values_do_not_open_the_breaker(server: Server) -> None:
@@ -49,7 +46,7 @@ async def test_damaged_values_do_not_open_the_breaker(server: Server) -> None:
         "chunk_size": 64,
         "max_local_cpu_size": 0.02,
         "remote_storage_plugins": ["redis"],
-        "remote_storage_plugin.redis.url": f"redis://127.0.0.1:{server.port}",
+        "remote_storage_plugin.redis.url": server.url,
         "remote_storage_plugin.redis.timeout_s": 1.0,
     }
     config = Config.load(environ={}, overrides=values)
@@ -69,17 +66,3 @@ async def test_damaged_values_do_not_open_the_breaker(server: Server) -> None:
                 hits.append(lease is not None)
         assert hits == [False] * 4 + [True] * 10
         assert all(str(state) == "closed" for state in cache.statistics().breakers.values())
-
-
-async def test_a_value_that_was_refused_is_not_found_again_by_a_look_up(tier: RedisTier, server: Server) -> None:
-    """Else each request would read it once more, and a put would take it for the chunk."""
-    key, payload = chunk(1, LENGTH)
-    with server.client() as client:
-        client.set(value_name(key), b"another program's")
-        assert await tier.probe([key]) == 1
-        with pytest.raises(CorruptChunk):
-            await tier.read(key, page_aligned(LENGTH))
-        assert await tier.probe([key]) == 0
-        client.delete(value_name(key))
-    assert await tier.write(key, payload, LENGTH)
-    assert await tier.probe([key]) == 1

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server, running
-from tests.remote.redis.tiers import make_tier
+from tests.remote.redis.tiers import make_tier, opened
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier
@@ -62,7 +62,7 @@ def silent() -> Iterator[int]:
 
 async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    tier = make_tier(f"redis://127.0.0.1:{server.port}")
+    tier = make_tier(server.url)
     await tier.open()
     try:
         for call in (tier.read(KEY, page_aligned(LENGTH)), tier.write(KEY, PAYLOAD, LENGTH), tier.probe([KEY])):
@@ -77,150 +77,122 @@ async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(tmp_path
 
 
 async def test_a_server_that_comes_back_empty_is_written_to_again(tmp_path: Path) -> None:
-    server = Server(tmp_path).start().ready()
-    tier = make_tier(f"redis://127.0.0.1:{server.port}")
-    await tier.open()
-    try:
-        await tier.write(KEY, PAYLOAD, LENGTH)
-        assert tier.contains(KEY)
-        server.kill()
-        with pytest.raises(TierUnavailable):
-            await tier.read(chunk(2)[0], page_aligned(LENGTH))
-        assert not tier.contains(KEY), "what was known of a lost server is forgotten"
-        server.start().ready()
-        assert await eventually(lambda: tier.probe([KEY])) == 0
-        assert await tier.write(KEY, PAYLOAD, LENGTH)
-        into = page_aligned(LENGTH)
-        assert await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
-    finally:
-        await tier.close()
-        server.kill()
+    with running(tmp_path) as server:
+        async with opened(server.url) as tier:
+            await tier.write(KEY, PAYLOAD, LENGTH)
+            assert tier.contains(KEY)
+            server.kill()
+            with pytest.raises(TierUnavailable):
+                await tier.read(chunk(2)[0], page_aligned(LENGTH))
+            assert not tier.contains(KEY), "what was known of a lost server is forgotten"
+            server.start().ready()
+            assert await eventually(lambda: tier.probe([KEY])) == 0
+            assert await tier.write(KEY, PAYLOAD, LENGTH)
+            into = page_aligned(LENGTH)
+            assert await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
 
 
 async def test_a_restart_between_two_requests_goes_unnoticed(tmp_path: Path) -> None:
-    server = Server(tmp_path).start().ready()
-    tier = make_tier(f"redis://127.0.0.1:{server.port}")
-    await tier.open()
-    try:
-        await tier.write(KEY, PAYLOAD, LENGTH)
-        server.kill()
-        server.start().ready()
-        assert await tier.read(KEY, page_aligned(LENGTH)) is None
-        server.kill()
-        server.start().ready()
-        tier.known.clear()
-        assert await tier.probe([KEY, chunk(2)[0]]) == 0
-        server.kill()
-        server.start().ready()
-        assert await tier.write(KEY, PAYLOAD, LENGTH)
-    finally:
-        await tier.close()
-        server.kill()
+    with running(tmp_path) as server:
+        async with opened(server.url) as tier:
+            await tier.write(KEY, PAYLOAD, LENGTH)
+            server.kill()
+            server.start().ready()
+            assert await tier.read(KEY, page_aligned(LENGTH)) is None
+            server.kill()
+            server.start().ready()
+            tier.known.clear()
+            assert await tier.probe([KEY, chunk(2)[0]]) == 0
+            server.kill()
+            server.start().ready()
+            assert await tier.write(KEY, PAYLOAD, LENGTH)
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
 async def test_a_server_killed_in_the_middle_of_a_transfer_is_a_clean_failure(tmp_path: Path, way: str) -> None:
-    server = Server(tmp_path).start().ready()
-    tier = make_tier(f"redis://127.0.0.1:{server.port}")
-    await tier.open()
-    chunks = [chunk(number, 4 << 20) for number in range(1, 5)]
-    try:
-        if way == "read":
-            await asyncio.gather(*(tier.write(key, payload, 4 << 20) for key, payload in chunks))
-        places = [page_aligned(4 << 20) for _ in chunks]
-        first = asyncio.Event()
+    with running(tmp_path) as server:
+        async with opened(server.url) as tier:
+            chunks = [chunk(number, 4 << 20) for number in range(1, 5)]
+            if way == "read":
+                await asyncio.gather(*(tier.write(key, payload, 4 << 20) for key, payload in chunks))
+            places = [page_aligned(4 << 20) for _ in chunks]
+            first = asyncio.Event()
 
-        async def move(number: int) -> None:
-            while True:
-                tier.known.clear()
-                if way == "read":
-                    assert await tier.read(chunks[number][0], places[number]) == 4 << 20
-                    assert np.array_equal(places[number], chunks[number][1])
-                else:
-                    assert await tier.write(*chunks[number], 4 << 20)
-                    await tier.remove(chunks[number][0])
-                first.set()
+            async def move(number: int) -> None:
+                while True:
+                    tier.known.clear()
+                    if way == "read":
+                        assert await tier.read(chunks[number][0], places[number]) == 4 << 20
+                        assert np.array_equal(places[number], chunks[number][1])
+                    else:
+                        assert await tier.write(*chunks[number], 4 << 20)
+                        await tier.remove(chunks[number][0])
+                    first.set()
 
-        moves = [asyncio.create_task(move(number)) for number in range(4)]
-        await first.wait()
-        server.kill()
-        outcomes = await asyncio.wait_for(asyncio.gather(*moves, return_exceptions=True), 10)
-        assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes), outcomes
-        server.start().ready()
-        assert await eventually(lambda: tier.write(*chunks[0], 4 << 20))
-    finally:
-        await tier.close()
-        server.kill()
+            moves = [asyncio.create_task(move(number)) for number in range(4)]
+            await first.wait()
+            server.kill()
+            outcomes = await asyncio.wait_for(asyncio.gather(*moves, return_exceptions=True), 10)
+            assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes), outcomes
+            server.start().ready()
+            assert await eventually(lambda: tier.write(*chunks[0], 4 << 20))
 
 
 async def test_a_server_that_never_answers_costs_a_time_out_and_no_thread(silent: int) -> None:
-    tier = make_tier(f"redis://127.0.0.1:{silent}", timeout_s=1.0, concurrency=2)
-    await tier.open()
-    for _ in range(2):
-        began = time.monotonic()
-        outcomes = await asyncio.gather(
-            *(tier.read(KEY, page_aligned(LENGTH)) for _ in range(2)),
-            tier.write(KEY, PAYLOAD, LENGTH),
-            tier.probe([KEY]),
-            return_exceptions=True,
-        )
-        assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes), outcomes
-        assert time.monotonic() - began < 20.0
-    await tier.close()
+    async with opened(f"redis://127.0.0.1:{silent}", timeout_s=1.0, concurrency=2) as tier:
+        for _ in range(2):
+            began = time.monotonic()
+            outcomes = await asyncio.gather(
+                *(tier.read(KEY, page_aligned(LENGTH)) for _ in range(2)),
+                tier.write(KEY, PAYLOAD, LENGTH),
+                tier.probe([KEY]),
+                return_exceptions=True,
+            )
+            assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes), outcomes
+            assert time.monotonic() - began < 20.0
 
 
 @pytest.mark.parametrize("where", ["in an answer", "in the greeting"])
 async def test_closing_ends_what_waits_for_a_frozen_server(tmp_path: Path, where: str) -> None:
     """Its memory can be given back then."""
-    server = Server(tmp_path).start().ready()
-    tier = make_tier(f"redis://127.0.0.1:{server.port}", timeout_s=60.0)
-    await tier.open()
-    try:
-        await tier.write(KEY, PAYLOAD, LENGTH)
-        if where == "in the greeting":
-            with server.client() as client:
-                client.client_kill_filter(_type="normal", skipme=True)
-        server.freeze()
-        work = [
-            asyncio.create_task(tier.read(KEY, page_aligned(LENGTH))),
-            asyncio.create_task(tier.write(*chunk(2, LENGTH), LENGTH)),
-            asyncio.create_task(tier.remove(KEY)),
-        ]
-        async with asyncio.timeout(10):
-            while tier._readers.unfinished + tier._writers.unfinished + tier._control.unfinished < len(work):
-                await asyncio.sleep(0)
-        began_s = time.monotonic()
-        await tier.close()
-        assert time.monotonic() - began_s < 20.0
-        assert [task for task in work if not task.done()] == []
-        assert all(isinstance(task.exception(), TierUnavailable) for task in work)
-    finally:
-        server.thaw()
-        server.kill()
+    with running(tmp_path) as server:
+        async with opened(server.url, timeout_s=60.0) as tier:
+            await tier.write(KEY, PAYLOAD, LENGTH)
+            if where == "in the greeting":
+                with server.client() as client:
+                    client.client_kill_filter(_type="normal", skipme=True)
+            server.freeze()
+            work = [
+                asyncio.create_task(tier.read(KEY, page_aligned(LENGTH))),
+                asyncio.create_task(tier.write(*chunk(2, LENGTH), LENGTH)),
+                asyncio.create_task(tier.remove(KEY)),
+            ]
+            async with asyncio.timeout(10):
+                while tier._readers.unfinished + tier._writers.unfinished + tier._control.unfinished < len(work):
+                    await asyncio.sleep(0)
+            began_s = time.monotonic()
+            await tier.close()
+            assert time.monotonic() - began_s < 20.0
+            assert [task for task in work if not task.done()] == []
+            assert all(isinstance(task.exception(), TierUnavailable) for task in work)
 
 
 async def test_a_frozen_server_is_left_at_the_deadline_and_used_again(tmp_path: Path) -> None:
-    server = Server(tmp_path).start().ready()
-    tier = make_tier(f"redis://127.0.0.1:{server.port}", timeout_s=1.0)
-    await tier.open()
-    try:
-        await tier.write(KEY, PAYLOAD, LENGTH)
-        server.freeze()
-        began = time.monotonic()
-        with pytest.raises(TierUnavailable, match="did not answer within"):
-            await tier.read(KEY, page_aligned(LENGTH))
-        with pytest.raises(TierUnavailable):
-            await tier.write(*chunk(2, LENGTH), LENGTH)
-        assert time.monotonic() - began < 20.0
-        server.thaw()
-        assert await eventually(lambda: tier.read(KEY, page_aligned(LENGTH))) == LENGTH
-    finally:
-        server.thaw()
-        await tier.close()
-        server.kill()
+    with running(tmp_path) as server:
+        async with opened(server.url, timeout_s=1.0) as tier:
+            await tier.write(KEY, PAYLOAD, LENGTH)
+            server.freeze()
+            began = time.monotonic()
+            with pytest.raises(TierUnavailable, match="did not answer within"):
+                await tier.read(KEY, page_aligned(LENGTH))
+            with pytest.raises(TierUnavailable):
+                await tier.write(*chunk(2, LENGTH), LENGTH)
+            assert time.monotonic() - began < 20.0
+            server.thaw()
+            assert await eventually(lambda: tier.read(KEY, page_aligned(LENGTH))) == LENGTH
 
 
-async def opened(tier: RedisTier) -> str:
+async def refusal(tier: RedisTier) -> str:
     """What the operator reads."""
     with pytest.raises(ConfigError) as caught:
         await tier.open()
@@ -236,12 +208,12 @@ async def test_wrong_password_and_users_name_the_key(tmp_path: Path, caplog: pyt
             client.execute_command("ACL", "SETUSER", "reader", "on", ">right", "~*", "+get", "+ping")
             client.execute_command("ACL", "SETUSER", "cache", "on", ">right", "~tiercache:*", "~{tiercache:*", "+@all")
         place = f"127.0.0.1:{server.port}"
-        assert ".password: " in await opened(make_tier(f"redis://:{SECRET}@{place}"))
-        assert ".password: " in await opened(make_tier(f"redis://{place}"))
-        assert ".password: " in await opened(make_tier(f"redis://{place}", username="cache", password=SECRET))
-        assert ".username: " in await opened(make_tier(f"redis://reader:right@{place}"))
-        assert ".username: " in await opened(make_tier(f"redis://cache:right@{place}", prefix="elsewhere"))
-        assert ".database: " in await opened(make_tier(f"redis://:right@{place}/99"))
+        assert ".password: " in await refusal(make_tier(f"redis://:{SECRET}@{place}"))
+        assert ".password: " in await refusal(make_tier(f"redis://{place}"))
+        assert ".password: " in await refusal(make_tier(f"redis://{place}", username="cache", password=SECRET))
+        assert ".username: " in await refusal(make_tier(f"redis://reader:right@{place}"))
+        assert ".username: " in await refusal(make_tier(f"redis://cache:right@{place}", prefix="elsewhere"))
+        assert ".database: " in await refusal(make_tier(f"redis://:right@{place}/99"))
         tier = make_tier(f"redis://{place}", username="cache", password="right")
         await tier.open()
         assert await tier.write(KEY, PAYLOAD, LENGTH)
@@ -253,17 +225,15 @@ async def test_wrong_password_and_users_name_the_key(tmp_path: Path, caplog: pyt
 
 async def test_a_password_that_is_changed_later_makes_the_tier_unavailable(tmp_path: Path) -> None:
     with running(tmp_path) as server:
-        tier = make_tier(f"redis://127.0.0.1:{server.port}", password=None)
-        await tier.open()
-        await tier.write(KEY, PAYLOAD, LENGTH)
-        with server.client() as client:
-            client.config_set("requirepass", SECRET)
-            client.auth(SECRET)
-            client.client_kill_filter(_type="normal", skipme=True)
-        with pytest.raises(TierUnavailable) as caught:
-            await tier.read(KEY, page_aligned(LENGTH))
-        assert SECRET not in str(caught.value)
-        await tier.close()
+        async with opened(server.url, password=None) as tier:
+            await tier.write(KEY, PAYLOAD, LENGTH)
+            with server.client() as client:
+                client.config_set("requirepass", SECRET)
+                client.auth(SECRET)
+                client.client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(TierUnavailable) as caught:
+                await tier.read(KEY, page_aligned(LENGTH))
+            assert SECRET not in str(caught.value)
 
 
 @pytest.mark.needs("openssl")
@@ -276,12 +246,10 @@ async def test_tls_where_there_is_none_and_none_where_there_is(
         await tier.open()
         assert hint in caplog.text
         await tier.close()
-    assert ".tls_ca_file: " in await opened(make_tier(f"rediss://{tls}"))
-    assert ".tls_ca_file: " in await opened(make_tier(f"rediss://{tls}", tls_ca_file="/nowhere.pem"))
-    unchecked = make_tier(f"redis://{tls}", tls=True, tls_verify=False)
-    await unchecked.open()
-    assert await unchecked.write(KEY, PAYLOAD, LENGTH)
-    await unchecked.close()
+    assert ".tls_ca_file: " in await refusal(make_tier(f"rediss://{tls}"))
+    assert ".tls_ca_file: " in await refusal(make_tier(f"rediss://{tls}", tls_ca_file="/nowhere.pem"))
+    async with opened(f"redis://{tls}", tls=True, tls_verify=False) as unchecked:
+        assert await unchecked.write(KEY, PAYLOAD, LENGTH)
 
 
 async def test_what_is_no_redis_at_all_is_said() -> None:
@@ -298,7 +266,7 @@ async def test_what_is_no_redis_at_all_is_said() -> None:
                     connection.close()
 
         threading.Thread(target=serve, daemon=True).start()
-        assert "not a Redis server" in await opened(make_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}"))
+        assert "not a Redis server" in await refusal(make_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}"))
         listener.shutdown(socket.SHUT_RDWR)
 
 

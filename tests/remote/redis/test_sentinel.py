@@ -10,7 +10,7 @@ import pytest
 
 from tests.remote.redis.servers import Server, until
 from tests.remote.redis.test_failures import eventually
-from tests.remote.redis.tiers import make_tier, value_name
+from tests.remote.redis.tiers import make_tier, opened, value_name
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract
@@ -94,11 +94,9 @@ class TestWatchedMaster(TierContract):
 
 
 async def test_a_service_that_nobody_knows_does_not_stop_the_start(watched: Watched) -> None:
-    tier = make_tier(watched.url.replace("/kv", "/other"))
-    await tier.open()
-    with pytest.raises(TierUnavailable, match="'other'"):
-        await tier.read(chunk(1)[0], page_aligned(LENGTH))
-    await tier.close()
+    async with opened(watched.url.replace("/kv", "/other")) as tier:
+        with pytest.raises(TierUnavailable, match="'other'"):
+            await tier.read(chunk(1)[0], page_aligned(LENGTH))
 
 
 async def test_a_sentinel_taken_for_a_server_and_the_other_way_round_are_said(watched: Watched) -> None:
@@ -143,25 +141,23 @@ async def test_one_sentinel_with_another_password_does_not_stop_the_start(watche
 
 async def test_a_fail_over_is_survived(shared: Watched) -> None:
     """The last test of the module: the master is another one after it."""
-    tier = make_tier(shared.url, timeout_s=2.0)
-    await tier.open()
-    key, payload = chunk(1, LENGTH)
-    assert await tier.write(key, payload, LENGTH)
-    with shared.master.client() as client:
-        assert client.wait(1, 5000) == 1
-    shared.sentinels[0].kill()
-    shared.master.kill()
-    into = page_aligned(LENGTH)
-    with pytest.raises(TierUnavailable):
-        await tier.read(key, into)
-    assert await eventually(lambda: tier.read(key, into)) == LENGTH
-    assert np.array_equal(into[:LENGTH], payload[:LENGTH])
-    other = chunk(2, LENGTH)
-    assert await eventually(lambda: tier.write(*other, LENGTH))
-    with shared.replica.client() as client:
-        # Someone makes it a replica: what is written goes to nobody else, and the Sentinels put it right.
-        client.replicaof("127.0.0.1", shared.master.port)
-    third = chunk(3, LENGTH)
-    with pytest.raises(TierUnavailable, match="READONLY|answers"):
-        await tier.write(*third, LENGTH)
-    await tier.close()
+    async with opened(shared.url, timeout_s=2.0) as tier:
+        key, payload = chunk(1, LENGTH)
+        assert await tier.write(key, payload, LENGTH)
+        with shared.master.client() as client:
+            assert client.wait(1, 5000) == 1
+        shared.sentinels[0].kill()
+        shared.master.kill()
+        into = page_aligned(LENGTH)
+        with pytest.raises(TierUnavailable):
+            await tier.read(key, into)
+        assert await eventually(lambda: tier.read(key, into)) == LENGTH
+        assert np.array_equal(into[:LENGTH], payload[:LENGTH])
+        other = chunk(2, LENGTH)
+        assert await eventually(lambda: tier.write(*other, LENGTH))
+        with shared.replica.client() as client:
+            # Someone makes it a replica: what is written goes to nobody else, and the Sentinels put it right.
+            client.replicaof("127.0.0.1", shared.master.port)
+        third = chunk(3, LENGTH)
+        with pytest.raises(TierUnavailable, match="READONLY|answers"):
+            await tier.write(*third, LENGTH)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import tests.remote.redis.servers  # noqa: F401 - skips where redis-py is missing, before the tier needs it
+from tests.tiers.opened import open_tier
 from tiercache.config.remote_options import options_of
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.redis import RedisTier
@@ -49,10 +49,5 @@ def make_tier(
     )
 
 
-@asynccontextmanager
-async def opened(url: str, **options: Any) -> AsyncIterator[RedisTier]:
-    """An open tier."""
-    tier = make_tier(url, **options)
-    await tier.open()
-    yield tier
-    await tier.close()
+def opened(url: str, **options: Any) -> AbstractAsyncContextManager[RedisTier]:
+    return open_tier(make_tier(url, **options))

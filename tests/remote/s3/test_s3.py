@@ -16,6 +16,7 @@ import pytest
 from tests.remote.s3.conftest import settings_for
 from tests.remote.wire import relay_to
 from tests.servers.s3 import S3Server
+from tests.tiers.opened import open_tier
 from tiercache.core.header import PACKED_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.testing import chunk, page_aligned
@@ -29,11 +30,8 @@ LARGE_BYTES = 9 << 20
 
 @asynccontextmanager
 async def opened(tier: S3Tier) -> AsyncIterator[S3Tier]:
-    await tier.open()
-    try:
+    async with open_tier(tier):
         yield tier
-    finally:
-        await tier.close()
 
 
 async def stored(tier: S3Tier, number: int) -> bytes:

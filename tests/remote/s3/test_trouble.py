@@ -17,6 +17,7 @@ import pytest
 
 from tests.remote.s3.conftest import settings_for
 from tests.servers.s3 import KEY, SECRET, STRANGER, STRANGERS_SECRET, S3Server
+from tests.tiers.opened import open_tier
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
@@ -88,12 +89,8 @@ async def server(answer: Answer, tls: ssl.SSLContext | None = None, port: int = 
 
 @asynccontextmanager
 async def opened(endpoint: str, **options: Any) -> AsyncIterator[S3Tier]:
-    tier = S3Tier(settings_for(endpoint, **{"timeout_s": 1.0} | options))
-    await tier.open()
-    try:
+    async with open_tier(S3Tier(settings_for(endpoint, **{"timeout_s": 1.0} | options))) as tier:
         yield tier
-    finally:
-        await tier.close()
 
 
 async def refusal(endpoint: str, **options: Any) -> str:

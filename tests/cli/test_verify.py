@@ -13,13 +13,8 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import LAYOUT, chunk_paths, config_for, tiercache
+from tests.tiers.test_disk import flip
 from tiercache import TierCache
-
-
-def flip(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 0x10
-    path.write_bytes(raw)
 
 
 def test_whole_chunks_pass(directory: Path) -> None:

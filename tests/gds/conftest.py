@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiers.test_disk import FINGERPRINT
 from tiercache.core.header import aligned
 from tiercache.device.device import Device
 from tiercache.testing.contract import CHUNK_BYTES
@@ -21,7 +22,6 @@ from tiercache.tiers import gds
 from tiercache.tiers.gds import DeviceFiles, GdsSettings, GdsTier, KvikioFiles, import_kvikio
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
-FINGERPRINT = b"g" * 16
 THREADS = 2
 
 

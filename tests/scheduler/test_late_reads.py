@@ -9,6 +9,7 @@ import pytest
 
 from tests.scheduler.conftest import Bench
 from tests.scheduler.held import CHUNK_BYTES, found, is_whole, key, opened, payload, settle, tier
+from tests.scheduler.test_reader import soon
 from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
@@ -16,10 +17,6 @@ from tiercache.testing import chunk
 
 def reader_of(bench: Bench) -> Reader:
     return Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=30.0))
-
-
-def soon(seconds: float) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 async def test_read_that_is_late_is_kept_for_the_next(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""The cascade: one flight a key, deadlines that hold, and nothing lost when things hang, fail or are cancelled."""
+"""The cascade: one flight a key, deadlines that hold, demand before prefetches, and nothing lost by faults and cancellations."""
 
 import asyncio
 import threading
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench, expect
-from tiercache.scheduler.reads import Reader, ReaderSettings
+from tests.scheduler.held import settle
+from tiercache.scheduler.reads import WARN_EVERY_S, Reader, ReaderSettings
 from tiercache.testing import chunk
 
 SETTINGS = ReaderSettings(deadline_s=5.0, probe_deadline_s=1.0)
@@ -233,4 +234,104 @@ async def test_large_batch_of_hot_chunks_leaves_the_loop_to_others_and_ends_by_i
     assert turns > len(keys) / 600
     came = await reader.deliver(keys, sinks, asyncio.get_running_loop().time())
     assert 0 < came < len(keys) / 2, "what there was time for"
+    assert bench.is_whole()
+
+
+async def test_buffers_of_a_wrong_length_are_said_once_a_minute(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    keys = bench.keep_on_tier(range(1, 9))
+    wrong = [expect(77)] * 8
+    reader = reader_of(bench)
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "could not be delivered" in record.getMessage()]
+
+    for _ in range(3):
+        assert await reader.deliver(keys, wrong, soon()) == 0
+    assert len(lines()) == 1 and "(1 so far)" in lines()[0]
+    before = reader.counters.sink_failures
+    assert before > 2
+    await asyncio.sleep(WARN_EVERY_S)
+    assert await reader.deliver(keys[:1], wrong[:1], soon()) == 0
+    assert len(lines()) == 2
+    assert f"({before + 1} so far)" in lines()[1]
+
+
+# Prefetches
+
+
+async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 12))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    promoting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[:10]]
+    await bench.tier.until_entered(2)
+    asking = asyncio.create_task(reader.fetch(keys[10], soon()))
+    await settle()
+    order: list[int] = []
+    for number, task in [*enumerate(promoting), (10, asking)]:
+        task.add_done_callback(lambda _, number=number: order.append(number))
+    bench.tier.gate.set()
+    leases = await asyncio.gather(*promoting, asking)
+    assert order.index(10) <= 4, "behind the two that were being read, and their like"
+    for lease in leases:
+        assert lease is not None
+        lease.release()
+    assert bench.is_whole()
+
+
+async def test_demand_hurries_the_prefetch_that_it_joins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    hurried: list[bytes] = []
+    monkeypatch.setattr(bench.tier, "hurry", hurried.append)
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    promoting = asyncio.create_task(reader.promote(key, soon()))
+    await bench.tier.until_entered(1)
+    assert not hurried
+    asking = asyncio.create_task(reader.fetch(key, soon()))
+    await settle()
+    assert hurried == [key]
+    bench.tier.gate.set()
+    for lease in await asyncio.gather(promoting, asking):
+        assert lease is not None
+        lease.release()
+
+
+async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 12))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    promoting = [asyncio.create_task(reader.promote(key, soon())) for key in keys]
+    await bench.tier.until_entered(2)
+    asking = asyncio.create_task(reader.fetch(keys[-1], soon()))
+    await settle()
+    assert reader.counters.overtaken == 1
+    bench.tier.gate.set()
+    lease, *holds = await asyncio.gather(asking, *promoting)
+    assert bench.memory.counters.reads == len(keys), "each once"
+    for each in (lease, *holds):
+        assert each is not None
+        each.release()
+    assert bench.is_whole()
+
+
+async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 60))
+    reader = reader_of(bench)
+    room = bench.cpu.pool.count - 2 * bench.cpu.budget.floor
+    holds = await asyncio.gather(*(reader.promote(key, soon()) for key in keys[:room]))
+    waiting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[room:-1]]
+    while not bench.cpu.wait_queue.waiters:
+        await asyncio.sleep(0)
+    began_s = asyncio.get_running_loop().time()
+    lease = await reader.fetch(keys[-1], soon())
+    assert lease is not None
+    assert asyncio.get_running_loop().time() - began_s < 1.0
+    lease.release()
+    for hold in [*holds, *await asyncio.gather(*waiting)]:
+        if hold is not None:
+            hold.release()
+    assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
+    while reader.in_flight or reader.abandoned:  # their timers are a moment later than those of the last who waited
+        await asyncio.sleep(0)
     assert bench.is_whole()

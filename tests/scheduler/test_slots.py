@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 from tests.scheduler.conftest import SLOTS, Bench
+from tests.scheduler.held import settle
 from tests.scheduler.test_ingest import items
 from tiercache.memory.slots import Purpose, Slot
 from tiercache.scheduler.reads import Reader, ReaderSettings
@@ -23,11 +24,6 @@ def take_all(bench: Bench, purpose: Purpose = Purpose.WRITE) -> list[Slot]:
 def free_all(bench: Bench, slots: Iterable[Slot], purpose: Purpose = Purpose.WRITE) -> None:
     for slot in slots:
         bench.cpu.abandon(slot, purpose)
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def test_slots_come_in_the_order_in_which_they_were_asked_for(bench: Bench) -> None:

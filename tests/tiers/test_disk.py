@@ -73,6 +73,7 @@ def half_written(directory: Path) -> list[Path]:
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated by a page": lambda path: os.truncate(path, FILE_BYTES - 4096),
     "truncated to its header": lambda path: os.truncate(path, 4096),
+    "truncated inside its payload": lambda path: os.truncate(path, 10_001),
     "truncated inside its header": lambda path: os.truncate(path, 50),
     "empty": lambda path: os.truncate(path, 0),
     "longer": lambda path: os.truncate(path, FILE_BYTES + 4096),
@@ -246,6 +247,24 @@ async def test_strays_and_torn_files_are_removed_and_foreign_files_are_left_alon
         assert tier.statistics().strays == 3
         assert all(path.read_text() == "mine" for path in precious)
         assert await is_hit(tier, 2)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first scan", "later scan"])
+async def test_torn_file_that_a_scan_meets_before_a_read_is_removed_and_stored_anew(
+    tmp_path: Path, first: bool
+) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        await fill(tier, range(1, 2))
+        path = Path(tier.path(chunk(1)[0]))
+        os.truncate(path, 10_001)
+        tier.directories.begin_scan(tier.directories.all[0], first=first)
+        await tier.scanned()
+        assert not path.exists()
+        assert not await is_hit(tier, 1)
+        assert not (tmp_path / "quarantine").exists()
+        await fill(tier, range(1, 2))
+        assert await is_hit(tier, 1)
 
 
 async def test_half_written_files_of_a_living_process_are_left_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cascade: one flight a key, deadlines that hold, demand before prefetches, and nothing lost by faults and cancellations."""
+"""The cascade: one flight a key, deadlines that hold, demand before prefetches, and nothing lost by faults or cancelling."""
 
 import asyncio
 import threading

@@ -1,4 +1,5 @@
-"""SGLang's own host pools and cache controllers on a CPU, with our back end below them. Only for the process with SGLang."""
+"""SGLang's own host pools and cache controllers on a CPU, with our back end below them. Called only in
+the process with SGLang."""
 
 from __future__ import annotations
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.sglang.process import in_sglang
+from tests.sglang.stack import engine, mha_pools, mla_pools, page_hashes, random_pages, tokens_of
 
 LAYOUTS = ["page_first", "page_first_direct", "layer_first", "page_head"]
 
@@ -16,10 +19,6 @@ LAYOUTS = ["page_first", "page_first_direct", "layer_first", "page_head"]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @in_sglang
 def test_what_was_backed_up_is_prefetched_after_a_restart(tmp_path: Path, layout: str, interface_v1: int) -> None:
-    import torch
-
-    from tests.sglang.stack import engine, mha_pools, random_pages, tokens_of
-
     tokens = tokens_of(1, pages=5)
     with engine(tmp_path, mha_pools(layout), interface_v1=interface_v1) as first:
         pages = random_pages(first.host, 5)
@@ -33,10 +32,6 @@ def test_what_was_backed_up_is_prefetched_after_a_restart(tmp_path: Path, layout
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
 @in_sglang
 def test_latents_of_mla_come_back(tmp_path: Path, layout: str) -> None:
-    import torch
-
-    from tests.sglang.stack import engine, mla_pools, random_pages, tokens_of
-
     tokens = tokens_of(2, pages=3)
     with engine(tmp_path, mla_pools(layout)) as one:
         pages = random_pages(one.host, 3)
@@ -47,11 +42,8 @@ def test_latents_of_mla_come_back(tmp_path: Path, layout: str) -> None:
 @in_sglang
 def test_more_pages_than_a_call_takes_come_back(tmp_path: Path) -> None:
     """SGLang asks for 128 pages a call: here for 128 and then for 2."""
-    import torch
     from sglang.srt.managers import cache_controller
     from sglang.srt.mem_cache import hicache_storage
-
-    from tests.sglang.stack import engine, random_pages, tokens_of
 
     assert hicache_storage.STORAGE_BATCH_SIZE == 128
     cache_controller.STORAGE_BATCH_SIZE = 8
@@ -64,10 +56,6 @@ def test_more_pages_than_a_call_takes_come_back(tmp_path: Path) -> None:
 
 @in_sglang
 def test_a_flipped_bit_is_a_miss(tmp_path: Path) -> None:
-    import torch
-
-    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
-
     tokens = tokens_of(4, pages=3)
     with engine(tmp_path) as first:
         pages = random_pages(first.host, 3)
@@ -88,10 +76,6 @@ def test_a_flipped_bit_is_a_miss(tmp_path: Path) -> None:
 @in_sglang
 def test_pages_of_another_kind_are_not_found(tmp_path: Path) -> None:
     """Another model, KV type, order of bytes, number of heads, or interface: no hit, whatever the hashes say."""
-    import torch
-
-    from tests.sglang.stack import engine, mha_pools, random_pages, tokens_of
-
     tokens = tokens_of(5, pages=2)
     with engine(tmp_path) as one:
         pages = random_pages(one.host, 2)
@@ -116,10 +100,6 @@ def test_pages_of_another_kind_are_not_found(tmp_path: Path) -> None:
 
 @in_sglang
 def test_of_mla_only_the_first_rank_writes_and_all_read(tmp_path: Path) -> None:
-    import torch
-
-    from tests.sglang.stack import engine, mla_pools, page_hashes, random_pages, tokens_of
-
     tokens = tokens_of(7, pages=2)
     with engine(tmp_path, mla_pools(), tp_rank=1, tp_size=2) as second:
         pages = random_pages(second.host, 2)
@@ -135,8 +115,6 @@ def test_of_mla_only_the_first_rank_writes_and_all_read(tmp_path: Path) -> None:
 
 @in_sglang
 def test_sglangs_metrics_get_pages_and_speeds(tmp_path: Path) -> None:
-    from tests.sglang.stack import engine, random_pages, tokens_of
-
     tokens = tokens_of(8, pages=4)
     with engine(tmp_path, metrics=True) as one:
         one.store(tokens, random_pages(one.host, 4))
@@ -151,10 +129,6 @@ def test_sglangs_metrics_get_pages_and_speeds(tmp_path: Path) -> None:
 
 @in_sglang
 def test_sglangs_own_failure_injection_costs_hits_only(tmp_path: Path) -> None:
-    import os
-
-    from tests.sglang.stack import engine, random_pages, tokens_of
-
     tokens = tokens_of(9, pages=2)
     with engine(tmp_path) as one:
         one.store(tokens, random_pages(one.host, 2))

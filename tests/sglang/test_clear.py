@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.sglang.process import in_sglang
+from tests.sglang.stack import engine, mla_pools, page_hashes, random_pages, tokens_of
+from tiercache.errors import TierUnavailable
 
 
 @in_sglang
 def test_clear_removes_this_models_pages_and_no_others(tmp_path: Path) -> None:
     """Also what an earlier run stored, on disk; another model's pages in the same directory stay."""
-    import torch
-
-    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
-
     before, now = tokens_of(1, pages=3), tokens_of(2, pages=2)
     with engine(tmp_path, model="another") as other:
         pages = random_pages(other.host, 3)
@@ -36,9 +36,7 @@ def test_clear_removes_this_models_pages_and_no_others(tmp_path: Path) -> None:
 def test_what_is_stored_after_a_clear_is_found_by_this_process_only(tmp_path: Path) -> None:
     """Weights may have been replaced in memory: their KV must not be taken for that of the files. The process keeps it when
     the storage is attached anew; a process that begins finds nothing."""
-    import torch
 
-    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
     from tiercache.integrations.sglang import TierCacheStorage
 
     tokens = tokens_of(1, pages=2)
@@ -59,8 +57,6 @@ def test_what_is_stored_after_a_clear_is_found_by_this_process_only(tmp_path: Pa
 @in_sglang
 def test_ranks_with_the_same_pages_share_nothing_after_a_clear(tmp_path: Path) -> None:
     """MLA: one rank writes and all read, and nobody can tell them a name that no other engine has."""
-    from tests.sglang.stack import engine, mla_pools, page_hashes, random_pages, tokens_of
-
     tokens = tokens_of(1, pages=2)
     with (
         engine(tmp_path, mla_pools(), tp_rank=0, tp_size=2) as writer,
@@ -77,9 +73,6 @@ def test_ranks_with_the_same_pages_share_nothing_after_a_clear(tmp_path: Path) -
 @in_sglang
 def test_clear_waits_for_pages_that_are_being_stored(tmp_path: Path) -> None:
     """They have the names from before, and would be stored behind the removal."""
-    import threading
-
-    from tests.sglang.stack import engine, page_hashes, tokens_of
     from tiercache.integrations.sglang import TierCacheStorage
 
     with engine(tmp_path) as one:
@@ -105,9 +98,6 @@ def test_clear_waits_for_pages_that_are_being_stored(tmp_path: Path) -> None:
 @in_sglang
 def test_clear_says_what_it_cannot_clear(tmp_path: Path) -> None:
     """A server cannot say which chunks it holds. Nothing listens there: its tier is as good as any for that."""
-    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
-    from tiercache.errors import TierUnavailable
-
     tokens = tokens_of(1, pages=2)
     remote = {"remote_storage_plugins": ["redis"], "remote_storage_plugin.redis.url": "redis://127.0.0.1:1"}
     with engine(tmp_path, **remote) as one:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.sglang.process import in_sglang
+from tests.sglang.stack import (
+    engine,
+    file_storage,
+    hybrid_engine,
+    mha_pools,
+    mla_pools,
+    page_hashes,
+    random_pages,
+    read_pages,
+    tokens_of,
+    write_pages,
+)
 
 
 @in_sglang
 def test_a_hybrid_controller_restores_kv_and_state(tmp_path: Path) -> None:
     """KV of a prefix and the recurrent state at its end, by SGLang's hybrid controller, after a restart."""
-    import torch
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-
-    from tests.sglang.stack import hybrid_engine, page_hashes, random_pages, read_pages, tokens_of, write_pages
 
     tokens = tokens_of(1, pages=4)
     hashes = page_hashes(tokens)
@@ -24,7 +35,9 @@ def test_a_hybrid_controller_restores_kv_and_state(tmp_path: Path) -> None:
         pages, kept = random_pages(kv, 4), random_pages(states, 1, seed=1)
         write_pages(kv, indices, pages)
         write_pages(states, state, kept)
-        saved = PoolTransfer(PoolName.MAMBA, host_indices=state, keys=hashes[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        saved = PoolTransfer(
+            PoolName.MAMBA, host_indices=state, keys=hashes[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES
+        )
         controller.write_storage(indices, tokens, hashes, extra_pools=[saved])
         operation = controller.ack_backup_queue.get(timeout=20)
         assert operation.completed_tokens == len(tokens)
@@ -46,11 +59,7 @@ def test_a_hybrid_controller_restores_kv_and_state(tmp_path: Path) -> None:
 @in_sglang
 def test_it_says_the_same_as_sglangs_file_back_end(tmp_path: Path, policy: str) -> None:
     """Whatever pages there are of two pools, and however long the window."""
-    import random
-
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-
-    from tests.sglang.stack import file_storage, hybrid_engine, page_hashes, tokens_of
 
     chance = random.Random(policy)
     with hybrid_engine(tmp_path / "ours") as (controller, kv, states):
@@ -75,18 +84,7 @@ def test_it_says_the_same_as_sglangs_file_back_end(tmp_path: Path, policy: str) 
 @in_sglang
 def test_states_of_ranks_are_kept_apart_though_their_kv_is_one(tmp_path: Path) -> None:
     """MLA beside recurrent layers: latents are the same on all ranks, states are not."""
-    import torch
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-
-    from tests.sglang.stack import (
-        hybrid_engine,
-        mla_pools,
-        page_hashes,
-        random_pages,
-        read_pages,
-        tokens_of,
-        write_pages,
-    )
 
     hashes = page_hashes(tokens_of(3, pages=1))
     for rank in (0, 1):
@@ -106,8 +104,6 @@ def test_states_of_ranks_are_kept_apart_though_their_kv_is_one(tmp_path: Path) -
 def test_a_pool_that_comes_late_is_stored_if_its_pages_fit(tmp_path: Path) -> None:
     """A draft model's pool is registered when the cache is open already."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-
-    from tests.sglang.stack import engine, mha_pools, page_hashes, tokens_of
 
     hashes = page_hashes(tokens_of(4, pages=1))
     for heads, fits in ((1, True), (8, False)):

@@ -6,7 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.sglang.process import in_sglang
+from tests.sglang.stack import engine, mha_pools, random_pages, storage_config, tokens_of
 from tiercache.integrations.sglang.arguments import digest_of
 from tiercache.integrations.sglang.identity import began_ns, identity_of_adapters
 
@@ -35,11 +38,8 @@ def test_the_model_is_known_by_its_weights(tmp_path: Path) -> None:
 @in_sglang
 def test_what_the_server_was_told_keeps_pages_apart(tmp_path: Path) -> None:
     """As SGLang has resolved it, which its record of arguments does not say."""
-    import torch
     from sglang.srt.runtime_context import get_context
     from sglang.srt.server_args import ServerArgs
-
-    from tests.sglang.stack import engine, random_pages, tokens_of
 
     (tmp_path / "model.safetensors").write_bytes(b"w")
     tokens = tokens_of(5, pages=2)
@@ -71,8 +71,6 @@ def test_an_adapter_that_was_replaced_at_its_path_finds_nothing(tmp_path: Path) 
     from sglang.srt.arg_groups.lora_hook import check_lora_server_args
     from sglang.srt.runtime_context import get_context
     from sglang.srt.server_args import ServerArgs
-
-    from tests.sglang.stack import engine, random_pages, tokens_of
 
     (tmp_path / "model.safetensors").write_bytes(b"w")
     adapter = tmp_path / "sql"
@@ -186,7 +184,6 @@ def test_the_order_of_a_set_is_no_difference() -> None:
 @in_sglang
 def test_kinds_of_ranks_are_told_apart(tmp_path: Path) -> None:
     """The second of two parts is others' heads, or other layers, or other tokens."""
-    from tests.sglang.stack import mha_pools, storage_config
     from tiercache.integrations.sglang.identity import make_layout
     from tiercache.integrations.sglang.pools import make_pool
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import logging
+import shlex
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.readme.blocks import block_of
 from tests.sglang.process import in_sglang
+from tests.sglang.stack import (
+    engine,
+    extra_config,
+    mha_pools,
+    mla_pools,
+    page_hashes,
+    random_pages,
+    read_pages,
+    storage_config,
+    tokens_of,
+    write_pages,
+)
+from tiercache.errors import ConfigError
 
 
 @in_sglang
 def test_a_page_is_not_written_to_after_the_call_has_returned(tmp_path: Path) -> None:
     """The cache's thread is held up until SGLang's call has given up: what it copies then goes nowhere."""
-    import threading
-
-    import torch
-
-    from tests.sglang.stack import engine, page_hashes, random_pages, read_pages, tokens_of, write_pages
     from tiercache.integrations.sglang import storage as module
 
     tokens = tokens_of(3, pages=4)
@@ -37,10 +52,6 @@ def test_a_page_is_not_written_to_after_the_call_has_returned(tmp_path: Path) ->
 
 @in_sglang
 def test_settings_that_only_vllms_connector_reads_are_named_once(tmp_path: Path) -> None:
-    import logging
-
-    from tests.sglang.stack import engine
-
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -61,17 +72,12 @@ def test_settings_that_only_vllms_connector_reads_are_named_once(tmp_path: Path)
 )
 @in_sglang
 def test_what_cannot_work_fails_the_attach(tmp_path: Path, options: dict[str, str], said: str) -> None:
-    from tests.sglang.stack import engine
-    from tiercache.errors import ConfigError
-
     with pytest.raises(ConfigError, match=said), engine(tmp_path, **options):
         pass
 
 
 @in_sglang
 def test_indices_that_are_no_whole_pages_are_a_miss(tmp_path: Path) -> None:
-    from tests.sglang.stack import engine, page_hashes, tokens_of
-
     hashes = page_hashes(tokens_of(4, pages=2))
     with engine(tmp_path) as one:
         indices = one.host.alloc(32)
@@ -83,10 +89,6 @@ def test_indices_that_are_no_whole_pages_are_a_miss(tmp_path: Path) -> None:
 @in_sglang
 def test_each_process_of_a_server_has_a_control_socket_of_its_own(tmp_path: Path) -> None:
     """Also where the layout takes ranks for one, as with MLA."""
-    import contextlib
-
-    from tests.sglang.stack import engine, mla_pools
-
     with contextlib.ExitStack() as server:
         for rank in (0, 1):
             socket = str(tmp_path / "s")
@@ -97,15 +99,9 @@ def test_each_process_of_a_server_has_a_control_socket_of_its_own(tmp_path: Path
 @in_sglang
 def test_what_the_guide_shows_is_what_sglang_takes(tmp_path: Path) -> None:
     """From the server's command line, and the file that it names, to a back end of its factory."""
-    import argparse
-    import shlex
-
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.server_args import ServerArgs
-
-    from tests.readme.blocks import block_of
-    from tests.sglang.stack import mha_pools, storage_config
 
     (command,) = block_of("docs/sglang.md", "SGLang", "sh").commands()
     parser = argparse.ArgumentParser()
@@ -126,9 +122,6 @@ def test_what_the_guide_shows_is_what_sglang_takes(tmp_path: Path) -> None:
 
 @in_sglang
 def test_before_all_pools_are_registered_everything_is_a_miss(tmp_path: Path) -> None:
-    import torch
-
-    from tests.sglang.stack import extra_config, mha_pools, storage_config
     from tiercache.integrations.sglang import TierCacheStorage
 
     _, host = mha_pools()
@@ -145,8 +138,6 @@ def test_before_all_pools_are_registered_everything_is_a_miss(tmp_path: Path) ->
 
 @in_sglang
 def test_a_key_that_comes_again_in_one_batch_is_stored(tmp_path: Path) -> None:
-    from tests.sglang.stack import engine, page_hashes, random_pages, read_pages, tokens_of, write_pages
-
     one, other = page_hashes(tokens_of(4, pages=2))
     with engine(tmp_path) as v1:
         indices = v1.host.alloc(48)

@@ -65,12 +65,14 @@ def test_driver_that_was_handed_in_has_to_work() -> None:
 @pytest.mark.parametrize(
     ("key", "values"),
     [
-        ("max_local_disk_size", {"local_disk": "DIR", "max_local_disk_size": 1e-6}),
+        ("max_local_disk_size", {"local_disk": "DIR"}),
+        ("max_shared_memory_size", {"shared_memory_path": "DIR"}),
+        ("max_gds_size", {"gds_path": "DIR", "gds_buffer_size": 16}),
+        ("max_hf3fs_size", {"remote_storage_plugins": "hf3fs", "hf3fs_base_path": "DIR"}),
         (
             "remote_storage_plugin.fs.a.max_size",
             {"remote_storage_plugins": "fs.a", "remote_storage_plugin.fs.a.base_path": "DIR"},
         ),
-        ("max_hf3fs_size", {"remote_storage_plugins": "hf3fs", "hf3fs_base_path": "DIR"}),
     ],
 )
 def test_cap_that_holds_no_chunk_is_refused(tmp_path: Path, key: str, values: dict[str, Any]) -> None:

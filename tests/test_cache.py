@@ -206,17 +206,6 @@ async def test_cancelled_put_stores_nothing_and_leaks_nothing() -> None:
             assert await cache.put(key(steps), payload(steps))
 
 
-async def test_failing_source_stores_nothing_of_its_batch() -> None:
-    def broken(slot: np.ndarray) -> None:
-        raise OSError("the engine's memory is gone")
-
-    async with opened() as cache:
-        with pytest.raises(OSError, match="memory is gone"):
-            await cache.put_from([(key(1), 100, lambda slot: None), (key(2), 100, broken)])
-        assert not cache.cpu.contains(key(1))
-        assert is_whole(cache)
-
-
 async def test_every_slot_leased_is_a_skipped_put_at_its_deadline_and_never_a_hang() -> None:
     async with opened() as cache:
         leases = []

@@ -1,6 +1,7 @@
 """TierCache with chunks in device memory, on the CPU twin: what comes back is what was put, from wherever it comes."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -99,18 +100,12 @@ async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, d
     async with opened() as cache:
         source, late = chunks(driver, range(2))
         expected = late.clone()
-        stream = driver.make_stream()
-        gate = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        import threading
-
-        hold = threading.Event()
+        stream, hold = driver.make_stream(), threading.Event()
         stream.enqueue(hold.wait)
         driver.copy(source, late, stream)
         after = driver.record(stream)
         put = asyncio.ensure_future(cache.put_many([key_of(1)], [source], after=after))
-        loop.call_soon(gate.set)
-        await gate.wait()
+        await asyncio.sleep(0)
         assert not put.done()
         hold.set()
         assert await put == 1
@@ -122,10 +117,10 @@ async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, d
 @pytest.mark.parametrize("local_cpu", [True, False])
 @pytest.mark.parametrize("tier", ["gds", "weka"])
 async def test_chunks_come_back_after_a_restart(
-    opened: Opened, driver: TwinDriver, tmp_path: Path, tier: str, local_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, driver: TwinDriver, tmp_path: Path, tier: str, local_cpu: bool, request: pytest.FixtureRequest
 ) -> None:
     if tier == "weka":
-        monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
+        request.getfixturevalue("weka_mount")
     keys = [key_of(number) for number in range(30)]
     tensors = chunks(driver, range(30))
     settings = {f"{tier}_path": (str(tmp_path / tier),), "local_cpu": local_cpu}
@@ -205,20 +200,30 @@ async def test_strided_tensor_is_refused(opened: Opened, driver: TwinDriver) -> 
             await cache.put(key_of(1), strided)
 
 
-async def test_gds_path_on_a_weka_mount_gets_the_weka_tier(
-    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def weka_mount(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
+
+
+@pytest.mark.usefixtures("weka_mount")
+async def test_gds_path_on_a_weka_mount_gets_the_weka_tier(opened: Opened, tmp_path: Path) -> None:
     async with opened(gds_path=(str(tmp_path),)) as cache:
         assert [tier.name for tier in cache.tiers] == ["weka"]
 
 
-async def test_gds_path_on_a_weka_mount_makes_no_second_weka_tier(
-    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("weka_mount")
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"gds_path": ("/mnt/gds",)}, "gds_path: .* is a Weka mount, and weka_path makes the Weka tier already"),
+        ({"use_gds": True}, "weka_path: GPUDirect Storage does not work with .* Set use_gds: false"),
+    ],
+)
+async def test_settings_that_a_weka_mount_does_not_go_with(
+    opened: Opened, tmp_path: Path, values: dict[str, Any], problem: str
 ) -> None:
-    monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
-    with pytest.raises(ConfigError, match="gds_path: .* is a Weka mount, and weka_path makes the Weka tier already"):
-        async with opened(gds_path=(str(tmp_path / "gds"),), weka_path=(str(tmp_path / "weka"),)):
+    with pytest.raises(ConfigError, match=problem):
+        async with opened(weka_path=(str(tmp_path),), **values):
             pass
 
 
@@ -230,18 +235,7 @@ async def test_weka_path_on_another_file_system_is_an_error(opened: Opened, tmp_
             pass
 
 
-async def test_weka_demands_gpudirect_storage_unless_told_otherwise(
-    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
-    with pytest.raises(ConfigError, match="weka_path: GPUDirect Storage does not work with .* Set use_gds: false"):
-        async with opened(weka_path=(str(tmp_path),), use_gds=True):
-            pass
-
-
 async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
-    import threading
-
     (tensor,) = chunks(driver, range(1))
     hold = threading.Event()
     async with opened(local_disk=(str(tmp_path),), max_local_disk_size=1) as cache:
@@ -268,9 +262,3 @@ async def test_forgotten_chunk_does_not_come_back_from_a_queue(
         await cache.flush()
         assert (await cache.lookup_keys(keys)).chunks == 0
         assert cache.statistics().tiers["gds"].resident == 0
-
-
-async def test_cap_that_holds_no_chunk_is_an_error(opened: Opened, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_gds_size: .* hold no chunk of 0.05 MiB"):
-        async with opened(gds_path=(str(tmp_path),), max_gds_size=1e-5):
-            pass

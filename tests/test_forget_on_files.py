@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.test_cache import CHUNK_BYTES, key, opened, payload
-
-HOLDER = """
-import fcntl, sys
-file = open(sys.argv[1], "r+")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
+from tests.tiers.test_disk_healing import HOLDER, run
 
 
 async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(tmp_path: Path) -> None:
@@ -28,10 +19,7 @@ async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(
         assert (await cache.flush()).complete
         file = Path(disk.path(key(1)))  # type: ignore[attr-defined]
         assert file.exists()
-        ledger = tmp_path / ".tiercache" / "ledger"
-        with subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(ledger)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as peer:
+        with run(HOLDER, tmp_path / ".tiercache" / "ledger") as peer:
             assert peer.stdout is not None
             assert await asyncio.to_thread(peer.stdout.readline) == "held\n"
             began_s = loop.time()

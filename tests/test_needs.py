@@ -56,14 +56,7 @@ def run(place: Path, *options: str, programs: tuple[str, ...] = (), tests: str =
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "tests.needs",
-            "-p",
-            "no:cacheprovider",
-            "--strict-markers",
+            *["-m", "pytest", "-q", "-p", "tests.needs", "-p", "no:cacheprovider", "--strict-markers"],
             *options,
         ],
         cwd=place,

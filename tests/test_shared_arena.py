@@ -53,23 +53,23 @@ async def test_each_rank_has_an_arena_of_its_own(name: str) -> None:
         with pytest.raises(ConfigError, match="in use by a living process"):
             async with TierCache.open(config, LAYOUTS[0]):
                 pass
-
-
-async def test_single_rank_has_the_plain_name(name: str) -> None:
-    async with TierCache.open(
-        Config(max_local_cpu_size=0.002, shm_name=name), Layout("m", chunk_tokens=16, bytes_per_token=4096)
-    ):
-        assert entries(name) == [f"tiercache.{name}"]
+    async with TierCache.open(config, Layout("m", chunk_tokens=16, bytes_per_token=4096)):
+        assert entries(name) == [f"tiercache.{name}"], "a single one"
 
 
 async def test_what_killed_ranks_left_goes_with_the_next_start(name: str) -> None:
     ranks = [
-        await asyncio.create_subprocess_exec(sys.executable, "-c", RANK, name, str(rank), stdout=asyncio.subprocess.PIPE)
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-c", RANK, name, str(rank), stdout=asyncio.subprocess.PIPE
+        )
         for rank in (0, 1)
     ]
     for process in ranks:
         assert process.stdout is not None and await asyncio.wait_for(process.stdout.readline(), 60) == b"open\n"
-    assert entries(name) == [f"tiercache.{name}.0", f"tiercache.{name}.1"]  # who is killed may lose his to any other start
+    assert entries(name) == [
+        f"tiercache.{name}.0",
+        f"tiercache.{name}.1",
+    ]  # who is killed may lose his to any other start
     for process in ranks:
         process.send_signal(signal.SIGKILL)
         await process.wait()

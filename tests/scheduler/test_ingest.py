@@ -66,7 +66,8 @@ async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench,
     if ends == "is cancelled":
         put.cancel()
     go_on.set()
-    await asyncio.gather(put, return_exceptions=True)
+    (outcome,) = await asyncio.gather(put, return_exceptions=True)
+    assert isinstance(outcome, OSError if ends == "fails" else asyncio.CancelledError)
     before = bench.cpu.prefix([key for key, _, _ in some])
     assert before == 16 or (before == 12 and ends == "is cancelled"), "two parts of four are under way at a time"
     assert [bench.cpu.contains(key) for key, _, _ in some] == [True] * before + [False] * (20 - before)

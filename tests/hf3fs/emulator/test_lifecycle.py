@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf3fs.emulator.client import PATIENCE_S, Client
+from tests.hf3fs.emulator.client import PATIENCE_S
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.servers.processes import stop_process
 
@@ -68,17 +68,6 @@ def test_rule_9_waiting_without_a_timeout_is_for_ever_when_the_daemon_dies(morta
             process.wait(0.2)
         process.kill()
     Path("/dev/shm", CLIENT_MEMORY).unlink()
-
-
-def test_what_a_client_registered_goes_with_it(client: Client, emulator: Hf3fsEmulator) -> None:
-    client.file("file", b"x")
-    with start(CLIENT, str(emulator.mount), emulator) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        assert (emulator.control.statistics().buffers, emulator.control.statistics().rings) == (2, 1)
-        process.kill()
-    Path("/dev/shm", CLIENT_MEMORY).unlink()
-    emulator.control.until_registered(buffers=1, rings=0)
-    emulator.control.until_open_files(0)
 
 
 @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "running"])

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
 from tests.hf3fs_emulator.client import descriptors
 from tests.needs import needs_fuse
+from tests.tiers.opened import open_tier
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing import chunk, page_aligned
@@ -117,22 +118,18 @@ def memory(request: pytest.FixtureRequest) -> Iterator[Memory]:
 Opened = Callable[..., Any]
 
 
+def make_tier(*places: Path, cap_bytes: int = 64 << 20, rings: RingSettings = RINGS, **values: Any) -> Hf3fsTier:
+    values = {"threads": 2, "chunk_bytes": CHUNK_BYTES, "iov_bytes": 4 << 20} | values
+    return Hf3fsTier(Hf3fsSettings(places, cap_bytes, rings=rings, **values), FINGERPRINT)
+
+
 @pytest.fixture
 def opened(memory: Memory) -> Opened:
-    @asynccontextmanager
-    async def make(
-        *places: Path, cap_bytes: int = 64 << 20, rings: RingSettings = RINGS, **values: Any
-    ) -> AsyncIterator[Hf3fsTier]:
-        values = {"threads": 2, "chunk_bytes": CHUNK_BYTES, "iov_bytes": 4 << 20} | values
-        settings = Hf3fsSettings(places, cap_bytes, rings=rings, **values)
-        tier = Hf3fsTier(settings, FINGERPRINT)
+    def make(*places: Path, **values: Any) -> AbstractAsyncContextManager[Hf3fsTier]:
+        tier = make_tier(*places, **values)
         if memory.arena is not None:
             tier.use_arena(memory.arena)
-        await tier.open()
-        try:
-            yield tier
-        finally:
-            await tier.close()
+        return open_tier(tier)
 
     return make
 

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import FINGERPRINT, HASTY, until
+from tests.hf3fs.tier.conftest import HASTY, make_tier, until
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.memory.arena import Arena, ArenaSettings
@@ -16,7 +16,6 @@ from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 
 
 async def is_hit(reader: Reader, number: int) -> bool:
@@ -35,10 +34,7 @@ async def is_hit(reader: Reader, number: int) -> bool:
 async def test_hanging_daemon_opens_the_readers_breaker(mortal: Hf3fsEmulator, shm_name: str | None) -> None:
     arena, copiers = Arena(ArenaSettings(size_bytes=24 * CHUNK_BYTES, shm_name=shm_name)), Workers("copy", 1)
     cpu = CpuTier(SlotPool(arena, CHUNK_BYTES), copiers)
-    settings = Hf3fsSettings(
-        (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
-    )
-    tier = Hf3fsTier(settings, FINGERPRINT)
+    tier = make_tier(mortal.mount / "chunks", rings=HASTY)
     tier.use_arena(arena)
     await cpu.open()
     await tier.open()

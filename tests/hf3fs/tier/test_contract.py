@@ -4,16 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS
+from tests.hf3fs.tier.conftest import make_tier
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
 from tests.tiers.test_contract import limits
 from tests.tiers.test_disk import flip
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
-from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+from tiercache.tiers.hf3fs import Hf3fsTier
 
 pytestmark = pytest.mark.parametrize("emulator", [pytest.param("fuse", marks=needs_fuse), "directory"], indirect=True)
 
@@ -26,18 +25,10 @@ class TestHf3fsTier(TierContract):
         self.place = place
 
     async def make_tier(self, place: Path) -> Tier:
-        directories = tuple(self.place / str(number) for number in range(self.spread))
-        settings = Hf3fsSettings(
-            directories, 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS
-        )
-        return Hf3fsTier(settings, FINGERPRINT)
+        return make_tier(*(self.place / str(number) for number in range(self.spread)))
 
     async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
-        settings = Hf3fsSettings(
-            (self.place / "capped",), threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS,
-            **limits(chunks, tenant_chunks),
-        )  # fmt: skip
-        return Hf3fsTier(settings, FINGERPRINT)
+        return make_tier(self.place / "capped", **limits(chunks, tenant_chunks))
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
         assert isinstance(tier, Hf3fsTier)

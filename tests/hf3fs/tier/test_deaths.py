@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.hf3fs.tier.conftest import (
-    FINGERPRINT,
     HASTY,
     PATIENCE_S,
     Memory,
     Opened,
     get,
+    make_tier,
     put,
     until,
     works_again,
@@ -25,8 +25,6 @@ from tests.hf3fs_emulator.client import descriptors
 from tests.needs import needs_fuse
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk
-from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs import tier as tier_module
 from tiercache.tiers.hf3fs.files import RegisteredFiles
 
@@ -118,10 +116,7 @@ async def test_daemon_that_stops_while_a_tier_opens(
     mortal: Hf3fsEmulator, short_waits: None, monkeypatch: pytest.MonkeyPatch, cancelled: bool
 ) -> None:
     monkeypatch.setattr(tier_module, "_OPEN_S", PATIENCE_S if cancelled else 1.0)
-    settings = Hf3fsSettings(
-        (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
-    )
-    tier3 = Hf3fsTier(settings, FINGERPRINT)
+    tier3 = make_tier(mortal.mount / "chunks", rings=HASTY)
     prepare = tier3.io.prepare
 
     async def then_it_stops() -> None:
@@ -147,7 +142,7 @@ async def test_daemon_that_stops_while_a_tier_opens(
         with pytest.raises(ConfigError, match="did not answer for 1 s"):
             opening.result()
     monkeypatch.setattr(tier_module, "_OPEN_S", PATIENCE_S)  # of a busy machine
-    again = Hf3fsTier(settings, FINGERPRINT)
+    again = make_tier(mortal.mount / "chunks", rings=HASTY)
     await again.open()
     await again.close()
 

@@ -5,18 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS, Memory, Opened
+from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, make_tier
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
 from tiercache.errors import ConfigError
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
-from tiercache.tiers.hf3fs.ring import RingSettings
 
 CLIENT = """
 import asyncio, sys
@@ -80,11 +79,8 @@ async def test_shared_memory_is_what_the_configuration_says(opened: Opened, plac
 
 async def test_buffers_too_small_for_two_chunks_are_refused(emulator: Hf3fsEmulator, place: Path) -> None:
     before = ours()
-    tier = Hf3fsTier(
-        Hf3fsSettings((place,), 64 << 20, chunk_bytes=3 << 20, iov_bytes=4 << 20, rings=RINGS), FINGERPRINT
-    )
     with pytest.raises(ConfigError, match="hf3fs_iov_size"):
-        await tier.open()
+        await make_tier(place, chunk_bytes=3 << 20).open()
     assert ours() == before
 
 
@@ -92,26 +88,20 @@ async def test_refused_depth_is_named(mortal: Hf3fsEmulator) -> None:
     mortal.negative_io_depth = False
     mortal.restart()
     before = ours()
-    rings = RingSettings(entries=16, rings=2, io_depth=-4)
-    settings = Hf3fsSettings(
-        (mortal.mount / "chunks",), 64 << 20, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=rings
-    )
     with pytest.raises(ConfigError, match="negative hf3fs_io_depth"):
-        await Hf3fsTier(settings, FINGERPRINT).open()
+        await make_tier(mortal.mount / "chunks", rings=replace(RINGS, io_depth=-4)).open()
     assert ours() == before
     mortal.control.until_registered(buffers=0, rings=0)
 
 
 async def test_directory_outside_of_3fs_is_refused(tmp_path: Path) -> None:
-    tier = Hf3fsTier(Hf3fsSettings((tmp_path / "no",), 64 << 20, chunk_bytes=CHUNK_BYTES, rings=RINGS), FINGERPRINT)
     with pytest.raises(ConfigError, match="does not lie on a 3FS mount"):
-        await tier.open()
+        await make_tier(tmp_path / "no").open()
 
 
 async def test_wrong_mount_is_refused(emulator: Hf3fsEmulator, place: Path, tmp_path: Path) -> None:
-    settings = Hf3fsSettings((place,), 64 << 20, chunk_bytes=CHUNK_BYTES, mount=tmp_path, rings=RINGS)
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        await Hf3fsTier(settings, FINGERPRINT).open()
+        await make_tier(place, mount=tmp_path).open()
 
 
 async def test_unusable_base_path_leaves_nothing(emulator: Hf3fsEmulator, place: Path, opened: Opened) -> None:
@@ -146,8 +136,7 @@ async def test_killed_process_leaves_nothing_once_another_has_begun(
         assert process.stdin is not None and process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "written\n"
         assert len(ours(process.pid) - before) == (1 if kind == "buffers" else 2)
-        settings = Hf3fsSettings((place,), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS)
-        tier = Hf3fsTier(settings, FINGERPRINT)
+        tier = make_tier(place)
         await tier.open()
         keys = [chunk(number)[0] for number in range(100, 110)]
         assert await tier.probe(keys) == 10
@@ -162,7 +151,7 @@ async def test_killed_process_leaves_nothing_once_another_has_begun(
         process.kill()
         process.wait()
         await tier.close()
-    again = Hf3fsTier(settings, FINGERPRINT)
+    again = make_tier(place)
     await again.open()
     assert len(ours(process.pid) - before) == 1, "its own and nothing else"
     await again.close()

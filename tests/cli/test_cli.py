@@ -31,9 +31,10 @@ def test_doctor_says_what_it_found_and_what_to_do(tmp_path: Path) -> None:
     topics = {finding["topic"]: finding for finding in findings}
     assert topics[f"disk at {tmp_path}"]["status"] == "ok"
     assert all(set(finding) == {"topic", "status", "found", "advice"} for finding in findings)
-    missing = tiercache("doctor", "--path", tmp_path / "absent")
+    missing = tiercache("doctor", "--path", tmp_path / "absent", "--json")
     assert missing.returncode == 1
-    assert "not a directory" in missing.stdout
+    (problem,) = (finding for finding in json.loads(missing.stdout) if finding["status"] == "problem")
+    assert problem["found"] == "not a directory" and problem["advice"]
 
 
 def test_config_explain_is_reachable(tmp_path: Path) -> None:

@@ -20,17 +20,7 @@ def test_every_part_is_examined(tmp_path: Path) -> None:
         "Weka mount", "package uvloop", "package torch", "package vllm", "package kvikio", "package redis",
     } <= set(found)  # fmt: skip
     assert all(finding.status in (OK, NOTE, PROBLEM) for finding in found.values())
-
-
-def test_a_problem_comes_with_advice(tmp_path: Path) -> None:
-    problems = [finding for finding in examine(tmp_path / "absent") if finding.status == PROBLEM]
-    assert [finding.found for finding in problems] == ["not a directory"]
-    assert problems[0].advice
-
-
-def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
-    examine(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [], "what was tried is gone"
 
 
 def test_mounts_are_read_with_their_escapes(tmp_path: Path) -> None:
@@ -45,10 +35,7 @@ def test_mounts_are_read_with_their_escapes(tmp_path: Path) -> None:
         Mount("/mnt/three fs", "fuse.hf3fs", "hf3fs.stage", ("rw", "user_id=0")),
     ]
     assert mounts(tmp_path / "absent") == []
-
-
-def test_this_system_says_where_the_root_is_mounted() -> None:
-    assert "/" in [mount.point for mount in mounts()]
+    assert "/" in [mount.point for mount in mounts()], "of this system"
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,11 @@ def test_3fs_as_a_plugin_is_checked_and_planned(load) -> None:
     assert (planned.name, planned.kind, planned.place) == ("hf3fs.primary", "hf3fs", "/mnt/3fs/a, /mnt/3fs/b")
 
 
-def test_3fs_as_a_url_is_the_same_tier() -> None:
-    planned = explain(from_file("hf3fs_url")).tiers[-1]
+def test_3fs_as_a_url_is_the_same_tier_and_said_to_be_old() -> None:
+    config = from_file("hf3fs_url")
+    planned = explain(config).tiers[-1]
     assert (planned.kind, planned.place, planned.state) == ("hf3fs", "/mnt/3fs/a, /mnt/3fs/b", "on")
-
-
-def test_the_url_form_of_3fs_is_said_to_be_old() -> None:
-    (warning,) = from_file("hf3fs_url").warnings
+    (warning,) = config.warnings
     assert warning.startswith("remote_url: hf3fs:// is the old form; use remote_storage_plugins")
     assert from_file("hf3fs").warnings == ()
 

@@ -19,12 +19,10 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cli.conftest import tiercache
 from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, cache, config_of
 from tiercache import Layout, TierCache
 from tiercache.control import http
 from tiercache.control.client import Fleet
-from tiercache.control.command import read_token
 from tiercache.control.http import make_app, server_config
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES
 
@@ -251,33 +249,6 @@ async def test_token_is_asked_for_and_never_printed(cache: TierCache, tmp_path: 
         assert (await client.get("/metrics")).status_code == 401
         assert (await client.get("/metrics", headers={"authorization": f"bearer {TOKEN}"})).status_code == 200
     assert "running on" in client.said and TOKEN not in client.said
-
-
-def test_server_refuses_to_start_open(tmp_path: Path) -> None:
-    run = tiercache("serve-control", "--socket", tmp_path / "c.sock")
-    assert run.returncode == 2 and "there is no token in TIERCACHE_CONTROL_TOKEN" in run.stderr
-
-
-@pytest.mark.parametrize(
-    ("content", "host", "no_token", "says"),
-    [
-        ("\n", "127.0.0.1", False, "there is no token in"),
-        ("hunter2", "127.0.0.1", False, "16 or more"),
-        ("two words that are long enough", "::1", False, "no spaces"),
-        (None, "127.0.0.1", False, "cannot be read"),
-        ("hunter2", "127.0.0.1", True, "exclude each other"),
-        ("", "0.0.0.0", True, "for loopback only"),
-        ("", "cache.example", True, "for loopback only"),
-    ],
-)
-def test_wrong_token_stops_the_start(tmp_path: Path, content: str | None, host: str, no_token: bool, says: str) -> None:
-    file = tmp_path / "token"
-    if content is not None:
-        file.write_text(content)
-        file.chmod(0o600)
-    with pytest.raises(ValueError, match=says) as caught:
-        read_token(host, None if no_token and not content else file, no_token)
-    assert "hunter2" not in str(caught.value)
 
 
 async def test_connection_that_never_asks_is_closed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from tiercache.control.messages import (
     Ended,
     Forget,
     Lookup,
-    Lora,
     Over,
     Pin,
     Prefetch,
@@ -94,13 +93,10 @@ async def test_prefetched_prefix_is_hot_and_counted_as_used(cache: TierCache, pl
 
 
 async def test_lookup_says_how_far_and_where(cache: TierCache, place: Path) -> None:
-    found = await ask(place, Lookup(tokens=[*TOKENS, *range(9000, 9016)]))
-    assert (found["asked"], found["found"], found["by_tier"]["disk"]) == (CHUNKS + 1, CHUNKS, CHUNKS)
-
-
-async def test_keys_do_as_well_as_tokens(cache: TierCache, place: Path) -> None:
-    found = await ask(place, Lookup(keys=[key.hex() for key in cache.keys(TOKENS)]))
-    assert found["found"] == CHUNKS
+    tokens = [*TOKENS, *range(9000, 9016)]
+    for question in (Lookup(tokens=tokens), Lookup(keys=[key.hex() for key in cache.keys(tokens)])):
+        found = await ask(place, question)
+        assert (found["asked"], found["found"], found["by_tier"]["disk"]) == (CHUNKS + 1, CHUNKS, CHUNKS)
 
 
 async def test_pin_fetches_what_is_not_hot_and_keeps_it(cache: TierCache, place: Path) -> None:
@@ -166,6 +162,11 @@ async def test_who_hangs_up_ends_nothing(cache: TierCache, place: Path) -> None:
         (framed({"command": "lookup", "keys": ["ff"]}), "malformed", r"keys\[0\]"),
         (framed({"command": "over", "session": "x" * 300}), "malformed", "session"),
         (framed({"command": "progress", "handle": "none"}), "unknown", "no prefetch 'none'"),
+        (
+            framed({"command": "lookup", "tokens": [1], "lora": {"name": "a", "path": "/a"}}),
+            "refused",
+            "known to a cache in vLLM only",
+        ),
         (b"\x00\x00\x00\x02\xc1\xc1", "malformed", "malformed message"),
         ((LARGEST_MESSAGE_BYTES + 1).to_bytes(4, "big"), "too_large", "at most"),
     ],
@@ -176,12 +177,6 @@ async def test_what_is_not_a_message_gets_a_sentence(
     answer = await exchange(place, raw)
     assert answer["error"]["kind"] == kind
     assert re.search(says, answer["error"]["message"])
-
-
-async def test_an_adapter_is_refused_without_an_engine(cache: TierCache, place: Path) -> None:
-    with pytest.raises(ControlError, match="known to a cache in vLLM only") as caught:
-        await ask(place, Lookup(tokens=TOKENS, lora=Lora("a", "/a")))
-    assert caught.value.kind == "refused"
 
 
 async def test_tokens_with_a_salt_are_the_chunks_of_that_tenant(cache: TierCache, place: Path) -> None:
@@ -211,7 +206,9 @@ async def test_second_cache_at_the_path_is_refused_and_the_first_one_answers_on(
     assert (await ask(place, Statistics()))["rank"] == 0
 
 
-async def test_start_that_is_cancelled_at_its_last_step_leaves_the_path_to_the_next(tmp_path: Path, place: Path) -> None:
+async def test_start_that_is_cancelled_at_its_last_step_leaves_the_path_to_the_next(
+    tmp_path: Path, place: Path
+) -> None:
     cache = TierCache(config_of(tmp_path), LAYOUT)
     starting = asyncio.create_task(cache.start())
     while not place.is_socket():
@@ -274,9 +271,7 @@ async def test_each_rank_has_a_socket(tmp_path: Path) -> None:
     assert socket_path("/x", (3, 4), (1, 2)) == Path("/x.3.1") and socket_path("/x", (0, 1)) == Path("/x")
 
 
-async def test_too_many_connections_are_told_so(
-    cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_many_connections_are_told_so(cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answering = asyncio.Event()
 
     async def hang(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The bearer token's file is a secret, or it is refused."""
+"""Who starts a server says a token, or that it needs none; and its file is a secret, or it is refused."""
 
 from __future__ import annotations
 
@@ -58,11 +58,36 @@ def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     assert run.returncode == 2 and "it is not a regular file" in run.stderr
 
 
-def test_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_token("127.0.0.1", tmp_path, no_token=False)
-
-
 def test_link_to_a_private_file_is_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(token_file(tmp_path, 0o600))
     assert read_token("127.0.0.1", tmp_path / "link", no_token=False) == TOKEN
+
+
+def test_server_refuses_to_start_open(tmp_path: Path) -> None:
+    run = tiercache("serve-control", "--socket", tmp_path / "c.sock")
+    assert run.returncode == 2 and "there is no token in TIERCACHE_CONTROL_TOKEN" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "host", "no_token", "says"),
+    [
+        ("\n", "127.0.0.1", False, "there is no token in"),
+        ("hunter2", "127.0.0.1", False, "16 or more"),
+        ("two words that are long enough", "::1", False, "no spaces"),
+        (None, "127.0.0.1", False, "cannot be read"),
+        ("a directory", "127.0.0.1", False, "cannot be read"),
+        ("hunter2", "127.0.0.1", True, "exclude each other"),
+        ("", "0.0.0.0", True, "for loopback only"),
+        ("", "cache.example", True, "for loopback only"),
+    ],
+)
+def test_wrong_token_stops_the_start(tmp_path: Path, content: str | None, host: str, no_token: bool, says: str) -> None:
+    file = tmp_path / "token"
+    if content == "a directory":
+        file.mkdir()
+    elif content is not None:
+        file.write_text(content)
+        file.chmod(0o600)
+    with pytest.raises(ValueError, match=says) as caught:
+        read_token(host, None if no_token and not content else file, no_token)
+    assert "hunter2" not in str(caught.value)

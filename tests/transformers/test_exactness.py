@@ -51,16 +51,10 @@ async def test_logits_behind_a_hit_are_those_behind_transformers_own_cache(kv: M
         for mine, its in zip(past.layers, own.layers, strict=True):
             assert same(mine.keys, its.keys) and same(mine.values, its.values)
             assert mine.get_mask_sizes(3) == its.get_mask_sizes(3)
-
-
-async def test_they_are_after_a_restart_too(kv: ModelKv, open_cache: Open) -> None:
-    own = own_cache(kv, PROMPT[:HIT_TOKENS])
     async with open_cache(kv) as cache:
-        await store(PrefixCache(cache, kv), PROMPT[:HIT_TOKENS])
-    async with open_cache(kv) as cache:
-        past = await PrefixCache(cache, kv).load(PROMPT)
-        assert past.hit_by_tier["disk"] == HIT_TOKENS
-        assert same(compute(kv.model, past, REST), compute(kv.model, own, REST))
+        again, own = await PrefixCache(cache, kv).load(PROMPT), own_cache(kv, PROMPT[:HIT_TOKENS])
+        assert again.hit_by_tier["disk"] == HIT_TOKENS, "after a restart, too"
+        assert same(compute(kv.model, again, REST), compute(kv.model, own, REST))
 
 
 async def test_a_conversation_goes_on_behind_its_answers(kv: ModelKv, open_cache: Open) -> None:
@@ -216,12 +210,6 @@ def test_weights_that_are_not_contiguous_can_be_told_apart() -> None:
     kv.check_unchanged()
     weight.data.mul_(1.5)
     with pytest.raises(LayoutError, match="weights have changed"):
-        kv.check_unchanged()
-
-
-def test_another_implementation_of_attention_is_noticed(kv: ModelKv) -> None:
-    kv.model.set_attn_implementation("eager")
-    with pytest.raises(LayoutError, match="attention"):
         kv.check_unchanged()
 
 

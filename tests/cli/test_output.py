@@ -86,9 +86,3 @@ def test_every_key_of_a_configuration_is_whole() -> None:
 def test_a_piped_table_of_figures_stays_a_table(directory: Path) -> None:
     lines = tiercache(*commands(directory)["bench"]).stdout.splitlines()
     assert lines[1].startswith("┃ figure") and "ours / it" in lines[1]
-
-
-def test_the_doctor_knows_this_version(tmp_path: Path) -> None:
-    assert "later version" not in tiercache("doctor", "--path", tmp_path, "--json").stdout
-    topics = {one["topic"] for one in json.loads(tiercache("doctor", "--json").stdout)}
-    assert {"package redis", "package obstore"} <= topics

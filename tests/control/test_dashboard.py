@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of
+from tests.control.conftest import TOKENS
 from tiercache import TierCache
 from tiercache.control.families import figures_of
 from tiercache.control.metrics import exposition
@@ -33,14 +32,10 @@ def of_vllm_only(panel: dict[str, Any]) -> bool:
     return str(panel["title"]).endswith("(vLLM)")
 
 
-async def test_every_metric_of_a_panel_is_exported_by_a_running_cache(tmp_path: Path) -> None:
-    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
-        await cache.store(TOKENS, [np.full(LAYOUT.chunk_bytes, number, np.uint8) for number in range(CHUNKS)])
-        await cache.flush()
-        cache.clear_hot()
-        async with cache.get(cache.keys(TOKENS)[0]) as lease:
-            assert lease is not None
-        text = exposition({Path("c.sock"): figures_of(cache)}).decode()
+async def test_every_metric_of_a_panel_is_exported_by_a_running_cache(cache: TierCache) -> None:
+    async with cache.get(cache.keys(TOKENS)[0]) as lease:
+        assert lease is not None
+    text = exposition({Path("c.sock"): figures_of(cache)}).decode()
     exported = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     for panel in panels():
         if not of_vllm_only(panel):

@@ -19,14 +19,13 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, cache, config_of
+from tests.control.conftest import CHUNKS, LAYOUT, TOKENS, config_of
 from tiercache import Layout, TierCache
 from tiercache.control import http
 from tiercache.control.client import Fleet
 from tiercache.control.http import make_app, server_config
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES
 
-__all__ = ["cache"]
 TOKEN = "correct-horse-battery-staple-42"
 
 

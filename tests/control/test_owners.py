@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.control.test_socket import LAYOUT, TOKENS, config_of
+from tests.control.conftest import LAYOUT, TOKENS, config_of
 from tiercache import TierCache
 from tiercache.control.client import Fleet, ask, find_sockets
 from tiercache.control.messages import ControlError, Prefetch, Statistics

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import stat
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.control.conftest import CHUNKS, LAYOUT, TOKENS, config_of
 from tiercache import Config, Layout, TierCache
 from tiercache.control import handler, server, sockets
 from tiercache.control.client import ask, find_sockets
@@ -35,35 +35,6 @@ from tiercache.control.messages import (
 )
 from tiercache.control.server import socket_path
 from tiercache.errors import ConfigError
-
-LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
-CHUNKS = 12
-TOKENS = list(range(16 * CHUNKS))
-
-
-def config_of(place: Path, **more: Any) -> Config:
-    return Config(
-        max_local_cpu_size=0.002,
-        local_disk=(str(place / "kv"),),
-        max_local_disk_size=0.1,
-        control_socket=str(place / "c.sock"),
-        **more,
-    )
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return tmp_path / "c.sock"
-
-
-@pytest.fixture
-async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
-    """Twelve chunks on disk and none hot."""
-    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
-        await cache.store(TOKENS, [np.full(LAYOUT.chunk_bytes, number, np.uint8) for number in range(CHUNKS)])
-        await cache.flush()
-        cache.clear_hot()
-        yield cache
 
 
 async def exchange(path: Path, raw: bytes) -> dict[str, Any]:

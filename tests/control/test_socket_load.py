@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.control.test_socket import LAYOUT, cache, config_of, place
+from tests.control.conftest import LAYOUT, config_of
 from tiercache import TierCache
 from tiercache.control import server
 from tiercache.control.client import ask
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Lookup, Statistics
 
-__all__ = ["cache", "place"]
 LONGEST_S = 0.05
 """A step takes 5 ms, on a machine that has nothing else to do; 0.2 to 3 s it was."""
 FLOOD = Path(__file__).with_name("flood.py")
@@ -66,30 +65,18 @@ async def said(process: asyncio.subprocess.Process) -> bytes:
     return await asyncio.wait_for(process.stdout.readline(), 120)
 
 
-@pytest.mark.parametrize(("connections", "times"), [(1, 2000), (60, 100)])
-async def test_pipelined_messages_take_a_short_step_a_round(
-    cache: TierCache, place: Path, connections: int, times: int
-) -> None:
-    async with flood(place, "statistics", connections, times) as process:
-        rounds = Rounds()
-        assert await said(process) == b"answered\n"
-        longest_s = rounds.stop()
-    assert longest_s < LONGEST_S
-
-
 @pytest.mark.parametrize(
-    "what", ["lookup-tokens", "lookup-small", "lookup-nested", "lookup-keys", "pin-keys", "unpin-keys"]
+    ("what", "connections", "times"),
+    [
+        *(("statistics", 1, 2000), ("statistics", 60, 100), ("lookup-tokens", 6, 1)),
+        *((f"lookup-{largest}", 1, 1) for largest in ("tokens", "small", "nested", "keys")),
+        *((f"{command}-keys", 1, 1) for command in ("pin", "unpin")),
+    ],
 )
-async def test_largest_message_takes_short_steps(cache: TierCache, place: Path, what: str) -> None:
-    async with flood(place, what, 1, 1) as process:
-        rounds = Rounds()
-        assert await said(process) == b"answered\n"
-        longest_s = rounds.stop()
-    assert longest_s < LONGEST_S
-
-
-async def test_many_large_messages_take_turns(cache: TierCache, place: Path) -> None:
-    async with flood(place, "lookup-tokens", 6, 1) as process:
+async def test_messages_that_are_many_or_large_take_a_short_step_a_round(
+    cache: TierCache, place: Path, what: str, connections: int, times: int
+) -> None:
+    async with flood(place, what, connections, times) as process:
         rounds = Rounds()
         assert await said(process) == b"answered\n"
         longest_s = rounds.stop()

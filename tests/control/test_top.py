@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from tests.cli.conftest import tiercache
-from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of
+from tests.control.conftest import CHUNKS, LAYOUT, TOKENS
 from tiercache import TierCache
 from tiercache.control.families import figures_of
 from tiercache.control.top import rows_of, tables_of
@@ -22,16 +20,12 @@ from tiercache.tables import fitting
 
 
 @pytest.fixture
-async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
-    """Twelve chunks on disk, of which three were read from there and one of them again from RAM."""
-    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
-        await cache.store(TOKENS, [np.full(LAYOUT.chunk_bytes, number, np.uint8) for number in range(CHUNKS)])
-        await cache.flush()
-        cache.clear_hot()
-        for number in (0, 1, 2, 2):
-            async with cache.get(cache.keys(TOKENS)[number]) as lease:
-                assert lease is not None
-        yield cache
+async def cache(cache: TierCache) -> TierCache:
+    """Three chunks were read from disk and one of them again from RAM."""
+    for number in (0, 1, 2, 2):
+        async with cache.get(cache.keys(TOKENS)[number]) as lease:
+            assert lease is not None
+    return cache
 
 
 def megabytes(chunks: int) -> str:

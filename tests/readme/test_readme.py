@@ -229,7 +229,7 @@ def top(command: str, shell: Shell, place: Path) -> str:
 
 
 async def watched(command: str, place: Path, shell: Shell) -> str:
-    from tests.control.test_socket import LAYOUT, TOKENS, config_of
+    from tests.control.conftest import LAYOUT, TOKENS, config_of
     from tiercache import TierCache
 
     async with TierCache.open(config_of(place), LAYOUT) as cache:
@@ -247,7 +247,7 @@ def control(command: str, shell: Shell, place: Path) -> str:
 
 
 async def controlled(command: str, place: Path, shell: Shell) -> str:
-    from tests.control.test_socket import LAYOUT, TOKENS, config_of
+    from tests.control.conftest import LAYOUT, TOKENS, config_of
     from tiercache import TierCache
 
     (block,) = (one for one in all_blocks("sh") if "serve-control" in one.text)
@@ -573,7 +573,9 @@ asyncio.run(main())
 
 def program_of(block: Block, prologue: str, epilogue: str) -> str:
     indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1] if prologue else ""
-    return prologue + "".join(indent + line if line.strip() else line for line in block.text.splitlines(True)) + epilogue
+    return (
+        prologue + "".join(indent + line if line.strip() else line for line in block.text.splitlines(True)) + epilogue
+    )
 
 
 @pytest.mark.parametrize(
@@ -624,5 +626,3 @@ def link_model(place: Path) -> None:
 
     (place / "demo").mkdir()
     shorten(prepare_model(REPOSITORY / "demo" / "model"), place / "demo" / "model")
-
-

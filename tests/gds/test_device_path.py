@@ -126,6 +126,7 @@ class Bench:
         )
 
     async def until_whole(self) -> None:
+        self.cpu.clear()
         async with asyncio.timeout(10):
             while not self.whole:
                 await asyncio.sleep(0)
@@ -180,11 +181,11 @@ async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Benc
     hold.release()
     assert await asyncio.gather(*first) == [1, 1, 1]
     assert await flushed(bench.writer, 10.0)
-    bench.cpu.clear()
     await bench.until_whole()
     hold = Hold(bench.device.loading.stream)
     gets = [
-        asyncio.ensure_future(bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon())) for _ in "abc"
+        asyncio.ensure_future(bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon()))
+        for _ in "abc"
     ]
     while bench.device.pending < 3:
         await asyncio.sleep(0)
@@ -217,7 +218,6 @@ async def test_put_that_is_being_gathered_brings_nothing_back(bench: Bench) -> N
     bench.cpu.clear()
     found = await got(bench, key)
     assert found is not None and np.array_equal(found, new)
-    bench.cpu.clear()
     await bench.until_whole()
 
 
@@ -245,7 +245,6 @@ async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: B
     assert bench.tier.contains(key), "flush says that it is written"
     found = await got(bench, key)
     assert found is not None and np.array_equal(found, new)
-    bench.cpu.clear()
     await bench.until_whole()
 
 
@@ -289,7 +288,6 @@ async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Ben
     end = bench.driver.record(bench.device.loading.stream)
     await asyncio.to_thread(bench.driver.synchronize, end)
     assert all((sink.content == 7).all() for sink in sinks), "nothing came late"
-    bench.cpu.clear()
     await bench.until_whole()
 
 
@@ -319,7 +317,6 @@ async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> 
     hold.release()
     (outcome,) = await asyncio.gather(get, return_exceptions=True)
     assert outcome == 0 or (isinstance(outcome, DeviceError) and outcome.lost)
-    bench.cpu.clear()
     await bench.until_whole()
 
 
@@ -338,7 +335,6 @@ async def test_hung_tier_costs_its_own_chunks_and_no_others(bench: Bench) -> Non
         assert np.array_equal(sink.content, chunk(number)[1])
     bench.tier.gate.set()
     await flushed(bench.writer, 10.0)
-    bench.cpu.clear()
     await bench.until_whole()
 
 
@@ -398,7 +394,6 @@ async def test_sink_of_another_length_ends_the_prefix_and_is_not_written(bench: 
     keys = [chunk(number)[0] for number in (1, 2, 3)]
     assert await bench.path.get(keys, sinks, None, bench.soon()) <= 1
     assert not short.content.any()
-    bench.cpu.clear()
     await bench.until_whole()
 
 
@@ -413,7 +408,6 @@ async def test_many_put_and_get_the_same_chunks_at_once(bench: Bench) -> None:
 
     await asyncio.gather(*(one(worker) for worker in range(8)))
     await flushed(bench.writer, 10.0)
-    bench.cpu.clear()
     await bench.until_whole()
 
 
@@ -459,7 +453,6 @@ async def test_slots_stay_taken_while_copies_run_whose_end_the_driver_did_not_te
         hold.release()
     await asyncio.gather(put, return_exceptions=True)
     await flushed(bench.writer, 10.0)
-    bench.cpu.clear()
     await bench.until_whole()
     assert not device.unfinished
     await bench.close()

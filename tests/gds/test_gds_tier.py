@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,73 +46,68 @@ async def store(tier: GdsTier, slots: Slots, number: int, length: int = CHUNK_BY
     return key
 
 
+@pytest.fixture
+async def tier(opened: Opened, tmp_path: Path) -> AsyncIterator[GdsTier]:
+    async with opened(tmp_path) as tier:
+        yield tier
+
+
 @pytest.mark.parametrize("length", [1, 4095, 4097, CHUNK_BYTES])
-async def test_what_was_written_from_the_device_comes_back_to_it(
-    opened: Opened, slots: Slots, tmp_path: Path, length: int
-) -> None:
-    async with opened(tmp_path) as tier:
-        key = await store(tier, slots, 7, length)
-        into = slots.empty()
-        assert await tier.read_device(key, into) == length
-        assert np.array_equal(slots.content(into, length), chunk(7, length)[1][:length])
-        assert not slots.content(into, aligned(length))[length:].any(), "nothing of the slot's last chunk"
-        assert os.path.getsize(tier.path(key)) == file_bytes(length)
+async def test_what_was_written_from_the_device_comes_back_to_it(tier: GdsTier, slots: Slots, length: int) -> None:
+    key = await store(tier, slots, 7, length)
+    into = slots.empty()
+    assert await tier.read_device(key, into) == length
+    assert np.array_equal(slots.content(into, length), chunk(7, length)[1][:length])
+    assert not slots.content(into, aligned(length))[length:].any(), "nothing of the slot's last chunk"
+    assert os.path.getsize(tier.path(key)) == file_bytes(length)
 
 
-async def test_device_and_host_read_each_others_files(opened: Opened, slots: Slots, tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        key = await store(tier, slots, 1)
-        host = page_aligned(CHUNK_BYTES)
-        assert await tier.read(key, host) == CHUNK_BYTES
-        assert np.array_equal(host, chunk(1)[1])
-        other, payload = chunk(2)
-        assert await tier.write(other, payload, CHUNK_BYTES)
-        into = slots.empty()
-        assert await tier.read_device(other, into) == CHUNK_BYTES
-        assert np.array_equal(slots.content(into, CHUNK_BYTES), payload)
+async def test_device_and_host_read_each_others_files(tier: GdsTier, slots: Slots) -> None:
+    key = await store(tier, slots, 1)
+    host = page_aligned(CHUNK_BYTES)
+    assert await tier.read(key, host) == CHUNK_BYTES
+    assert np.array_equal(host, chunk(1)[1])
+    other, payload = chunk(2)
+    assert await tier.write(other, payload, CHUNK_BYTES)
+    into = slots.empty()
+    assert await tier.read_device(other, into) == CHUNK_BYTES
+    assert np.array_equal(slots.content(into, CHUNK_BYTES), payload)
 
 
-async def test_many_at_once_do_not_mix(opened: Opened, slots: Slots, tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        keys = await asyncio.gather(*(store(tier, slots, number) for number in range(20)))
-        places = [slots.empty() for _ in keys]
-        for _ in range(3):
-            lengths = await asyncio.gather(
-                *(tier.read_device(key, into) for key, into in zip(keys, places, strict=True))
-            )
-            assert lengths == [CHUNK_BYTES] * 20
-            for number, into in enumerate(places):
-                assert np.array_equal(slots.content(into, CHUNK_BYTES), chunk(number)[1])
+async def test_many_at_once_do_not_mix(tier: GdsTier, slots: Slots) -> None:
+    keys = await asyncio.gather(*(store(tier, slots, number) for number in range(20)))
+    places = [slots.empty() for _ in keys]
+    for _ in range(3):
+        lengths = await asyncio.gather(*(tier.read_device(key, into) for key, into in zip(keys, places, strict=True)))
+        assert lengths == [CHUNK_BYTES] * 20
+        for number, into in enumerate(places):
+            assert np.array_equal(slots.content(into, CHUNK_BYTES), chunk(number)[1])
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_damaged_file_is_refused_and_put_aside_and_stored_anew(
-    opened: Opened, slots: Slots, tmp_path: Path, damage: str
+    tier: GdsTier, slots: Slots, tmp_path: Path, damage: str
 ) -> None:
-    async with opened(tmp_path) as tier:
-        await tier.scanned()  # a scan that comes by removes what is cut
-        key = await store(tier, slots, 1)
-        DAMAGES[damage](Path(tier.path(key)))
-        with pytest.raises(CorruptChunk):
-            await tier.read_device(key, slots.empty())
-        assert not tier.contains(key)
-        assert len(list((tmp_path / "quarantine").iterdir())) == 1
-        assert await tier.read_device(key, slots.empty()) is None
-        await store(tier, slots, 1)
-        into = slots.empty()
-        assert await tier.read_device(key, into) == CHUNK_BYTES
-        assert np.array_equal(slots.content(into, CHUNK_BYTES), chunk(1)[1])
+    await tier.scanned()  # a scan that comes by removes what is cut
+    key = await store(tier, slots, 1)
+    DAMAGES[damage](Path(tier.path(key)))
+    with pytest.raises(CorruptChunk):
+        await tier.read_device(key, slots.empty())
+    assert not tier.contains(key)
+    assert len(list((tmp_path / "quarantine").iterdir())) == 1
+    assert await tier.read_device(key, slots.empty()) is None
+    await store(tier, slots, 1)
+    into = slots.empty()
+    assert await tier.read_device(key, into) == CHUNK_BYTES
+    assert np.array_equal(slots.content(into, CHUNK_BYTES), chunk(1)[1])
 
 
-async def test_file_that_is_damaged_after_it_was_read_once_is_refused(
-    opened: Opened, slots: Slots, tmp_path: Path
-) -> None:
-    async with opened(tmp_path) as tier:
-        key = await store(tier, slots, 1)
-        assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES
-        flip(Path(tier.path(key)), HEADER_BYTES + 100)
-        with pytest.raises(CorruptChunk, match="payload checksum"):
-            await tier.read_device(key, slots.empty())
+async def test_file_that_is_damaged_after_it_was_read_once_is_refused(tier: GdsTier, slots: Slots) -> None:
+    key = await store(tier, slots, 1)
+    assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES
+    flip(Path(tier.path(key)), HEADER_BYTES + 100)
+    with pytest.raises(CorruptChunk, match="payload checksum"):
+        await tier.read_device(key, slots.empty())
 
 
 async def test_all_files_are_closed_by_a_thread(
@@ -132,13 +127,12 @@ async def test_all_files_are_closed_by_a_thread(
     assert threads and threading.main_thread() not in threads
 
 
-async def test_file_that_another_process_deleted_is_a_miss(opened: Opened, slots: Slots, tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        key = await store(tier, slots, 1)
-        assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES
-        os.unlink(tier.path(key))
-        assert await tier.read_device(key, slots.empty()) is None
-        assert not tier.contains(key)
+async def test_file_that_another_process_deleted_is_a_miss(tier: GdsTier, slots: Slots) -> None:
+    key = await store(tier, slots, 1)
+    assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES
+    os.unlink(tier.path(key))
+    assert await tier.read_device(key, slots.empty()) is None
+    assert not tier.contains(key)
 
 
 async def test_nothing_fits_under_the_cap(opened: Opened, slots: Slots, tmp_path: Path) -> None:
@@ -147,23 +141,22 @@ async def test_nothing_fits_under_the_cap(opened: Opened, slots: Slots, tmp_path
         assert await tier.write_device(key, slots.filled(payload), CHUNK_BYTES) is False
 
 
-async def test_directory_without_write_access_after_opening(opened: Opened, slots: Slots, tmp_path: Path) -> None:
+async def test_directory_without_write_access_after_opening(tier: GdsTier, slots: Slots, tmp_path: Path) -> None:
     """A write that fails leaves no file, no charge, and the slot to its owner."""
-    async with opened(tmp_path) as tier:
-        await store(tier, slots, 1)
-        await tier.scanned()  # it may correct the count
-        used = tier.statistics().occupied_bytes
-        place = Path(tier.path(chunk(2)[0])).parent
-        moved = place.rename(tmp_path / "elsewhere")
-        place.write_text("in the way")
-        key, payload = chunk(2)
-        with suppress(OSError, TierFull):
-            assert not await tier.write_device(key, slots.filled(payload), CHUNK_BYTES)
-        assert not tier.contains(key)
-        assert tier.statistics().occupied_bytes == used
-        place.unlink()
-        moved.rename(place)
-        assert await tier.write_device(key, slots.filled(payload), CHUNK_BYTES)
+    await store(tier, slots, 1)
+    await tier.scanned()  # it may correct the count
+    used = tier.statistics().occupied_bytes
+    place = Path(tier.path(chunk(2)[0])).parent
+    moved = place.rename(tmp_path / "elsewhere")
+    place.write_text("in the way")
+    key, payload = chunk(2)
+    with suppress(OSError, TierFull):
+        assert not await tier.write_device(key, slots.filled(payload), CHUNK_BYTES)
+    assert not tier.contains(key)
+    assert tier.statistics().occupied_bytes == used
+    place.unlink()
+    moved.rename(place)
+    assert await tier.write_device(key, slots.filled(payload), CHUNK_BYTES)
 
 
 class TestFindingTheWay:

@@ -65,24 +65,8 @@ class Stepped(RemoteTier):
         return True
 
 
-async def test_what_was_stored_while_it_was_read_stays() -> None:
-    async with contextlib.aclosing(Stepped()) as tier:
-        await tier.open()
-        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
-        (await tier.next("get")).set()
-        second = await tier.next("get")
-        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
-        (await tier.next("put")).set()
-        assert await write
-        second.set()
-        with pytest.raises(CorruptChunk):
-            await read
-        assert tier.requests.empty(), "no removal"
-        assert tier.contains(KEY)
-        assert await tier.probe([KEY]) == 1
-
-
-async def test_what_is_being_stored_then_stays() -> None:
+@pytest.mark.parametrize("write_ends", ["before the read", "after the read"])
+async def test_what_is_stored_while_it_is_read_stays(write_ends: str) -> None:
     async with contextlib.aclosing(Stepped()) as tier:
         await tier.open()
         read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
@@ -90,13 +74,17 @@ async def test_what_is_being_stored_then_stays() -> None:
         second = await tier.next("get")
         write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
         put = await tier.next("put")
+        if write_ends == "before the read":
+            put.set()
+            assert await write
         second.set()
         with pytest.raises(CorruptChunk):
             await read
         put.set()
         assert await write
-        assert tier.contains(KEY)
-        assert tier.value is not None
+        assert tier.requests.empty(), "no removal"
+        assert tier.contains(KEY) and tier.value is not None
+        assert await tier.probe([KEY]) == 1
 
 
 async def test_a_put_beside_a_removal_is_declined_and_a_second_one_stored() -> None:

@@ -87,3 +87,10 @@ def expect(number: int) -> Callable[[np.ndarray], None]:
 async def flushed(writer: TierWriter, timeout_s: float) -> bool:
     """Wait until all is written or given up; False when the time ran out first."""
     return (await FanOut([writer]).flush(timeout_s)).complete
+
+
+def release(*leases: Lease | None) -> None:
+    """End leases, all of which there must be."""
+    for lease in leases:
+        assert lease is not None
+        lease.release()

@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import tracemalloc
+from collections.abc import AsyncIterator
 from itertools import pairwise
 
 import pytest
 
+from tests.scheduler.conftest import release
 from tests.scheduler.held import CHUNK_BYTES, NEW, OLD, found, is_whole, key, opened, settle, tier
 from tiercache import TierCache
 from tiercache.errors import TierFull, TierUnavailable
@@ -36,6 +38,13 @@ async def store_cold(cache: TierCache) -> None:
     assert await cache.put(K, OLD)
     assert (await cache.flush()).complete
     cache.clear_hot()
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[TierCache]:
+    """Above one tier, "a"."""
+    async with opened("a") as cache:
+        yield cache
 
 
 @pytest.mark.parametrize("kind", ["get", "get_into", "warm", "prefetch"])
@@ -66,70 +75,66 @@ async def waiting(cache: TierCache) -> None:
     await cache.prefetch([K])
 
 
-async def test_read_that_outlived_its_deadline_brings_nothing_back() -> None:
-    async with opened("a") as cache:
-        await store_cold(cache)
-        tier("a").hold("read")
-        assert await found(cache, K, deadline_s=1.0) is None
-        with pytest.raises(TierUnavailable, match="a: 1 of 1"):
-            await cache.forget([K], deadline_s=1.0)
-        assert await cache.put(K, NEW)
-        tier("a").let_go("read")
-        await settle()
-        assert await found(cache, K) == NEW
-        assert (await cache.flush()).complete
-        cache.clear_hot()
-        assert await found(cache, K) == NEW
-        assert await is_whole(cache)
+async def test_read_that_outlived_its_deadline_brings_nothing_back(cache: TierCache) -> None:
+    await store_cold(cache)
+    tier("a").hold("read")
+    assert await found(cache, K, deadline_s=1.0) is None
+    with pytest.raises(TierUnavailable, match="a: 1 of 1"):
+        await cache.forget([K], deadline_s=1.0)
+    assert await cache.put(K, NEW)
+    tier("a").let_go("read")
+    await settle()
+    assert await found(cache, K) == NEW
+    assert (await cache.flush()).complete
+    cache.clear_hot()
+    assert await found(cache, K) == NEW
+    assert await is_whole(cache)
 
 
-async def test_look_up_in_flight_does_not_keep_the_new_bytes_from_being_written() -> None:
+async def test_look_up_in_flight_does_not_keep_the_new_bytes_from_being_written(cache: TierCache) -> None:
     """It found the old chunk, and tells the tier's index of it when that is gone."""
-    async with opened("a") as cache:
-        tier("a").chunks[K] = OLD
-        tier("a").seen = set()
-        tier("a").hold("probe")
-        asking = asyncio.create_task(cache.lookup_keys([K]))
-        await tier("a").until_entered("probe")
-        forgetting = asyncio.create_task(cache.forget([K]))
-        await settle()
-        tier("a").let_go("probe")
-        await asyncio.gather(asking, forgetting)
-        assert (await cache.lookup_keys([K])).chunks == 0
-        assert await cache.put(K, NEW)
-        assert (await cache.flush()).complete
-        assert tier("a").chunks == {K: NEW}
+    tier("a").chunks[K] = OLD
+    tier("a").seen = set()
+    tier("a").hold("probe")
+    asking = asyncio.create_task(cache.lookup_keys([K]))
+    await tier("a").until_entered("probe")
+    forgetting = asyncio.create_task(cache.forget([K]))
+    await settle()
+    tier("a").let_go("probe")
+    await asyncio.gather(asking, forgetting)
+    assert (await cache.lookup_keys([K])).chunks == 0
+    assert await cache.put(K, NEW)
+    assert (await cache.flush()).complete
+    assert tier("a").chunks == {K: NEW}
 
 
-async def test_look_up_during_a_removal_does_not_keep_the_new_bytes_from_being_written() -> None:
+async def test_look_up_during_a_removal_does_not_keep_the_new_bytes_from_being_written(cache: TierCache) -> None:
     """It finds the old chunk, and has told the tier's index of it by the time that that is gone."""
-    async with opened("a") as cache:
-        tier("a").chunks[K] = OLD
-        tier("a").seen = set()
-        tier("a").hold("remove")
-        forgetting = asyncio.create_task(cache.forget([K]))
-        await tier("a").until_entered("remove")
-        assert (await cache.lookup_keys([K])).chunks == 0
-        tier("a").let_go("remove")
-        await forgetting
-        assert await cache.put(K, NEW)
-        assert (await cache.flush()).complete
-        assert tier("a").chunks == {K: NEW}
+    tier("a").chunks[K] = OLD
+    tier("a").seen = set()
+    tier("a").hold("remove")
+    forgetting = asyncio.create_task(cache.forget([K]))
+    await tier("a").until_entered("remove")
+    assert (await cache.lookup_keys([K])).chunks == 0
+    tier("a").let_go("remove")
+    await forgetting
+    assert await cache.put(K, NEW)
+    assert (await cache.flush()).complete
+    assert tier("a").chunks == {K: NEW}
 
 
-async def test_who_comes_after_a_forget_does_not_join_a_flight_from_before() -> None:
-    async with opened("a") as cache:
-        await store_cold(cache)
-        tier("a").hold("read")
-        before = asyncio.create_task(found(cache, K))
-        await tier("a").until_entered("read")
-        forgetting = asyncio.create_task(cache.forget([K]))
-        await settle()
-        after = asyncio.create_task(found(cache, K))
-        await settle()
-        tier("a").let_go("read")
-        await asyncio.gather(before, forgetting)
-        assert await after is None
+async def test_who_comes_after_a_forget_does_not_join_a_flight_from_before(cache: TierCache) -> None:
+    await store_cold(cache)
+    tier("a").hold("read")
+    before = asyncio.create_task(found(cache, K))
+    await tier("a").until_entered("read")
+    forgetting = asyncio.create_task(cache.forget([K]))
+    await settle()
+    after = asyncio.create_task(found(cache, K))
+    await settle()
+    tier("a").let_go("read")
+    await asyncio.gather(before, forgetting)
+    assert await after is None
 
 
 async def test_put_that_is_being_filled_brings_nothing_back() -> None:
@@ -168,9 +173,7 @@ async def test_put_that_waits_for_a_slot_brings_nothing_back() -> None:
         await cache.forget([K])
         after = asyncio.create_task(cache.put(K, NEW))
         await settle()
-        for lease in leases:
-            assert lease is not None
-            lease.release()
+        release(*leases)
         assert await asyncio.gather(before, after) == [False, True]
         assert await found(cache, K) == NEW
 
@@ -208,19 +211,18 @@ async def test_write_that_waits_for_its_next_attempt_does_not_delay_the_removal(
         await new_bytes_are_everywhere(cache, "a")
 
 
-async def test_queued_write_is_not_written() -> None:
-    async with opened("a") as cache:
-        tier("a").hold("write")
-        for number in (10, 11):
-            await cache.put(key(number), OLD)
-        await cache.put(K, OLD)
-        forgetting = asyncio.create_task(cache.forget([K]))
-        await settle()
-        tier("a").let_go("write")
-        await forgetting
-        assert (await cache.flush()).complete
-        assert set(tier("a").chunks) == {key(10), key(11)}
-        await new_bytes_are_everywhere(cache, "a")
+async def test_queued_write_is_not_written(cache: TierCache) -> None:
+    tier("a").hold("write")
+    for number in (10, 11):
+        await cache.put(key(number), OLD)
+    await cache.put(K, OLD)
+    forgetting = asyncio.create_task(cache.forget([K]))
+    await settle()
+    tier("a").let_go("write")
+    await forgetting
+    assert (await cache.flush()).complete
+    assert set(tier("a").chunks) == {key(10), key(11)}
+    await new_bytes_are_everywhere(cache, "a")
 
 
 async def test_write_that_waits_for_room_in_the_queue_is_not_written() -> None:
@@ -241,23 +243,22 @@ async def test_write_that_waits_for_room_in_the_queue_is_not_written() -> None:
         await new_bytes_are_everywhere(cache, "a")
 
 
-async def test_stuck_write_brings_nothing_back_and_flush_tells_what_became_of_the_new_one() -> None:
-    async with opened("a") as cache:
-        tier("a").hold("write")
-        assert await cache.put(K, OLD)
-        await asyncio.sleep(31.0)
-        assert cache.statistics().stuck == 1
-        with pytest.raises(TierUnavailable):
-            await cache.forget([K], deadline_s=1.0)
-        assert await cache.put(K, NEW)
-        assert not (await cache.flush(1.0)).complete
-        report = await cache.flush(60.0)
-        assert report.complete and report.dropped["a"] >= 1, "it holds no memory for ever"
-        tier("a").let_go("write")
-        await settle()
-        assert tier("a").chunks == {}, "the old bytes landed, and are gone again"
-        assert await found(cache, K) == NEW
-        assert await is_whole(cache)
+async def test_stuck_write_brings_nothing_back_and_flush_tells_what_became_of_the_new_one(cache: TierCache) -> None:
+    tier("a").hold("write")
+    assert await cache.put(K, OLD)
+    await asyncio.sleep(31.0)
+    assert cache.statistics().stuck == 1
+    with pytest.raises(TierUnavailable):
+        await cache.forget([K], deadline_s=1.0)
+    assert await cache.put(K, NEW)
+    assert not (await cache.flush(1.0)).complete
+    report = await cache.flush(60.0)
+    assert report.complete and report.dropped["a"] >= 1, "it holds no memory for ever"
+    tier("a").let_go("write")
+    await settle()
+    assert tier("a").chunks == {}, "the old bytes landed, and are gone again"
+    assert await found(cache, K) == NEW
+    assert await is_whole(cache)
 
 
 @pytest.mark.parametrize("kind", ["remove", "write"])
@@ -283,20 +284,19 @@ async def test_forget_ends_at_its_deadline_on_a_tier_that_hangs(kind: str) -> No
         await new_bytes_are_everywhere(cache, "a", "b")
 
 
-async def test_new_bytes_wait_for_a_removal_that_hangs() -> None:
-    async with opened("a") as cache:
-        await store_cold(cache)
-        tier("a").hold("remove")
-        with pytest.raises(TierUnavailable):
-            await cache.forget([K], deadline_s=1.0)
-        assert await cache.put(K, NEW)
-        cache.clear_hot()
-        assert cache.cpu.contains(K), "it is still to be written"
-        assert not (await cache.flush(1.0)).complete
-        tier("a").let_go("remove")
-        assert (await cache.flush()).complete
-        assert tier("a").chunks == {K: NEW}
-        assert await is_whole(cache)
+async def test_new_bytes_wait_for_a_removal_that_hangs(cache: TierCache) -> None:
+    await store_cold(cache)
+    tier("a").hold("remove")
+    with pytest.raises(TierUnavailable):
+        await cache.forget([K], deadline_s=1.0)
+    assert await cache.put(K, NEW)
+    cache.clear_hot()
+    assert cache.cpu.contains(K), "it is still to be written"
+    assert not (await cache.flush(1.0)).complete
+    tier("a").let_go("remove")
+    assert (await cache.flush()).complete
+    assert tier("a").chunks == {K: NEW}
+    assert await is_whole(cache)
 
 
 async def test_cancelling_a_forget_takes_no_time_and_the_removal_goes_on() -> None:
@@ -316,21 +316,20 @@ async def test_cancelling_a_forget_takes_no_time_and_the_removal_goes_on() -> No
         assert tier("a").chunks == {}
 
 
-async def test_removal_that_fails_is_reported_and_tried_again() -> None:
-    async with opened("a") as cache:
-        await store_cold(cache)
-        tier("a").fail_removals = [OSError("connection refused")] * 2
-        with pytest.raises(OSError, match="connection refused"):
-            await cache.forget([K])
-        assert tier("a").chunks == {K: OLD}
-        assert await found(cache, K) is None
-        assert await cache.put(K, NEW)
-        await settle()
-        assert await is_whole(cache), "what cannot be written now waits in nobody's memory"
-        await asyncio.sleep(5.0)
-        assert tier("a").chunks == {}
+async def test_removal_that_fails_is_reported_and_tried_again(cache: TierCache) -> None:
+    await store_cold(cache)
+    tier("a").fail_removals = [OSError("connection refused")] * 2
+    with pytest.raises(OSError, match="connection refused"):
         await cache.forget([K])
-        await new_bytes_are_everywhere(cache, "a")
+    assert tier("a").chunks == {K: OLD}
+    assert await found(cache, K) is None
+    assert await cache.put(K, NEW)
+    await settle()
+    assert await is_whole(cache), "what cannot be written now waits in nobody's memory"
+    await asyncio.sleep(5.0)
+    assert tier("a").chunks == {}
+    await cache.forget([K])
+    await new_bytes_are_everywhere(cache, "a")
 
 
 async def test_lease_from_before_keeps_its_bytes() -> None:
@@ -346,14 +345,13 @@ async def test_lease_from_before_keeps_its_bytes() -> None:
         assert await found(cache, K) == NEW
 
 
-async def test_pinned_and_prefetched_chunks_are_forgotten_too() -> None:
-    async with opened("a") as cache:
-        await store_cold(cache)
-        await cache.prefetch([K], ttl=1000.0)
-        assert cache.ahead.pin([K], 1000.0) == 1
-        await cache.forget([K])
-        assert cache.ahead.pinned == 0
-        await new_bytes_are_everywhere(cache, "a")
+async def test_pinned_and_prefetched_chunks_are_forgotten_too(cache: TierCache) -> None:
+    await store_cold(cache)
+    await cache.prefetch([K], ttl=1000.0)
+    assert cache.ahead.pin([K], 1000.0) == 1
+    await cache.forget([K])
+    assert cache.ahead.pinned == 0
+    await new_bytes_are_everywhere(cache, "a")
 
 
 async def test_tier_that_is_only_read_keeps_its_chunk_and_is_not_asked_for_it() -> None:
@@ -368,21 +366,20 @@ async def test_tier_that_is_only_read_keeps_its_chunk_and_is_not_asked_for_it() 
         assert await found(cache, K) == NEW
 
 
-async def test_cancelled_forget_of_many_chunks_has_forgotten_all_of_them() -> None:
-    async with opened("a") as cache:
-        keys = [key(number) for number in range(1, 1001)]
-        tier("a").chunks = dict.fromkeys(keys, OLD)
-        tier("a").hold("remove")
-        forgetting = asyncio.create_task(cache.forget(keys))
-        await tier("a").until_entered("remove")
-        forgetting.cancel()
-        await asyncio.gather(forgetting, return_exceptions=True)
-        assert sum(await cache.lookup_each(keys)) == 0
-        assert await found(cache, keys[-1]) is None
-        tier("a").let_go("remove")
-        async with asyncio.timeout(5.0):
-            while tier("a").chunks:
-                await asyncio.sleep(0)
+async def test_cancelled_forget_of_many_chunks_has_forgotten_all_of_them(cache: TierCache) -> None:
+    keys = [key(number) for number in range(1, 1001)]
+    tier("a").chunks = dict.fromkeys(keys, OLD)
+    tier("a").hold("remove")
+    forgetting = asyncio.create_task(cache.forget(keys))
+    await tier("a").until_entered("remove")
+    forgetting.cancel()
+    await asyncio.gather(forgetting, return_exceptions=True)
+    assert sum(await cache.lookup_each(keys)) == 0
+    assert await found(cache, keys[-1]) is None
+    tier("a").let_go("remove")
+    async with asyncio.timeout(5.0):
+        while tier("a").chunks:
+            await asyncio.sleep(0)
 
 
 async def test_forget_of_many_chunks_leaves_the_loop_to_others_and_has_forgotten_all_at_its_end() -> None:
@@ -405,25 +402,26 @@ async def refuse() -> None:
     raise OSError("connection refused")
 
 
-async def test_dead_tier_is_asked_seldom_to_remove_what_was_forgotten_and_removes_it_when_it_is_well() -> None:
-    async with opened("a") as cache:
-        keys = [key(number) for number in range(1, 5001)]
-        tier("a").chunks, tier("a").fate = dict.fromkeys(keys, OLD), refuse
-        with pytest.raises(OSError, match="connection refused"):
-            await cache.forget(keys)
-        assert tier("a").entered["remove"] <= 10
-        await asyncio.sleep(200.0)
-        assert tier("a").entered["remove"] <= 20, "the pauses grow"
-        tried = tier("a").entered["remove"]
-        with pytest.raises((OSError, TierUnavailable), match="connection refused"):
-            await cache.forget(keys[:1000])
-        assert tier("a").entered["remove"] == tried + 1, "a call tries one"
-        assert sum(await cache.lookup_each(keys)) == 0
-        tier("a").fate = None
-        await asyncio.sleep(70.0)
-        assert tier("a").chunks == {}
-        await cache.forget([K])
-        await new_bytes_are_everywhere(cache, "a")
+async def test_dead_tier_is_asked_seldom_to_remove_what_was_forgotten_and_removes_it_when_it_is_well(
+    cache: TierCache,
+) -> None:
+    keys = [key(number) for number in range(1, 5001)]
+    tier("a").chunks, tier("a").fate = dict.fromkeys(keys, OLD), refuse
+    with pytest.raises(OSError, match="connection refused"):
+        await cache.forget(keys)
+    assert tier("a").entered["remove"] <= 10
+    await asyncio.sleep(200.0)
+    assert tier("a").entered["remove"] <= 20, "the pauses grow"
+    tried = tier("a").entered["remove"]
+    with pytest.raises((OSError, TierUnavailable), match="connection refused"):
+        await cache.forget(keys[:1000])
+    assert tier("a").entered["remove"] == tried + 1, "a call tries one"
+    assert sum(await cache.lookup_each(keys)) == 0
+    tier("a").fate = None
+    await asyncio.sleep(70.0)
+    assert tier("a").chunks == {}
+    await cache.forget([K])
+    await new_bytes_are_everywhere(cache, "a")
 
 
 async def test_removals_of_a_tier_that_is_away_for_a_moment_are_tried_again_soon() -> None:
@@ -442,57 +440,56 @@ async def test_removals_of_a_tier_that_is_away_for_a_moment_are_tried_again_soon
         assert len(tier("a").chunks) == 0
 
 
-async def test_forget_of_a_tier_that_is_well_again_waits_for_no_pause() -> None:
-    async with opened("a") as cache:
-        await store_cold(cache)
-        others = [key(number) for number in range(10, 20)]
-        tier("a").fate = refuse
-        with pytest.raises(OSError, match="connection refused"):
-            await cache.forget(others)
-        tier("a").fate = None
-        await cache.forget([K])
-        assert tier("a").chunks == {}
+async def test_forget_of_a_tier_that_is_well_again_waits_for_no_pause(cache: TierCache) -> None:
+    await store_cold(cache)
+    others = [key(number) for number in range(10, 20)]
+    tier("a").fate = refuse
+    with pytest.raises(OSError, match="connection refused"):
+        await cache.forget(others)
+    tier("a").fate = None
+    await cache.forget([K])
+    assert tier("a").chunks == {}
 
 
-async def test_what_is_to_be_removed_takes_little_memory() -> None:
-    async with opened("a") as cache:
-        keys = [key(number) for number in range(1, 20_001)]
-        tier("a").fate = refuse
-        tracemalloc.start()
-        try:
-            with pytest.raises(OSError, match="connection refused"):
-                await cache.forget(keys)
-            held_bytes, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert held_bytes / len(keys) < 300, "the keys themselves not counted"
-
-
-async def test_chunks_that_are_too_many_to_be_removed_later_are_never_read_or_written_there_again() -> None:
-    async with opened("a") as cache:
-        keys = [key(number) for number in range(1, 70_001)]
-        tier("a").chunks, tier("a").fate = dict.fromkeys(keys, OLD), refuse
+async def test_what_is_to_be_removed_takes_little_memory(cache: TierCache) -> None:
+    keys = [key(number) for number in range(1, 20_001)]
+    tier("a").fate = refuse
+    tracemalloc.start()
+    try:
         with pytest.raises(OSError, match="connection refused"):
             await cache.forget(keys)
-        assert await cache.put(keys[0], NEW) and await cache.put(keys[-1], NEW)
-        tier("a").fate = None
-        await asyncio.sleep(10.0)
-        left = list(tier("a").chunks)
-        assert 0 < len(left) <= 70_000 - 65_536
-        cache.clear_hot()
-        assert sum(await cache.lookup_each(left)) == 0
-        for one in left[:20]:
-            assert await cache.put(one, NEW)
-        assert (await cache.flush()).complete
-        cache.clear_hot()
-        for one in left[:20]:
-            assert await found(cache, one) is None
-        others = [key(number) for number in range(100_001, 100_101)]
-        for one in others:
-            assert await cache.put(one, NEW)
-        assert (await cache.flush()).complete
-        assert sum(one in tier("a").chunks for one in others) >= 99
-        assert await is_whole(cache)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes / len(keys) < 300, "the keys themselves not counted"
+
+
+async def test_chunks_that_are_too_many_to_be_removed_later_are_never_read_or_written_there_again(
+    cache: TierCache,
+) -> None:
+    keys = [key(number) for number in range(1, 70_001)]
+    tier("a").chunks, tier("a").fate = dict.fromkeys(keys, OLD), refuse
+    with pytest.raises(OSError, match="connection refused"):
+        await cache.forget(keys)
+    assert await cache.put(keys[0], NEW) and await cache.put(keys[-1], NEW)
+    tier("a").fate = None
+    await asyncio.sleep(10.0)
+    left = list(tier("a").chunks)
+    assert 0 < len(left) <= 70_000 - 65_536
+    cache.clear_hot()
+    assert sum(await cache.lookup_each(left)) == 0
+    for one in left[:20]:
+        assert await cache.put(one, NEW)
+    assert (await cache.flush()).complete
+    cache.clear_hot()
+    for one in left[:20]:
+        assert await found(cache, one) is None
+    others = [key(number) for number in range(100_001, 100_101)]
+    for one in others:
+        assert await cache.put(one, NEW)
+    assert (await cache.flush()).complete
+    assert sum(one in tier("a").chunks for one in others) >= 99
+    assert await is_whole(cache)
 
 
 async def test_full_tier_removes_what_is_forgotten_though_it_takes_no_writes() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.scheduler.conftest import Bench
+from tests.scheduler.conftest import Bench, release
 from tests.scheduler.held import CHUNK_BYTES, found, is_whole, key, opened, payload, settle, tier
 from tests.scheduler.test_reader import soon
 from tiercache.memory.slots import Purpose
@@ -57,9 +57,7 @@ async def test_who_joins_while_the_first_waits_for_its_turn_gets_all_of_his_time
     bench.tier.gate.set()
     for slot in slots:
         bench.cpu.abandon(slot, Purpose.READ)
-    lease = await patient
-    assert lease is not None
-    lease.release()
+    release(await patient)
     for other in await asyncio.gather(*others):
         other.release()  # type: ignore[attr-defined]
     assert bench.is_whole()
@@ -79,9 +77,7 @@ async def test_want_of_memory_is_no_sign_against_a_tier() -> None:
         got = await asyncio.gather(*(found(cache, key(100 + number), 8.0) for number in range(16)))
         assert not any(got)
         assert cache.statistics().breakers == {"a": "closed"}
-        for lease in leases:
-            assert lease is not None
-            lease.release()
+        release(*leases)
         assert await found(cache, key(100)) == payload(0)
         assert await is_whole(cache)
 

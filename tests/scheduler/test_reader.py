@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.scheduler.conftest import Bench, expect
+from tests.scheduler.conftest import Bench, expect, release
 from tests.scheduler.held import settle
 from tiercache.scheduler.reads import WARN_EVERY_S, Reader, ReaderSettings
 from tiercache.testing import chunk
@@ -22,34 +22,20 @@ def soon(seconds: float = 5.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-async def test_many_askers_share_one_flight(bench: Bench) -> None:
+async def test_many_askers_share_one_flight_which_goes_on_when_one_is_cancelled(bench: Bench) -> None:
     (key,) = bench.keep_on_tier(range(1, 2))
     reader = reader_of(bench)
     bench.tier.gate.clear()
-    askers = [asyncio.create_task(reader.fetch(key, soon())) for _ in range(50)]
-    await bench.tier.until_entered(1)
-    bench.tier.gate.set()
-    leases = await asyncio.gather(*askers)
-    assert bench.memory.counters.reads == 1
-    assert reader.counters.joined == 49
-    for lease in leases:
-        assert lease is not None
-        lease.release()
-    assert bench.is_whole()
-
-
-async def test_cancelled_asker_leaves_the_flight_to_the_others(bench: Bench) -> None:
-    (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
-    bench.tier.gate.clear()
-    first, second = (asyncio.create_task(reader.fetch(key, soon())) for _ in range(2))
+    first, *others = (asyncio.create_task(reader.fetch(key, soon())) for _ in range(50))
     await bench.tier.until_entered(1)
     first.cancel()
     bench.tier.gate.set()
-    lease = await second
-    assert lease is not None
-    lease.release()
-    assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+    leases = await asyncio.gather(*others)
+    assert bench.memory.counters.reads == 1
+    assert reader.counters.joined == 49
+    release(*leases)
+    with pytest.raises(asyncio.CancelledError):
+        await first
     assert bench.is_whole()
 
 
@@ -209,9 +195,7 @@ async def test_impatient_callers_do_not_switch_a_healthy_tier_off(bench: Bench) 
     for key in keys[:12]:
         assert await reader.fetch(key, soon(0.001)) is None
     bench.tier.gate.set()
-    lease = await reader.fetch(keys[15], soon())
-    assert lease is not None
-    lease.release()
+    release(await reader.fetch(keys[15], soon()))
     assert reader.breakers() == {"disk": "closed"}
 
 
@@ -273,9 +257,7 @@ async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -
     bench.tier.gate.set()
     leases = await asyncio.gather(*promoting, asking)
     assert order.index(10) <= 4, "behind the two that were being read, and their like"
-    for lease in leases:
-        assert lease is not None
-        lease.release()
+    release(*leases)
     assert bench.is_whole()
 
 
@@ -292,9 +274,7 @@ async def test_demand_hurries_the_prefetch_that_it_joins(bench: Bench, monkeypat
     await settle()
     assert hurried == [key]
     bench.tier.gate.set()
-    for lease in await asyncio.gather(promoting, asking):
-        assert lease is not None
-        lease.release()
+    release(*await asyncio.gather(promoting, asking))
 
 
 async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> None:
@@ -309,9 +289,7 @@ async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> 
     bench.tier.gate.set()
     lease, *holds = await asyncio.gather(asking, *promoting)
     assert bench.memory.counters.reads == len(keys), "each once"
-    for each in (lease, *holds):
-        assert each is not None
-        each.release()
+    release(lease, *holds)
     assert bench.is_whole()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.scheduler.conftest import Bench
+from tests.scheduler.conftest import Bench, release
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
@@ -143,9 +143,7 @@ async def test_tier_slower_than_computing_is_not_asked_until_it_may_have_become_
     server = Server("a", range(1, 9), read_s=3.0)
     reader = Reader(bench.cpu, [server], ReaderSettings(deadline_s=10.0, recompute_s=1.0))
     assert (await reader.lookup(keys_of(1, 2)))[0] == 2, "nothing is known of its speed"
-    lease = await reader.fetch(chunk(1)[0], now() + 10.0)
-    assert lease is not None
-    lease.release()
+    release(await reader.fetch(chunk(1)[0], now() + 10.0))
     asked = server.asked
     assert await reader.lookup(keys_of(2, 3, 4)) == (0, {"cpu": 0, "a": 0})
     assert server.asked == asked
@@ -153,9 +151,7 @@ async def test_tier_slower_than_computing_is_not_asked_until_it_may_have_become_
     assert (await reader.lookup(keys_of(1, 2)))[0] == 1, "what is hot is a hit whatever it came from"
     await asyncio.sleep(31.0)
     server.read_s = 0.1
-    lease = await reader.fetch(chunk(2)[0], now() + 10.0)
-    assert lease is not None
-    lease.release()
+    release(await reader.fetch(chunk(2)[0], now() + 10.0))
     assert (await reader.lookup(keys_of(3, 4)))[0] == 2
 
 

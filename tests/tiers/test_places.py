@@ -57,40 +57,28 @@ async def test_directory_on_a_mount_that_is_read_only_is_a_wrong_setting(small_d
             pass
 
 
-async def test_directory_that_is_made_where_a_mount_is_missing_is_made_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("below", "said"),
+    [
+        ("kv", "does not exist and is made on the root file system: if it belongs on a mount"),
+        ("", "is empty and lies on the root file system: if it belongs on a mount, that is missing"),
+    ],
+)
+async def test_directory_where_a_mount_may_be_missing_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, below: str, said: str
 ) -> None:
     """As at a boot at which the mount is late: `/mnt/nvme` is an empty directory."""
     if tmp_path.stat().st_dev != Path("/").stat().st_dev:
         pytest.skip("temporary files do not lie on the root file system")
-    point = tmp_path / "nvme"
-    point.mkdir()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            async with opened(point / "kv") as tier:
-                await fill(tier, range(1, 3))
-    (said,) = caplog.messages
-    assert said.startswith(
-        f"{point / 'kv'} does not exist and is made on the root file system: if it belongs on a mount"
-    )
-
-
-async def test_empty_directory_where_mount_points_are_is_used_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if tmp_path.stat().st_dev != Path("/").stat().st_dev:
-        pytest.skip("temporary files do not lie on the root file system")
     monkeypatch.setattr(access, "_ABOVE_MOUNTS", (str(tmp_path),))
-    point = tmp_path / "nvme"
-    point.mkdir()
+    (tmp_path / "nvme").mkdir()
+    directory = tmp_path / "nvme" / below
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            async with opened(point) as tier:
+            async with opened(directory) as tier:
                 await fill(tier, range(1, 3))
-    (said,) = caplog.messages
-    assert said.startswith(
-        f"{point} is empty and lies on the root file system: if it belongs on a mount, that is missing"
-    )
+    (message,) = caplog.messages
+    assert message.startswith(f"{directory} {said}")
 
 
 def test_directories_below_lie_apart_where_the_file_system_can_do_that(tmp_path: Path) -> None:

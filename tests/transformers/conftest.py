@@ -13,7 +13,7 @@ from tiercache import Config, TierCache
 
 if TYPE_CHECKING:
     from tests.transformers.models import Open
-    from tiercache.integrations.transformers import ModelKv
+    from tiercache.integrations.transformers import ModelKv, PrefixCache
 
 
 @pytest.fixture(params=["llama", "gemma"])
@@ -25,11 +25,11 @@ def kv(request: pytest.FixtureRequest) -> ModelKv:
 
 
 @pytest.fixture
-def windows() -> ModelKv:
-    from tests.transformers.models import CHUNK_TOKENS, make_model
-    from tiercache.integrations.transformers import ModelKv
+async def prefixes(kv: ModelKv, open_cache: Open) -> AsyncIterator[PrefixCache]:
+    from tiercache.integrations.transformers import PrefixCache
 
-    return ModelKv(make_model("gemma"), chunk_tokens=CHUNK_TOKENS)
+    async with open_cache(kv) as cache:
+        yield PrefixCache(cache, kv)
 
 
 @pytest.fixture

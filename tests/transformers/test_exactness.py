@@ -21,6 +21,9 @@ HIT_TOKENS = 7 * CHUNK_TOKENS
 REST = PROMPT[HIT_TOKENS:]
 
 
+with_windows = pytest.mark.parametrize("kv", ["gemma"], indirect=True)
+
+
 def own_cache(kv: ModelKv, ids: list[int]) -> DynamicCache:
     """transformers' own, filled in one step."""
     past = DynamicCache(config=kv.model.config)
@@ -57,23 +60,21 @@ async def test_logits_behind_a_hit_are_those_behind_transformers_own_cache(kv: M
         assert same(compute(kv.model, again, REST), compute(kv.model, own, REST))
 
 
-async def test_a_conversation_goes_on_behind_its_answers(kv: ModelKv, open_cache: Open) -> None:
+async def test_a_conversation_goes_on_behind_its_answers(kv: ModelKv, prefixes: PrefixCache) -> None:
     """The KV of an answer was computed a token at a time, and is what it was."""
     own = own_cache(kv, PROMPT)
-    async with open_cache(kv) as cache:
-        prefixes = PrefixCache(cache, kv)
-        past = await prefixes.load(PROMPT)
-        compute(kv.model, past, PROMPT)
-        ids = list(PROMPT)
-        while len(ids) < 9 * CHUNK_TOKENS:
-            ids.append(7 + len(ids) % 5)
-            assert same(compute(kv.model, past, ids[-1:]), compute(kv.model, own, ids[-1:]))
-        await prefixes.store(past, ids)
-        question = tokens(9, seed=3)
-        again = await prefixes.load(ids + question)
-        assert again.hit_tokens == len(ids)
-        assert same(compute(kv.model, again, question), compute(kv.model, own, question))
-        assert await prefixes.store(again, ids + question) == len(ids)
+    past = await prefixes.load(PROMPT)
+    compute(kv.model, past, PROMPT)
+    ids = list(PROMPT)
+    while len(ids) < 9 * CHUNK_TOKENS:
+        ids.append(7 + len(ids) % 5)
+        assert same(compute(kv.model, past, ids[-1:]), compute(kv.model, own, ids[-1:]))
+    await prefixes.store(past, ids)
+    question = tokens(9, seed=3)
+    again = await prefixes.load(ids + question)
+    assert again.hit_tokens == len(ids)
+    assert same(compute(kv.model, again, question), compute(kv.model, own, question))
+    assert await prefixes.store(again, ids + question) == len(ids)
 
 
 async def test_a_cold_answer_and_one_behind_a_hit_have_the_same_logits(kv: ModelKv, open_cache: Open) -> None:
@@ -95,59 +96,52 @@ async def test_a_cold_answer_and_one_behind_a_hit_have_the_same_logits(kv: Model
     assert all(same(one, other) for one, other in zip(cold, warm, strict=True))
 
 
-async def test_of_windows_a_hit_loads_what_they_still_see(windows: ModelKv, open_cache: Open) -> None:
-    async with open_cache(windows) as cache:
-        prefixes = PrefixCache(cache, windows)
-        await store(prefixes, PROMPT)
-        seen = -(-(WINDOW_TOKENS - 1) // CHUNK_TOKENS)
-        assert len(prefixes.stored_as(PROMPT)) == HIT_TOKENS // CHUNK_TOKENS + 2 * seen
-        past = await prefixes.load(PROMPT)
-        assert [layer.keys.shape[2] for layer in past.layers] == [23, 23, HIT_TOKENS, 23, 23, HIT_TOKENS]
+@with_windows
+async def test_of_windows_a_hit_loads_what_they_still_see(prefixes: PrefixCache) -> None:
+    await store(prefixes, PROMPT)
+    seen = -(-(WINDOW_TOKENS - 1) // CHUNK_TOKENS)
+    assert len(prefixes.stored_as(PROMPT)) == HIT_TOKENS // CHUNK_TOKENS + 2 * seen
+    past = await prefixes.load(PROMPT)
+    assert [layer.keys.shape[2] for layer in past.layers] == [23, 23, HIT_TOKENS, 23, 23, HIT_TOKENS]
 
 
-async def test_where_a_part_of_a_window_is_missing_the_hit_is_shorter(windows: ModelKv, open_cache: Open) -> None:
-    async with open_cache(windows) as cache:
-        prefixes = PrefixCache(cache, windows)
-        await store(prefixes, PROMPT)
-        await cache.forget([prefixes.stored_as(PROMPT)[-1]])
-        past = await prefixes.load(PROMPT)
-        assert past.hit_tokens == HIT_TOKENS - CHUNK_TOKENS
-        rest, own = PROMPT[past.hit_tokens :], own_cache(windows, PROMPT[: past.hit_tokens])
-        # Its prefix was computed in one step with what followed, so it may be rounded otherwise.
-        torch.testing.assert_close(compute(windows.model, past, rest), compute(windows.model, own, rest))
+@with_windows
+async def test_where_a_part_of_a_window_is_missing_the_hit_is_shorter(kv: ModelKv, prefixes: PrefixCache) -> None:
+    await store(prefixes, PROMPT)
+    await prefixes.cache.forget([prefixes.stored_as(PROMPT)[-1]])
+    past = await prefixes.load(PROMPT)
+    assert past.hit_tokens == HIT_TOKENS - CHUNK_TOKENS
+    rest, own = PROMPT[past.hit_tokens :], own_cache(kv, PROMPT[: past.hit_tokens])
+    # Its prefix was computed in one step with what followed, so it may be rounded otherwise.
+    torch.testing.assert_close(compute(kv.model, past, rest), compute(kv.model, own, rest))
 
 
+@with_windows
 async def test_a_chunk_that_cannot_be_read_makes_a_shorter_hit(
-    windows: ModelKv, open_cache: Open, tmp_path: Path
+    kv: ModelKv, prefixes: PrefixCache, tmp_path: Path
 ) -> None:
-    async with open_cache(windows) as cache:
-        prefixes = PrefixCache(cache, windows)
-        await store(prefixes, PROMPT)
-        await cache.flush()
-        cache.clear_hot()
-        # Damaged behind the cache's back: the lookup finds it, the read does not.
-        (path,) = (tmp_path / "kv").rglob(f"{prefixes.keys(PROMPT)[4].hex()}*")
-        with path.open("r+b") as file:
-            file.seek(5000)
-            file.write(b"wrong bytes")
-        past = await prefixes.load(PROMPT)
-        assert past.hit_tokens == 4 * CHUNK_TOKENS
+    await store(prefixes, PROMPT)
+    await prefixes.cache.flush()
+    prefixes.cache.clear_hot()
+    # Damaged behind the cache's back: the lookup finds it, the read does not.
+    (path,) = (tmp_path / "kv").rglob(f"{prefixes.keys(PROMPT)[4].hex()}*")
+    with path.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"wrong bytes")
+    past = await prefixes.load(PROMPT)
+    assert past.hit_tokens == 4 * CHUNK_TOKENS
 
 
-async def test_at_least_one_token_is_left_to_compute(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache:
-        prefixes = PrefixCache(cache, kv)
-        await store(prefixes, PROMPT[:HIT_TOKENS])
-        assert (await prefixes.load(PROMPT[:HIT_TOKENS])).hit_tokens == HIT_TOKENS - CHUNK_TOKENS
+async def test_at_least_one_token_is_left_to_compute(prefixes: PrefixCache) -> None:
+    await store(prefixes, PROMPT[:HIT_TOKENS])
+    assert (await prefixes.load(PROMPT[:HIT_TOKENS])).hit_tokens == HIT_TOKENS - CHUNK_TOKENS
 
 
-async def test_tenants_share_nothing(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache:
-        prefixes = PrefixCache(cache, kv)
-        await store(prefixes, PROMPT, salt="one")
-        assert (await prefixes.load(PROMPT, salt="one")).hit_tokens == HIT_TOKENS
-        assert (await prefixes.load(PROMPT, salt="other")).hit_tokens == 0
-        assert (await prefixes.load(PROMPT)).hit_tokens == 0
+async def test_tenants_share_nothing(prefixes: PrefixCache) -> None:
+    await store(prefixes, PROMPT, salt="one")
+    assert (await prefixes.load(PROMPT, salt="one")).hit_tokens == HIT_TOKENS
+    assert (await prefixes.load(PROMPT, salt="other")).hit_tokens == 0
+    assert (await prefixes.load(PROMPT)).hit_tokens == 0
 
 
 def test_other_weights_attention_or_types_have_another_fingerprint() -> None:
@@ -160,13 +154,11 @@ def test_other_weights_attention_or_types_have_another_fingerprint() -> None:
     assert ModelKv(make_model("llama")).layout == layouts[0]
 
 
-async def test_weights_that_were_changed_are_noticed(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache:
-        prefixes = PrefixCache(cache, kv)
-        with torch.no_grad():
-            next(kv.model.parameters())[0, 0] += 1
-        with pytest.raises(LayoutError, match="weights have changed"):
-            await prefixes.load(PROMPT)
+async def test_weights_that_were_changed_are_noticed(kv: ModelKv, prefixes: PrefixCache) -> None:
+    with torch.no_grad():
+        next(kv.model.parameters())[0, 0] += 1
+    with pytest.raises(LayoutError, match="weights have changed"):
+        await prefixes.load(PROMPT)
 
 
 def write_through_data(model: Any) -> None:
@@ -182,46 +174,32 @@ def write_one_column(model: Any) -> None:
     next(model.parameters()).data[:, 7] += 1
 
 
-@pytest.mark.parametrize("write", [write_through_data, write_through_numpy, write_one_column])
-def test_writes_that_torch_does_not_count_are_noticed(write: Callable[[Any], None]) -> None:
-    model = make_model("llama")
-    kv = ModelKv(model)
-    kv.check_unchanged()
-    write(model)
-    with pytest.raises(LayoutError, match="weights have changed"):
-        kv.check_unchanged()
-
-
-def test_writes_to_tensors_of_inference_mode_are_noticed() -> None:
-    with torch.inference_mode():
-        model = make_model("llama")
-        kv = ModelKv(model)
-        kv.check_unchanged()
-        next(model.parameters()).mul_(1.5)
-    with pytest.raises(LayoutError, match="weights have changed"):
-        kv.check_unchanged()
-
-
-def test_weights_that_are_not_contiguous_can_be_told_apart() -> None:
-    model = make_model("llama")
+def transpose(model: Any) -> None:
     weight = model.model.layers[0].self_attn.q_proj.weight
     weight.data = weight.data.t().contiguous().t()
-    kv = ModelKv(model)
-    kv.check_unchanged()
-    weight.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("write", [write_through_data, write_through_numpy, write_one_column])
+@pytest.mark.parametrize("form", ["usual", "not contiguous", "of inference mode"])
+def test_writes_that_torch_does_not_count_are_noticed(write: Callable[[Any], None], form: str) -> None:
+    with torch.inference_mode(form == "of inference mode"):
+        model = make_model("llama")
+        if form == "not contiguous":
+            transpose(model)
+        kv = ModelKv(model)
+        kv.check_unchanged()
+        write(model)
     with pytest.raises(LayoutError, match="weights have changed"):
         kv.check_unchanged()
 
 
-async def test_a_copy_of_a_cache_is_of_the_same_model(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache:
-        prefixes = PrefixCache(cache, kv)
-        await store(prefixes, PROMPT)
-        past = await prefixes.load(PROMPT)
-        other = copy.deepcopy(past)
-        assert other.kv is kv
-        assert same(compute(kv.model, other, REST), compute(kv.model, past, REST))
-        assert await prefixes.store(other, PROMPT) == HIT_TOKENS
+async def test_a_copy_of_a_cache_is_of_the_same_model(kv: ModelKv, prefixes: PrefixCache) -> None:
+    await store(prefixes, PROMPT)
+    past = await prefixes.load(PROMPT)
+    other = copy.deepcopy(past)
+    assert other.kv is kv
+    assert same(compute(kv.model, other, REST), compute(kv.model, past, REST))
+    assert await prefixes.store(other, PROMPT) == HIT_TOKENS
 
 
 async def test_under_autocast_nothing_is_computed(kv: ModelKv, open_cache: Open) -> None:
@@ -234,16 +212,14 @@ async def test_under_autocast_nothing_is_computed(kv: ModelKv, open_cache: Open)
                 ModelKv(kv.model)
 
 
-async def test_what_was_computed_with_other_weights_is_not_stored(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache:
-        prefixes = PrefixCache(cache, kv)
-        past = await prefixes.load(PROMPT)
-        with torch.no_grad():
-            next(kv.model.parameters())[0, 0] += 1
-        compute(kv.model, past, PROMPT)
-        with pytest.raises(LayoutError, match="weights have changed"):
-            await prefixes.store(past, PROMPT)
-        assert not (await cache.lookup_keys(prefixes.keys(PROMPT))).chunks
+async def test_what_was_computed_with_other_weights_is_not_stored(kv: ModelKv, prefixes: PrefixCache) -> None:
+    past = await prefixes.load(PROMPT)
+    with torch.no_grad():
+        next(kv.model.parameters())[0, 0] += 1
+    compute(kv.model, past, PROMPT)
+    with pytest.raises(LayoutError, match="weights have changed"):
+        await prefixes.store(past, PROMPT)
+    assert not (await prefixes.cache.lookup_keys(prefixes.keys(PROMPT))).chunks
 
 
 async def test_what_another_model_computed_is_not_stored(open_cache: Open) -> None:
@@ -258,16 +234,14 @@ async def test_what_another_model_computed_is_not_stored(open_cache: Open) -> No
             await PrefixCache(cache, kv).store(past, PROMPT)
 
 
-async def test_the_ids_of_another_conversation_are_refused(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache:
-        prefixes = PrefixCache(cache, kv)
-        await store(prefixes, PROMPT)
-        past = await prefixes.load(PROMPT)
-        compute(kv.model, past, REST)
-        with pytest.raises(ValueError, match="another conversation"):
-            await prefixes.store(past, tokens(len(PROMPT), seed=9))
-        with pytest.raises(ValueError, match=f"expected the ids of the {len(PROMPT)} tokens"):
-            await prefixes.store(past, PROMPT[:-1])
+async def test_the_ids_of_another_conversation_are_refused(kv: ModelKv, prefixes: PrefixCache) -> None:
+    await store(prefixes, PROMPT)
+    past = await prefixes.load(PROMPT)
+    compute(kv.model, past, REST)
+    with pytest.raises(ValueError, match="another conversation"):
+        await prefixes.store(past, tokens(len(PROMPT), seed=9))
+    with pytest.raises(ValueError, match=f"expected the ids of the {len(PROMPT)} tokens"):
+        await prefixes.store(past, PROMPT[:-1])
 
 
 async def test_a_batch_is_refused(kv: ModelKv, open_cache: Open) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ def held(model: Any, number: int, before: Callable[[], object] = lambda: None) -
     hook.remove()
 
 
+@pytest.fixture
+async def generator(kv: ModelKv, open_cache: Open) -> AsyncIterator[Generator]:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        yield generator
+
+
 class HeldStep:
     def __init__(self) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -64,27 +70,23 @@ async def test_many_at_once_get_their_own_answers(kv: ModelKv, open_cache: Open)
         assert all(one.hit_tokens == 32 for one in again)
 
 
-async def test_who_asks_at_the_same_time_about_the_same_finds_what_the_first_computed(
-    kv: ModelKv, open_cache: Open
-) -> None:
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        first, *others = await asyncio.gather(*(generator.generate(PROMPT, SHORT) for _ in range(3)))
-        assert first.hit_tokens == 0
-        assert [one.hit_tokens for one in others] == [7 * CHUNK_TOKENS] * 2
+async def test_who_asks_at_the_same_time_about_the_same_finds_what_the_first_computed(generator: Generator) -> None:
+    first, *others = await asyncio.gather(*(generator.generate(PROMPT, SHORT) for _ in range(3)))
+    assert first.hit_tokens == 0
+    assert [one.hit_tokens for one in others] == [7 * CHUNK_TOKENS] * 2
 
 
-async def test_what_a_cancelled_request_has_computed_is_stored(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        with held(kv.model, 3) as (step, steps):
-            asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
-            await step.until_reached()
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            step.go_on.set()
-            answer = await generator.generate(PROMPT, SHORT)
-        assert len(steps) == 3 + 4 + 2, "three chunks, then four others and two steps of the answer"
-        assert answer.hit_tokens == 3 * CHUNK_TOKENS
+async def test_what_a_cancelled_request_has_computed_is_stored(kv: ModelKv, generator: Generator) -> None:
+    with held(kv.model, 3) as (step, steps):
+        asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
+        await step.until_reached()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        step.go_on.set()
+        answer = await generator.generate(PROMPT, SHORT)
+    assert len(steps) == 3 + 4 + 2, "three chunks, then four others and two steps of the answer"
+    assert answer.hit_tokens == 3 * CHUNK_TOKENS
 
 
 async def test_closing_waits_until_all_is_stored(kv: ModelKv, open_cache: Open) -> None:
@@ -96,14 +98,13 @@ async def test_closing_waits_until_all_is_stored(kv: ModelKv, open_cache: Open) 
             await generator.generate(PROMPT, SHORT)
 
 
-async def test_who_still_waits_when_it_closes_is_told(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        async with generator._turn:
-            waiting = asyncio.create_task(generator.generate(PROMPT, SHORT))
-            await asyncio.sleep(0)
-            await generator.close()
-        with pytest.raises(CacheClosed):
-            await waiting
+async def test_who_still_waits_when_it_closes_is_told(generator: Generator) -> None:
+    async with generator._turn:
+        waiting = asyncio.create_task(generator.generate(PROMPT, SHORT))
+        await asyncio.sleep(0)
+        await generator.close()
+    with pytest.raises(CacheClosed):
+        await waiting
 
 
 @pytest.mark.parametrize("step_of_close", [3, 9])
@@ -125,12 +126,11 @@ async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
         assert (await generator.prefixes.load(PROMPT)).hit_tokens == min(step_of_close, 7) * CHUNK_TOKENS
 
 
-async def test_what_goes_wrong_is_raised_and_stores_nothing(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        with pytest.raises(ValueError, match="max_length"):
-            await generator.generate(PROMPT, GenerationConfig(max_length=10))
-        assert (await generator.prefixes.load(PROMPT)).hit_tokens == 0
-        assert (await generator.generate(PROMPT, SHORT)).hit_tokens == 0
+async def test_what_goes_wrong_is_raised_and_stores_nothing(generator: Generator) -> None:
+    with pytest.raises(ValueError, match="max_length"):
+        await generator.generate(PROMPT, GenerationConfig(max_length=10))
+    assert (await generator.prefixes.load(PROMPT)).hit_tokens == 0
+    assert (await generator.generate(PROMPT, SHORT)).hit_tokens == 0
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -156,15 +156,14 @@ async def test_nothing_is_stored_of_an_answer_during_which_weights_changed(
 
 
 @pytest.mark.parametrize("from_model", [False, True])
-async def test_the_cache_is_used_whatever_the_settings_say(kv: ModelKv, open_cache: Open, from_model: bool) -> None:
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        expected = await generator.generate(PROMPT, GenerationConfig(max_new_tokens=12, do_sample=False))
-        off = GenerationConfig(max_new_tokens=12, do_sample=False, use_cache=None if from_model else False)
-        kv.model.generation_config.use_cache = False
-        answer = await generator.generate(PROMPT, off)
-        assert answer.ids == expected.ids and answer.hit_tokens == 7 * CHUNK_TOKENS
-        await generator.close()
-        assert off.use_cache is (None if from_model else False), "the caller's are his"
+async def test_the_cache_is_used_whatever_the_settings_say(kv: ModelKv, generator: Generator, from_model: bool) -> None:
+    expected = await generator.generate(PROMPT, GenerationConfig(max_new_tokens=12, do_sample=False))
+    off = GenerationConfig(max_new_tokens=12, do_sample=False, use_cache=None if from_model else False)
+    kv.model.generation_config.use_cache = False
+    answer = await generator.generate(PROMPT, off)
+    assert answer.ids == expected.ids and answer.hit_tokens == 7 * CHUNK_TOKENS
+    await generator.close()
+    assert off.use_cache is (None if from_model else False), "the caller's are his"
 
 
 @pytest.mark.parametrize("from_model", [False, True])
@@ -193,14 +192,13 @@ async def test_ways_to_decode_that_do_not_go_on_behind_a_cache_are_refused(
             await generator.generate(PROMPT, settings)
 
 
-async def test_a_chunked_prefill_is_ignored_and_the_models_own_refused(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        expected = await generator.generate(PROMPT, SHORT)
-        chunked = GenerationConfig(max_new_tokens=2, do_sample=False, prefill_chunk_size=8)
-        assert (await generator.generate(PROMPT, chunked)).ids == expected.ids
-        kv.model.generation_config.prefill_chunk_size = 8
-        with pytest.raises(ValueError, match="prefill_chunk_size"):
-            await generator.generate(PROMPT, SHORT)
+async def test_a_chunked_prefill_is_ignored_and_the_models_own_refused(kv: ModelKv, generator: Generator) -> None:
+    expected = await generator.generate(PROMPT, SHORT)
+    chunked = GenerationConfig(max_new_tokens=2, do_sample=False, prefill_chunk_size=8)
+    assert (await generator.generate(PROMPT, chunked)).ids == expected.ids
+    kv.model.generation_config.prefill_chunk_size = 8
+    with pytest.raises(ValueError, match="prefill_chunk_size"):
+        await generator.generate(PROMPT, SHORT)
 
 
 class Streamer(BaseStreamer):  # type: ignore[misc]
@@ -216,36 +214,27 @@ class Streamer(BaseStreamer):  # type: ignore[misc]
         self.ended.set()
 
 
-async def test_a_streamer_is_told_all_and_ended_once(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        streamer = Streamer()
-        answer = await generator.generate(PROMPT, SHORT, streamer=streamer)
-        assert streamer.told == answer.ids and streamer.ended.is_set()
+async def test_a_streamer_is_told_all_and_ended_once(generator: Generator) -> None:
+    streamer = Streamer()
+    answer = await generator.generate(PROMPT, SHORT, streamer=streamer)
+    assert streamer.told == answer.ids and streamer.ended.is_set()
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
 async def test_a_streamer_is_ended_when_its_request_is_cut_off_in_its_prompt(
-    kv: ModelKv, open_cache: Open, how: str
+    kv: ModelKv, generator: Generator, how: str
 ) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-
-    def step(*_: object) -> None:
-        reached.set()
-        assert go_on.wait(30)
-
-    hook = kv.model.register_forward_hook(step)
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        streamer = Streamer()
+    streamer = Streamer()
+    with held(kv.model, 1) as (step, _):
         asking = asyncio.create_task(generator.generate(PROMPT, SHORT, streamer=streamer))
-        await asyncio.to_thread(reached.wait, 30)
+        await step.until_reached()
         if how == "cancelled":
             asking.cancel()
         closing = asyncio.create_task(generator.close())
         await asyncio.sleep(0)
-        go_on.set()
+        step.go_on.set()
         await asyncio.gather(asking, closing, return_exceptions=True)
-        hook.remove()
-        assert streamer.ended.is_set() and not streamer.told
+    assert streamer.ended.is_set() and not streamer.told
 
 
 async def test_a_streamer_is_ended_when_its_request_is_refused_or_gives_up_waiting(
@@ -266,15 +255,14 @@ async def test_a_streamer_is_ended_when_its_request_is_refused_or_gives_up_waiti
     assert refused.ended.is_set() and waiting.ended.is_set() and late.ended.is_set()
 
 
-async def test_expecting_brings_a_prefix_from_disk_into_memory(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        await generator.generate(PROMPT, SHORT)
-        await generator.close()
-        await cache.flush()
-        cache.clear_hot()
-        progress = await generator.prefixes.expect(PROMPT)
-        assert progress.promoted == 7
-        assert (await generator.prefixes.load(PROMPT)).hit_by_tier["cpu"] == 7 * CHUNK_TOKENS
+async def test_expecting_brings_a_prefix_from_disk_into_memory(generator: Generator) -> None:
+    await generator.generate(PROMPT, SHORT)
+    await generator.close()
+    await generator.prefixes.cache.flush()
+    generator.prefixes.cache.clear_hot()
+    progress = await generator.prefixes.expect(PROMPT)
+    assert progress.promoted == 7
+    assert (await generator.prefixes.load(PROMPT)).hit_by_tier["cpu"] == 7 * CHUNK_TOKENS
 
 
 async def test_without_a_hot_cache_expecting_does_nothing(kv: ModelKv, tmp_path: Path) -> None:

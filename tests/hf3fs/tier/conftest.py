@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import directories
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine, tier
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine
+from tiercache.tiers.hf3fs import tier as tier_module
 from tiercache.tiers.hf3fs.ring import RingSettings
 
 FINGERPRINT = b"3" * 16
@@ -135,9 +136,15 @@ def opened(memory: Memory) -> Opened:
 
 
 @pytest.fixture
+async def tier(opened: Opened, place: Path) -> AsyncIterator[Hf3fsTier]:
+    async with opened(place) as tier:
+        yield tier
+
+
+@pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing gives up what hangs after a tenth of a second."""
-    for module in (engine, tier, directories):
+    for module in (engine, tier_module, directories):
         monkeypatch.setattr(module, "_CLOSE_S", 0.1)
 
 

@@ -26,6 +26,7 @@ from tests.needs import needs_fuse
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.hf3fs import Hf3fsTier
 
 
 async def test_hanging_daemon_keeps_what_it_may_still_write_to(
@@ -200,80 +201,75 @@ async def test_close_does_not_wait_for_a_paused_daemon(
 
 @pytest.mark.parametrize("to_bytes", [0, 100, 30000])
 async def test_short_ring_read_is_no_fault_of_the_file(
-    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator, to_bytes: int
+    tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator, to_bytes: int
 ) -> None:
-    async with opened(place) as tier:
-        await put(tier, memory, 1)
-        emulator.control.shorten(to_bytes, count=1, direction="read")
-        await get(tier, memory, 1)
-        assert emulator.control.statistics().faults_struck
-        assert tier.statistics().corrupt == 0 and not quarantined(tier)
+    await put(tier, memory, 1)
+    emulator.control.shorten(to_bytes, count=1, direction="read")
+    await get(tier, memory, 1)
+    assert emulator.control.statistics().faults_struck
+    assert tier.statistics().corrupt == 0 and not quarantined(tier)
 
 
 @pytest.mark.parametrize(
     ("number", "reads"), [(errno.EBADF, True), (errno.EIO, True), (errno.EREMOTEIO, False)], ids=errno.errorcode.get
 )
 async def test_an_error_of_a_ring_is_no_fault_of_the_file(
-    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator, number: int, reads: bool
+    tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator, number: int, reads: bool
 ) -> None:
     """The mount is asked then, unless the transport has failed."""
-    async with opened(place) as tier:
-        await put(tier, memory, 1)
-        emulator.control.fail(number, count=1, direction="read")
-        if not reads:
-            with pytest.raises(OSError, match=rf"\[Errno {number}\]"):
-                await tier.read(chunk(1)[0], memory.make())
-        await get(tier, memory, 1)
-        assert emulator.control.statistics().faults_struck
-        assert tier.statistics().corrupt == 0 and not quarantined(tier)
+    await put(tier, memory, 1)
+    emulator.control.fail(number, count=1, direction="read")
+    if not reads:
+        with pytest.raises(OSError, match=rf"\[Errno {number}\]"):
+            await tier.read(chunk(1)[0], memory.make())
+    await get(tier, memory, 1)
+    assert emulator.control.statistics().faults_struck
+    assert tier.statistics().corrupt == 0 and not quarantined(tier)
 
 
 @needs_fuse
 @pytest.mark.parametrize("emulator", ["fuse"], indirect=True)
 async def test_a_file_that_cannot_be_read_in_any_way_costs_itself(
-    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+    tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator
 ) -> None:
     """It lay there for good, each read of it counted against the tier, and three of them kept it from being asked."""
-    async with opened(place) as tier:
-        await put(tier, memory, 1, 2)
-        await get(tier, memory, 1)
-        await tier.scanned()  # it opens files, too, and would meet the one fault instead of the read
-        emulator.control.fail(errno.EIO, count=1, direction="read")
-        emulator.control.fail_call("open", errno.EIO)
-        with pytest.raises(CorruptChunk, match="cannot be read"):
-            await tier.read(chunk(1)[0], memory.make())
-        assert len(quarantined(tier)) == 1
-        assert not tier.contains(chunk(1)[0])
-        await put(tier, memory, 1)
-        await get(tier, memory, 1)
-        await get(tier, memory, 2)
+    await put(tier, memory, 1, 2)
+    await get(tier, memory, 1)
+    await tier.scanned()  # it opens files, too, and would meet the one fault instead of the read
+    emulator.control.fail(errno.EIO, count=1, direction="read")
+    emulator.control.fail_call("open", errno.EIO)
+    with pytest.raises(CorruptChunk, match="cannot be read"):
+        await tier.read(chunk(1)[0], memory.make())
+    assert len(quarantined(tier)) == 1
+    assert not tier.contains(chunk(1)[0])
+    await put(tier, memory, 1)
+    await get(tier, memory, 1)
+    await get(tier, memory, 2)
 
 
-async def test_stale_descriptor_is_no_fault_of_the_file(opened: Opened, place: Path, memory: Memory) -> None:
+async def test_stale_descriptor_is_no_fault_of_the_file(tier: Hf3fsTier, memory: Memory) -> None:
     """A file that we keep open is not the one of this name any more, and went bad."""
-    async with opened(place) as tier:
-        await put(tier, memory, 1)
-        await get(tier, memory, 1)
-        path = tier.path(chunk(1)[0])
-        with open(path, "r+b") as old:
-            Path(f"{path}.good").write_bytes(old.read())
-            os.rename(f"{path}.good", path)
-            old.seek(5000)
-            old.write(b"damage")
-        await get(tier, memory, 1)
-        assert tier.statistics().corrupt == 0 and not quarantined(tier)
+    await put(tier, memory, 1)
+    await get(tier, memory, 1)
+    path = tier.path(chunk(1)[0])
+    with open(path, "r+b") as old:
+        Path(f"{path}.good").write_bytes(old.read())
+        os.rename(f"{path}.good", path)
+        old.seek(5000)
+        old.write(b"damage")
+    await get(tier, memory, 1)
+    assert tier.statistics().corrupt == 0 and not quarantined(tier)
 
 
-async def test_really_bad_file_is_quarantined_once(opened: Opened, place: Path, memory: Memory) -> None:
-    async with opened(place) as tier:
-        await put(tier, memory, 1)
-        path = tier.path(chunk(1)[0])
-        os.truncate(path, 8192)
-        with pytest.raises(CorruptChunk):
-            await tier.read(chunk(1)[0], memory.make())
-        assert len(quarantined(tier)) == 1
-        await put(tier, memory, 1)
-        await get(tier, memory, 1)
+async def test_really_bad_file_is_quarantined_once(tier: Hf3fsTier, memory: Memory) -> None:
+    await put(tier, memory, 1)
+    path = tier.path(chunk(1)[0])
+    os.truncate(path, 8192)
+    with pytest.raises(CorruptChunk):
+        await tier.read(chunk(1)[0], memory.make())
+    assert len(quarantined(tier)) == 1
+    await put(tier, memory, 1)
+    await get(tier, memory, 1)
 
 
 async def test_close_in_the_middle_blames_nobody(

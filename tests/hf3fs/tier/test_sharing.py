@@ -70,17 +70,16 @@ async def test_writing_chunk_is_seen_by_nobody(
 @pytest.mark.parametrize("emulator", ["fuse"], indirect=True)
 @pytest.mark.parametrize("call", ["open", "fsync"])
 async def test_failed_call_leaves_no_chunk_and_no_count(
-    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator, call: str
+    tier: Hf3fsTier, place: Path, memory: Memory, emulator: Hf3fsEmulator, call: str
 ) -> None:
-    async with opened(place) as tier:
-        key, payload = chunk(1)
-        await tier.scanned()
-        Path(tier.path(key)).parent.mkdir()  # else it is made, and counted, whatever becomes of the chunk
-        used_before = tier.statistics().occupied_bytes
-        emulator.control.fail_call(call, errno.EIO)  # type: ignore[arg-type]
-        with pytest.raises(OSError, match="Errno 5"):
-            await tier.write(key, memory.make(payload), CHUNK_BYTES)
-        assert not tier.contains(key)
-        assert not list(place.rglob("*.[0-9]*"))
-        assert tier.statistics().occupied_bytes == used_before
-        assert await tier.write(key, memory.make(payload), CHUNK_BYTES)
+    key, payload = chunk(1)
+    await tier.scanned()
+    Path(tier.path(key)).parent.mkdir()  # else it is made, and counted, whatever becomes of the chunk
+    used_before = tier.statistics().occupied_bytes
+    emulator.control.fail_call(call, errno.EIO)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="Errno 5"):
+        await tier.write(key, memory.make(payload), CHUNK_BYTES)
+    assert not tier.contains(key)
+    assert not list(place.rglob("*.[0-9]*"))
+    assert tier.statistics().occupied_bytes == used_before
+    assert await tier.write(key, memory.make(payload), CHUNK_BYTES)

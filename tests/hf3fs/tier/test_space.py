@@ -21,6 +21,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files import directories
 from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.hf3fs import Hf3fsTier
 from tiercache.tiers.hf3fs.engine import load_library
 
 LAYOUT = Layout("model", chunk_tokens=256, bytes_per_token=256)
@@ -111,29 +112,27 @@ async def test_chunks_that_another_instance_deletes_do_not_stay_allocated(
         await until_none_is_open(mortal)
 
 
-async def test_file_has_nothing_of_what_lay_in_the_memory_before(opened: Opened, place: Path, memory: Memory) -> None:
+async def test_file_has_nothing_of_what_lay_in_the_memory_before(tier: Hf3fsTier, memory: Memory) -> None:
     """Neither behind the header nor behind the payload."""
-    async with opened(place) as tier3:
-        tier3.io.engine.buffers.registered.memory[:] = 0xAB
-        key, source = chunk(1)[0], memory.make(np.full(100, 7, dtype=np.uint8))
-        assert await tier3.write(key, source[:4096], 100)
-        content = Path(tier3.path(key)).read_bytes()
-        assert content[PACKED_BYTES:HEADER_BYTES] == bytes(HEADER_BYTES - PACKED_BYTES)
-        assert content[HEADER_BYTES:] == bytes([7]) * 100 + bytes(4096 - 100)
+    tier.io.engine.buffers.registered.memory[:] = 0xAB
+    key, source = chunk(1)[0], memory.make(np.full(100, 7, dtype=np.uint8))
+    assert await tier.write(key, source[:4096], 100)
+    content = Path(tier.path(key)).read_bytes()
+    assert content[PACKED_BYTES:HEADER_BYTES] == bytes(HEADER_BYTES - PACKED_BYTES)
+    assert content[HEADER_BYTES:] == bytes([7]) * 100 + bytes(4096 - 100)
 
 
 async def test_short_ring_write_is_an_error_and_no_chunk(
-    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+    tier: Hf3fsTier, place: Path, memory: Memory, emulator: Hf3fsEmulator
 ) -> None:
-    async with opened(place) as tier3:
-        emulator.control.shorten(100, count=1, direction="write")
-        with pytest.raises(OSError, match="short write"):
-            await put(tier3, memory, 1)
-        assert await tier3.probe([chunk(1)[0]]) == 0
-        assert not list(place.rglob("*.[0-9]*"))
-        assert await all_places_are_free(tier3)
-        await put(tier3, memory, 1)
-        await get(tier3, memory, 1)
+    emulator.control.shorten(100, count=1, direction="write")
+    with pytest.raises(OSError, match="short write"):
+        await put(tier, memory, 1)
+    assert await tier.probe([chunk(1)[0]]) == 0
+    assert not list(place.rglob("*.[0-9]*"))
+    assert await all_places_are_free(tier)
+    await put(tier, memory, 1)
+    await get(tier, memory, 1)
 
 
 async def test_rings_and_memory_are_made_on_the_node_that_was_asked_for(

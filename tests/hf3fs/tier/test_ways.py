@@ -13,26 +13,24 @@ from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, get, put
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.hf3fs import Hf3fsTier
 
 
 async def test_prefetches_go_through_rings_as_reads_do(
-    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+    tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator
 ) -> None:
-    async with opened(place) as tier:
-        await put(tier, memory, *range(1, 21))
-        before = emulator.control.statistics().transferred_bytes
-        for number in range(1, 21):
-            key, payload = chunk(number)
-            into = memory.make()
-            assert await tier.prefetch(key, into) == CHUNK_BYTES
-            assert np.array_equal(into, payload)
-            memory.give_back(into)
-        assert emulator.control.statistics().transferred_bytes - before >= 20 * CHUNK_BYTES
+    await put(tier, memory, *range(1, 21))
+    before = emulator.control.statistics().transferred_bytes
+    for number in range(1, 21):
+        key, payload = chunk(number)
+        into = memory.make()
+        assert await tier.prefetch(key, into) == CHUNK_BYTES
+        assert np.array_equal(into, payload)
+        memory.give_back(into)
+    assert emulator.control.statistics().transferred_bytes - before >= 20 * CHUNK_BYTES
 
 
-async def test_32_writes_are_in_flight(
-    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
-) -> None:
+async def test_32_writes_are_in_flight(opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator) -> None:
     """They wait for 3FS and not for the two threads that the tier has."""
     async with opened(place, rings=replace(RINGS, entries=64), iov_bytes=8 << 20) as tier:
         assert tier.traits.write_concurrency == tier.traits.read_concurrency == 32

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
+from tests.remote.waiting import eventually
 from tests.tiers.opened import open_tier
 from tests.tiers.test_contract import LAYOUT, limits
 from tests.tiers.test_disk import flip
@@ -30,7 +31,6 @@ from tiercache.tiers.files.access import Mount
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier, make_fs_tier
 
-T = TypeVar("T")
 FILE_BYTES = file_bytes(CHUNK_BYTES)
 REPOSITORY = Path(__file__).parents[3]
 
@@ -68,16 +68,6 @@ async def is_hit(tier: Tier, number: int) -> bool:
     length = await tier.read(key, into)
     assert length is None or np.array_equal(into, payload)
     return length is not None
-
-
-async def in_the_end(work: Callable[[], Awaitable[T]]) -> T:
-    """Once the tier is not unavailable any more."""
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                return await work()
-            except TierUnavailable:
-                await asyncio.sleep(0.02)
 
 
 @pytest.fixture
@@ -216,7 +206,7 @@ async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(
     with pytest.raises(TierUnavailable):
         await tier.probe([chunk(1)[0]])
     mount.go_on()
-    assert await in_the_end(lambda: is_hit(tier, 1))
+    assert await eventually(lambda: is_hit(tier, 1))
     await tier.close()
 
 
@@ -230,7 +220,7 @@ async def test_a_mount_that_cannot_be_used_at_the_start_is_tried_again(mount: Fr
         with pytest.raises(TierUnavailable, match="cannot be reached" if how == "dead" else None):
             await store(tier, range(1, 2))
         await asyncio.to_thread(back)
-        await in_the_end(lambda: store(tier, range(1, 2)))
+        await eventually(lambda: store(tier, range(1, 2)))
 
 
 @needs_fuse

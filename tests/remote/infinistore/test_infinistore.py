@@ -15,6 +15,7 @@ import pytest
 from tests.needs import RDMA_DEVICES
 from tests.remote.arena import ARENA, chunk, page_aligned
 from tests.remote.infinistore import fake
+from tests.remote.waiting import eventually
 from tests.tiers.opened import open_tier
 from tiercache.config.remote_options import options_of
 from tiercache.core.keys import ChunkKey
@@ -170,7 +171,7 @@ async def test_a_transfer_that_hangs_closes_the_connection_and_a_new_one_is_made
         assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
         assert not server.connections[0].connected
         server.hang = False
-        await _until_read(tier)
+        assert await eventually(lambda: tier.read(KEY, page_aligned(CHUNK_BYTES))) == CHUNK_BYTES
         assert len(server.connections) == 2
 
 
@@ -193,17 +194,7 @@ async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(
         with pytest.raises(TierUnavailable):
             await tier.probe([KEY])
         server.down = False
-        await _until_read(tier)
-
-
-async def _until_read(tier: InfiniStoreTier) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            try:
-                assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) == CHUNK_BYTES
-                return
-            except TierUnavailable:
-                await asyncio.sleep(0.005)
+        assert await eventually(lambda: tier.read(KEY, page_aligned(CHUNK_BYTES))) == CHUNK_BYTES
 
 
 @pytest.mark.parametrize("url", ["", "redis://h:1", "infinistore://", "infinistore://a:1,b:2", "infinistore://h:x"])

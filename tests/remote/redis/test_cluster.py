@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Cluster, Server, redis, until
-from tests.remote.redis.test_failures import eventually
 from tests.remote.redis.tiers import make_tier, opened, value_name
+from tests.remote.waiting import eventually
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier

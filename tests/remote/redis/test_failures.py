@@ -16,6 +16,7 @@ import pytest
 
 from tests.remote.redis.servers import Server, running
 from tests.remote.redis.tiers import make_tier, opened
+from tests.remote.waiting import eventually
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier
@@ -25,17 +26,6 @@ pytestmark = pytest.mark.needs("redis-server")
 SECRET = "correct-horse-7"  # what must never be shown
 KEY, PAYLOAD = chunk(1, 9 << 20)
 LENGTH = 9 << 20
-
-
-async def eventually(work, *, seconds: float = 15.0):  # type: ignore[no-untyped-def]
-    """Try again until it does not raise TierUnavailable; the pauses spare the processor."""
-    end_s = time.monotonic() + seconds
-    while True:
-        try:
-            return await work()
-        except TierUnavailable:
-            assert time.monotonic() < end_s
-            await asyncio.sleep(0.02)
 
 
 @pytest.fixture

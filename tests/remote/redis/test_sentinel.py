@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server, until
-from tests.remote.redis.test_failures import eventually
 from tests.remote.redis.tiers import make_tier, opened, value_name
+from tests.remote.waiting import eventually
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract

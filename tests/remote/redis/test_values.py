@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +32,20 @@ async def test_a_chunk_is_one_value_that_never_expires(tier: RedisTier, server: 
         assert client.ttl(NAME) == -1
 
 
-@pytest.mark.parametrize("left_bytes", [3, 88, 88 + LENGTH - 1])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *(lambda value: value[:3], lambda value: value[:88], lambda value: value[:-1]),
+        lambda value: value[:88] + struct.pack("<QQ16s", 5, 65536, bytes(16)),
+    ],
+    ids=["a few bytes", "the header", "all but a byte", "head of a chunk that an earlier version stored in segments"],
+)
 async def test_a_value_that_was_cut_is_a_corrupt_chunk_and_is_removed(
-    tier: RedisTier, server: Server, left_bytes: int
+    tier: RedisTier, server: Server, cut: Callable[[bytes], bytes]
 ) -> None:
     await tier.write(KEY, PAYLOAD, LENGTH)
     with server.client() as client:
-        client.set(NAME, client.get(NAME)[:left_bytes])
+        client.set(NAME, cut(client.get(NAME)))
         with pytest.raises(CorruptChunk):
             await tier.read(KEY, page_aligned(LENGTH))
         assert not client.exists(NAME)
@@ -98,18 +106,6 @@ async def test_an_empty_value_is_a_miss_that_a_put_replaces(tier: RedisTier, ser
     assert await tier.read(key, into) is None
     assert await tier.write(key, payload, length)
     assert await tier.read(key, into) == length
-
-
-async def test_the_head_of_a_chunk_that_an_earlier_version_stored_in_segments_is_no_hit(
-    tier: RedisTier, server: Server
-) -> None:
-    """Its value is the header and a manifest of 32 bytes."""
-    await tier.write(KEY, PAYLOAD, LENGTH)
-    with server.client() as client:
-        client.set(NAME, client.getrange(NAME, 0, 87) + struct.pack("<QQ16s", 5, 65536, bytes(16)))
-        with pytest.raises(CorruptChunk):
-            await tier.read(KEY, page_aligned(LENGTH))
-        assert client.dbsize() == 0
 
 
 @pytest.mark.parametrize("value", [b"x", b"x" * 120, b"x" * 3_000_000, ["x"]], ids=lambda v: str(len(v)))

@@ -231,6 +231,12 @@ async def test_disk_that_hangs_at_the_start_is_one_sentence_by_a_deadline_and_ke
         assert await gone(arena_file)
 
 
+def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.needs("root")
 def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> None:
     """The limit of threads does not hold for root, and only root becomes somebody else."""
@@ -245,8 +251,8 @@ def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> No
         "    try: open_it()\n"
         "    except ConfigError as error: print('ulimit' in str(error))\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert run.stdout == "True\nTrue\n", run.stderr
+    ended = run(program)
+    assert ended.stdout == "True\nTrue\n", ended.stderr
 
 
 @needs_fuse
@@ -261,10 +267,8 @@ def test_program_ends_though_its_disk_hung_at_the_start(tmp_path: Path) -> None:
     )
     with FragileMount(tmp_path) as mount:
         mount.hang()
-        run = subprocess.run(
-            [sys.executable, "-c", program, str(mount.path)], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert run.stderr.splitlines()[-1].startswith("tiercache.errors.ConfigError: local_disk: disk (")
+        said = run(program, mount.path).stderr
+        assert said.splitlines()[-1].startswith("tiercache.errors.ConfigError: local_disk: disk (")
         mount.go_on()
 
 
@@ -284,8 +288,7 @@ def test_start_that_nobody_runs_any_more_does_not_wait(tmp_path: Path) -> None:
         "    starting.close()\n"
         "asyncio.run(main())\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = run(program, tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -303,15 +306,11 @@ def test_program_that_ends_without_closing_its_cache_leaves_no_shared_memory(
         "    for number in range(32): assert await cache.put(key(number), payload(number))\n"
         "asyncio.run(main())"
     )
-    name = arena_file.name.removeprefix("tiercache.")
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), name, way],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert not arena_file.exists()
-    assert "abandoned" not in run.stderr, "nothing is"
+    ended = run(program, tmp_path, arena_file.name.removeprefix("tiercache."), way)
+    assert ended.returncode == 0 and not arena_file.exists()
+    assert "abandoned" not in ended.stderr, "nothing is"
     if way == "start":  # the other one is closed with the loop's generators
-        assert "the cache was not closed" in run.stderr
+        assert "the cache was not closed" in ended.stderr
 
 
 async def test_close_with_a_read_at_any_step_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from tiercache.assembly import make_tiers
 from tiercache.commands.explain import render
 from tiercache.config import Config, explain
 from tiercache.config.remotes import remotes_of
-from tiercache.errors import TierCacheError
+from tiercache.errors import ConfigError, TierCacheError
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
 TYPES = ("redis", "rediss", "redis-sentinel", "redis-cluster", "valkey", "mooncakestore", "infinistore", "s3", "fs")
@@ -74,15 +74,19 @@ def test_no_part_of_a_secret_in_a_url_is_shown(
         "mooncake.a.metadata_server: http://host:1/metadata?auth=Hush",
         "redis.a.authorization: Hush",
         "fs.a.url: fs:/user:Hush@host/x",
+        "redis.url: 'redis://:Hush Hush@a'",
+        "redis.url: 'redis://a?pass=Hush'",
+        "redis.sentinel_password: Hush",
+        "redis.passwort: Hush",
     ],
 )
 def test_neither_is_what_other_settings_hold(load_text: Callable[..., Config], setting: str) -> None:
-    kind = setting.partition(".")[0]
-    url = {"s3": "s3://bucket", "mooncake": "mooncakestore://host:1", "redis": "redis://host"}.get(kind)
+    instance = setting.partition(":")[0].rpartition(".")[0]
+    url = {"s3.a": "s3://bucket", "mooncake.a": "mooncakestore://host:1", "redis.a": "redis://host"}.get(instance)
     said = everything_shown(
         lambda: load_text(
-            f"remote_storage_plugins: [{kind}.a]\nremote_storage_plugin.{setting}\n"
-            + (f"remote_storage_plugin.{kind}.a.url: {url}" if url else "")
+            f"remote_storage_plugins: [{instance}]\nremote_storage_plugin.{setting}\n"
+            + (f"remote_storage_plugin.{instance}.url: {url}" if url else "")
         )
     )
     assert said and "Hush" not in said
@@ -95,11 +99,53 @@ def test_neither_is_what_other_settings_hold(load_text: Callable[..., Config], s
         "remote_storage_plugins: [redis, 'redis:Hush@cache']",
         "remote_url: {'redis://bob:Hush@cache': 1}",
         "local_disk: {'redis://bob:Hush@cache': 1}",
+        "remote_storage_plugins: [redis]\nextra_config: {redis_url: 'redis://Hush Hush@cache'}",
     ],
 )
-def test_neither_is_what_stands_under_a_wrong_key(load_text: Callable[..., Config], text: str) -> None:
+def test_neither_is_what_stands_in_another_place(load_text: Callable[..., Config], text: str) -> None:
     said = everything_shown(lambda: load_text(text))
     assert "cache" in said and "Hush" not in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "remote_url: redish://user:Hush@host",
+        "remote_url: redis:/user:Hush@host",
+        "remote_url: user:Hush@host",
+        "remote_url: [redis://user:Hush@host]",
+        "local_disk: redis://user:Hush@host",
+        "tenant_salt: [Hush]",
+        "extra_config: [Hush]",
+        "tenant_salt: Hush\n extra_config: Hush",
+        "tenant_salt: &a Hush\ntenant_salt: Hush",
+        "valkey_passwort: Hush",
+        "valkey_password: *Hush",
+        "valkey_password: !Hush 1",
+        "remote_storage_plugin.redis.password: [Hush]",
+        "remote_storage_plugins: [redis]\nremote_storage_plugin.redis.password: {a: Hush}",
+    ],
+)
+def test_neither_is_what_is_refused(load_text: Callable[..., Config], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(text)
+    assert "Hush" not in str(caught.value)
+
+
+def test_what_is_secret_by_its_name_is_shown_nowhere_and_its_place_is(
+    load_text: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = """
+        tenant_salt: Hush-1
+        remote_url: redis://user:Hush-2@host:6379?password=Hush-3
+        remote_storage_plugins: [redis.a]
+        remote_storage_plugin.redis.a.redis_url: redis://:Hush/@-4@host
+        remote_storage_plugin.redis.a.password: Hush-5
+        extra_config: {valkey_password: Hush-6, aws_secret_access_key: Hush-7}
+    """
+    assert load_text(text).tenant_salt == "Hush-1"
+    said = everything_shown(lambda: load_text(text)) + caplog.text
+    assert "redis://***@host:6379?password=***" in said and "Hush" not in said
 
 
 def test_what_is_no_secret_is_shown(load_text: Callable[..., Config]) -> None:

@@ -49,26 +49,18 @@ async def test_dirty_chunk_is_never_evicted(bench: Bench) -> None:
     assert bench.is_whole()
 
 
-async def test_full_queue_with_skip_drops_the_new_one(bench: Bench) -> None:
-    writer = writer_of(bench, on_full="skip")
+@pytest.mark.parametrize(
+    ("on_full", "dropped"), [("skip", 7), ("replace", 3)], ids=["the new one", "the oldest queued"]
+)
+async def test_full_queue_drops_what_its_policy_says(bench: Bench, on_full: str, dropped: int) -> None:
+    writer = writer_of(bench, on_full=on_full)
     await occupy(bench, writer)
     assert writer.enqueue_nowait(bench.make_hot(7))
-    assert writer.statistics().skipped == 1
+    counted = writer.statistics()
+    assert (counted.skipped, counted.replaced) == ((1, 0) if on_full == "skip" else (0, 1))
     bench.tier.gate.set()
     await flushed(writer, 5.0)
-    assert chunk(7)[0] not in bench.memory.chunks
-    assert bench.is_whole()
-
-
-async def test_full_queue_with_replace_drops_the_oldest_queued(bench: Bench) -> None:
-    writer = writer_of(bench, on_full="replace")
-    await occupy(bench, writer)
-    assert writer.enqueue_nowait(bench.make_hot(7))
-    bench.tier.gate.set()
-    await flushed(writer, 5.0)
-    assert writer.statistics().replaced == 1
-    assert chunk(3)[0] not in bench.memory.chunks
-    assert chunk(7)[0] in bench.memory.chunks
+    assert set(bench.memory.chunks) == {chunk(number)[0] for number in range(1, 8) if number != dropped}
     assert bench.is_whole()
 
 
@@ -321,10 +313,11 @@ async def test_write_that_is_forgotten_while_it_may_be_the_probe_leaves_the_prob
         assert (await cache.flush(5.0)).written == {"a": 1}
 
 
-async def test_write_that_the_tier_itself_cancels_has_failed() -> None:
-    async def cancelled() -> None:
-        raise asyncio.CancelledError
+async def cancelled() -> None:
+    raise asyncio.CancelledError
 
+
+async def test_write_that_the_tier_itself_cancels_has_failed() -> None:
     async with opened("a") as cache:
         await open_breaker(cache)
         tier("a").fate = cancelled
@@ -337,9 +330,6 @@ async def test_write_that_the_tier_itself_cancels_has_failed() -> None:
 
 
 async def test_removal_that_the_tier_itself_cancels_is_tried_again() -> None:
-    async def cancelled() -> None:
-        raise asyncio.CancelledError
-
     async with opened("a") as cache:
         tier("a").chunks[key(1)] = OLD
         tier("a").fate = cancelled

@@ -5,7 +5,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.tiers.opened import open_tier
+from tests.tiers.others import running
 from tiercache.core.header import Header, file_bytes, payload_checksum
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
@@ -418,14 +418,13 @@ async def test_directory_that_cannot_be_written_still_gives_its_hits(tmp_path: P
 KILLED_WRITER = """
 import asyncio, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
 from tests.tiers.test_disk import opened, fill
 
 async def main():
-    async with opened(Path({place!r}), cap_chunks=100) as tier:
+    async with opened(Path(sys.argv[1]), cap_chunks=100) as tier:
         await tier.scanned()
         print("ready", flush=True)
-        for start in range({start}, 10**6, 4):
+        for start in range(int(sys.argv[2]), 10**6, 4):
             await asyncio.gather(*(fill(tier, range(number, number + 1)) for number in range(start, start + 4)))
             print(start + 3, flush=True)
 
@@ -434,19 +433,14 @@ asyncio.run(main())
 
 
 async def test_killed_writer_leaves_nothing_wrong_and_what_was_durable(tmp_path: Path) -> None:
-    repository = str(Path(__file__).parents[2])
     random = np.random.default_rng(5)
     next_number = 1
     for _ in range(8):
-        program = KILLED_WRITER.format(tests=repository, place=str(tmp_path), start=next_number)
-        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=repository)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        durable = [int(child.stdout.readline()) for _ in range(int(random.integers(1, 12)))]
-        child.kill()
-        durable += [int(line) for line in child.stdout.read().split("\n") if line.strip().isdigit()]
-        child.wait()
-        child.stdout.close()
+        async with running("-c", KILLED_WRITER, tmp_path, next_number) as child:
+            durable = [int(await child.line()) for _ in range(int(random.integers(1, 12)))]
+            await child.kill()
+            while (line := await child.line()).isdigit():
+                durable.append(int(line))
         async with opened(tmp_path, cap_chunks=100) as tier:
             await tier.scanned()
             assert tier_total(tier) == allocated_bytes(tmp_path)

@@ -199,27 +199,20 @@ async def test_close_does_not_wait_for_a_paused_daemon(
             assert isinstance(outcome, (OSError, TierUnavailable, RuntimeError)), outcome
 
 
-@pytest.mark.parametrize("to_bytes", [0, 100, 30000])
-async def test_short_ring_read_is_no_fault_of_the_file(
-    tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator, to_bytes: int
-) -> None:
-    await put(tier, memory, 1)
-    emulator.control.shorten(to_bytes, count=1, direction="read")
-    await get(tier, memory, 1)
-    assert emulator.control.statistics().faults_struck
-    assert tier.statistics().corrupt == 0 and not quarantined(tier)
-
-
 @pytest.mark.parametrize(
-    ("number", "reads"), [(errno.EBADF, True), (errno.EIO, True), (errno.EREMOTEIO, False)], ids=errno.errorcode.get
+    ("fault", "number"),
+    [
+        *[("shorten", 0), ("shorten", 100), ("shorten", 30000)],
+        *[("fail", errno.EBADF), ("fail", errno.EIO), ("fail", errno.EREMOTEIO)],
+    ],
 )
-async def test_an_error_of_a_ring_is_no_fault_of_the_file(
-    tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator, number: int, reads: bool
+async def test_a_short_or_failed_read_of_a_ring_is_no_fault_of_the_file(
+    tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator, fault: str, number: int
 ) -> None:
     """The mount is asked then, unless the transport has failed."""
     await put(tier, memory, 1)
-    emulator.control.fail(number, count=1, direction="read")
-    if not reads:
+    getattr(emulator.control, fault)(number, count=1, direction="read")
+    if number == errno.EREMOTEIO:
         with pytest.raises(OSError, match=rf"\[Errno {number}\]"):
             await tier.read(chunk(1)[0], memory.make())
     await get(tier, memory, 1)

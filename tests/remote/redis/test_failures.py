@@ -30,24 +30,9 @@ LENGTH = 9 << 20
 
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """The port of a server that accepts and never answers."""
-    accepted = []
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(16)
-
-        def accept() -> None:
-            while True:
-                try:
-                    accepted.append(listener.accept()[0])
-                except OSError:
-                    return
-
-        threading.Thread(target=accept, daemon=True).start()
+    """The port of a server whose connections the kernel makes, and that never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-    for connection in accepted:
-        connection.close()
 
 
 async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def response(status: str, code: str = "") -> bytes:
 
 
 MISSING = response("404 Not Found", "NoSuchKey")
+HALF = (
+    b"HTTP/1.1 206 Partial Content\r\nContent-Length: 65625\r\nContent-Range: bytes 0-65624/65625\r\n"
+    b'ETag: "x"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n' + bytes(30000)
+)
+"""Of a chunk."""
 
 
 @asynccontextmanager
@@ -264,11 +269,7 @@ async def test_a_store_that_hangs_costs_no_more_than_its_time_out() -> None:
 
 
 async def test_a_transfer_that_breaks_off_is_unavailable_and_no_hit() -> None:
-    half = (
-        b"HTTP/1.1 206 Partial Content\r\nContent-Length: 65625\r\nContent-Range: bytes 0-65624/65625\r\n"
-        b'ETag: "x"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n' + bytes(30000)
-    )
-    async with server(answering(MISSING, half)) as endpoint, opened(endpoint) as tier:
+    async with server(answering(MISSING, HALF)) as endpoint, opened(endpoint) as tier:
         with pytest.raises(TierUnavailable, match="the connection broke"):
             await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES))
         assert tier.statistics().reads == 0
@@ -277,10 +278,7 @@ async def test_a_transfer_that_breaks_off_is_unavailable_and_no_hit() -> None:
 async def test_a_transfer_that_stalls_is_given_up() -> None:
     async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await _whole_request(reader)
-        writer.write(
-            b"HTTP/1.1 206 Partial Content\r\nContent-Length: 65625\r\nContent-Range: bytes 0-65624/65625\r\n"
-            b'ETag: "x"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n' + bytes(30000)
-        )
+        writer.write(HALF)
         await reader.read()
 
     async with server(stall) as endpoint, opened(endpoint, timeout_s=1.0) as tier:

@@ -90,9 +90,9 @@ class Bench:
         await self.tier.close()
         self.copiers.close()
 
-    def source(self, number: int, *, paged: bool = False) -> tuple[ChunkKey, Flat]:
+    def source(self, number: int, *, paged: bool = False, kind: type[Flat] = Flat) -> tuple[ChunkKey, Flat]:
         key, payload = chunk(number)
-        flat = Flat(self.driver, self.driver.empty(CHUNK_BYTES), paged)
+        flat = kind(self.driver, self.driver.empty(CHUNK_BYTES), paged)
         flat.content[:] = payload
         return key, flat
 
@@ -114,6 +114,18 @@ class Bench:
 
     async def put(self, *numbers: int, paged: bool = False, wait_s: float = 10.0) -> int:
         return await self.path.put([self.source(n, paged=paged) for n in numbers], None, self.soon(wait_s))
+
+    async def store(self, *numbers: int) -> None:
+        """And wait until the writer is done with them."""
+        await self.put(*numbers)
+        await flushed(self.writer, 10.0)
+
+    async def get(self, numbers: Sequence[int], sinks: list[Flat], after: Any = None, wait_s: float = 10.0) -> int:
+        return await self.path.get([chunk(number)[0] for number in numbers], sinks, after, self.soon(wait_s))
+
+    async def until_pending(self, count: int = 1) -> None:
+        while self.device.pending < count:
+            await asyncio.sleep(0)
 
     @property
     def whole(self) -> bool:
@@ -161,8 +173,7 @@ async def test_round_trip_through_the_tier(bench: Bench, paged: bool, pinned: bo
     assert bench.writer.counters.written == 20
     bench.cpu.clear()
     sinks = [bench.sink(paged=paged) for _ in range(20)]
-    keys = [chunk(number)[0] for number in range(1, 21)]
-    assert await bench.path.get(keys, sinks, None, bench.soon()) == 20
+    assert await bench.get(range(1, 21), sinks) == 20
     for number, sink in enumerate(sinks, start=1):
         assert np.array_equal(sink.content, chunk(number)[1])
     assert bench.whole
@@ -172,8 +183,7 @@ async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Benc
     """A put has as many batches at a time as the device takes; whoever comes after them does not wait for their end."""
     hold = Hold(bench.device.storing.stream)
     first = [asyncio.ensure_future(bench.put(number, paged=True)) for number in (1, 2, 3)]
-    while bench.device.pending < 3:
-        await asyncio.sleep(0)
+    await bench.until_pending(3)
     began_s = bench.soon(0.0)
     assert await bench.put(4, paged=True, wait_s=0.3) == 0
     assert bench.soon(0.0) - began_s < 1.0
@@ -183,47 +193,45 @@ async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Benc
     assert await flushed(bench.writer, 10.0)
     await bench.until_whole()
     hold = Hold(bench.device.loading.stream)
-    gets = [
-        asyncio.ensure_future(bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon()))
-        for _ in "abc"
-    ]
-    while bench.device.pending < 3:
-        await asyncio.sleep(0)
+    gets = [asyncio.ensure_future(bench.get([1], [bench.sink(paged=True)])) for _ in "abc"]
+    await bench.until_pending(3)
     began_s = bench.soon(0.0)
-    assert await bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon(0.3)) == 0
+    assert await bench.get([1], [bench.sink(paged=True)], wait_s=0.3) == 0
     assert bench.soon(0.0) - began_s < 1.0
     hold.release()
     assert await asyncio.gather(*gets) == [1, 1, 1]
     await bench.until_whole()
 
 
-async def got(bench: Bench, key: ChunkKey) -> np.ndarray | None:
+async def put_anew(bench: Bench) -> None:
+    """The payload of the second chunk under the key of the first."""
+    (key, _), (_, new) = bench.source(1), bench.source(2, paged=True)
+    assert await bench.path.put([(key, new)], None, bench.soon()) == 1
+
+
+async def is_new(bench: Bench) -> bool:
+    """The first chunk has what was put anew."""
+    bench.cpu.clear()
     sink = bench.sink()
-    return sink.content.copy() if await bench.path.get([key], [sink], None, bench.soon()) else None
+    return await bench.get([1], [sink]) == 1 and np.array_equal(sink.content, chunk(2)[1])
 
 
 async def test_put_that_is_being_gathered_brings_nothing_back(bench: Bench) -> None:
-    (key, _), (_, new) = chunk(1), chunk(2)
     hold = Hold(bench.device.storing.stream)
     before = asyncio.ensure_future(bench.put(1, paged=True))
-    while not bench.device.pending:
-        await asyncio.sleep(0)
-    await bench.forget(key)
+    await bench.until_pending()
+    await bench.forget(chunk(1)[0])
     hold.release()
     assert await before == 0
-    flat = Flat(bench.driver, bench.driver.empty(CHUNK_BYTES), True)
-    flat.content[:] = new
-    assert await bench.path.put([(key, flat)], None, bench.soon()) == 1
+    await put_anew(bench)
     assert await flushed(bench.writer, 10.0)
-    bench.cpu.clear()
-    found = await got(bench, key)
-    assert found is not None and np.array_equal(found, new)
+    assert await is_new(bench)
     await bench.until_whole()
 
 
 @pytest.mark.parametrize("writing", [True, False], ids=["being written", "queued"])
 async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: Bench, writing: bool) -> None:
-    (key, _), (_, new) = chunk(1), chunk(2)
+    key = chunk(1)[0]
     bench.tier.gate.clear()
     if not writing:
         places = bench.tier.traits.write_concurrency
@@ -235,16 +243,12 @@ async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: B
     forgetting = asyncio.create_task(bench.forget(key))
     await asyncio.sleep(0)
     assert not bench.staging.contains(key) and not bench.cpu.contains(key)
-    flat = Flat(bench.driver, bench.driver.empty(CHUNK_BYTES), True)
-    flat.content[:] = new
-    assert await bench.path.put([(key, flat)], None, bench.soon()) == 1
+    await put_anew(bench)
     bench.tier.gate.set()
     await forgetting
     assert await flushed(bench.writer, 10.0)
-    bench.cpu.clear()
     assert bench.tier.contains(key), "flush says that it is written"
-    found = await got(bench, key)
-    assert found is not None and np.array_equal(found, new)
+    assert await is_new(bench)
     await bench.until_whole()
 
 
@@ -252,8 +256,7 @@ async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: B
 async def test_cancelled_put_ends_only_when_nothing_reads_its_memory(bench: Bench, paged: bool) -> None:
     hold = Hold(bench.device.storing.stream)
     put = asyncio.ensure_future(bench.put(1, 2, 3, paged=paged))
-    while not bench.device.pending:
-        await asyncio.sleep(0)
+    await bench.until_pending()
     put.cancel()
     await asyncio.sleep(0)
     put.cancel()  # impatience does not help
@@ -268,14 +271,11 @@ async def test_cancelled_put_ends_only_when_nothing_reads_its_memory(bench: Benc
 
 
 async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Bench) -> None:
-    await bench.put(1, 2, 3)
-    await flushed(bench.writer, 10.0)
+    await bench.store(1, 2, 3)
     sinks = [bench.sink(paged=number == 2) for number in (1, 2, 3)]
     hold = Hold(bench.device.loading.stream)
-    keys = [chunk(number)[0] for number in (1, 2, 3)]
-    get = asyncio.ensure_future(bench.path.get(keys, sinks, None, bench.soon()))
-    while not bench.device.pending:
-        await asyncio.sleep(0)
+    get = asyncio.ensure_future(bench.get([1, 2, 3], sinks))
+    await bench.until_pending()
     get.cancel()
     for _ in range(20):
         await asyncio.sleep(0)
@@ -294,8 +294,7 @@ async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Ben
 async def test_device_lost_in_the_middle_of_a_put_is_one_error(bench: Bench) -> None:
     hold = Hold(bench.device.storing.stream)
     put = asyncio.ensure_future(bench.put(1, 2, 3))
-    while not bench.device.pending:
-        await asyncio.sleep(0)
+    await bench.until_pending()
     bench.driver.lose()
     hold.release()
     with pytest.raises(DeviceError, match="lost"):
@@ -306,11 +305,9 @@ async def test_device_lost_in_the_middle_of_a_put_is_one_error(bench: Bench) -> 
 
 
 async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> None:
-    await bench.put(1, 2)
-    await flushed(bench.writer, 10.0)
+    await bench.store(1, 2)
     hold = Hold(bench.device.loading.stream)
-    keys = [chunk(1)[0], chunk(2)[0]]
-    get = asyncio.ensure_future(bench.path.get(keys, [bench.sink(), bench.sink(paged=True)], None, bench.soon()))
+    get = asyncio.ensure_future(bench.get([1, 2], [bench.sink(), bench.sink(paged=True)]))
     while not bench.device.pending and not bench.host_reader.abandoned:
         await asyncio.sleep(0)
     bench.driver.lose()
@@ -329,7 +326,7 @@ async def test_hung_tier_costs_its_own_chunks_and_no_others(bench: Bench) -> Non
     sinks = [bench.sink() for _ in range(4)]
     keys = [chunk(number)[0] for number in (1, 2, 3, 4)]
     held = [bench.cpu.contains(key) or bench.staging.contains(key) for key in keys]
-    delivered = await bench.path.get(keys, sinks, None, bench.soon(1.0))
+    delivered = await bench.get([1, 2, 3, 4], sinks, wait_s=1.0)
     assert delivered == (held + [False]).index(False)
     for number, sink in list(enumerate(sinks, start=1))[:delivered]:
         assert np.array_equal(sink.content, chunk(number)[1])
@@ -339,11 +336,10 @@ async def test_hung_tier_costs_its_own_chunks_and_no_others(bench: Bench) -> Non
 
 
 async def test_hung_read_is_a_miss_at_the_deadline(bench: Bench) -> None:
-    await bench.put(1)
-    await flushed(bench.writer, 10.0)
+    await bench.store(1)
     bench.cpu.clear()
     bench.tier.gate.clear()
-    assert await bench.path.get([chunk(1)[0]], [bench.sink()], None, bench.soon(0.2)) == 0
+    assert await bench.get([1], [bench.sink()], wait_s=0.2) == 0
     assert bench.device.pool.free < bench.device.pool.count
     bench.tier.gate.set()
     await bench.until_whole()
@@ -351,8 +347,7 @@ async def test_hung_read_is_a_miss_at_the_deadline(bench: Bench) -> None:
 
 async def test_failing_write_gives_the_slot_back(bench: Bench) -> None:
     bench.tier.fail_writes = [OSError(5, "Input/output error")] * 3
-    await bench.put(1)
-    await flushed(bench.writer, 10.0)
+    await bench.store(1)
     assert bench.writer.counters.dropped == 1
     assert not bench.tier.contains(chunk(1)[0])
     bench.cpu.clear()
@@ -378,8 +373,7 @@ async def test_source_that_refuses_fails_its_batch_and_leaves_nothing(bench: Ben
         def gather(self, chunk: Any, stream: Stream) -> None:
             raise LayoutError("no such block")
 
-    first = bench.source(1, paged=True)
-    second = (chunk(2)[0], Refusing(bench.driver, bench.driver.empty(CHUNK_BYTES), True))
+    first, second = bench.source(1, paged=True), bench.source(2, paged=True, kind=Refusing)
     with pytest.raises(LayoutError, match="no such block"):
         await bench.path.put([first, second], None, bench.soon())
     assert not bench.cpu.contains(first[0])
@@ -387,12 +381,10 @@ async def test_source_that_refuses_fails_its_batch_and_leaves_nothing(bench: Ben
 
 
 async def test_sink_of_another_length_ends_the_prefix_and_is_not_written(bench: Bench) -> None:
-    await bench.put(1, 2, 3)
-    await flushed(bench.writer, 10.0)
+    await bench.store(1, 2, 3)
     short = Flat(bench.driver, bench.driver.empty(4096).zero_())
     sinks = [bench.sink(), short, bench.sink()]
-    keys = [chunk(number)[0] for number in (1, 2, 3)]
-    assert await bench.path.get(keys, sinks, None, bench.soon()) <= 1
+    assert await bench.get([1, 2, 3], sinks) <= 1
     assert not short.content.any()
     await bench.until_whole()
 
@@ -403,7 +395,7 @@ async def test_many_put_and_get_the_same_chunks_at_once(bench: Bench) -> None:
         for number in numbers:
             await bench.put(number, paged=bool(number % 2))
             sink = bench.sink(paged=bool(worker % 2))
-            if await bench.path.get([chunk(number)[0]], [sink], None, bench.soon()):
+            if await bench.get([number], [sink]):
                 assert np.array_equal(sink.content, chunk(number)[1])
 
     await asyncio.gather(*(one(worker) for worker in range(8)))
@@ -443,14 +435,13 @@ async def test_slots_stay_taken_while_copies_run_whose_end_the_driver_did_not_te
     device = Device(driver, CHUNK_BYTES, 4 << 20)
     bench = Bench(device, tmp_path, keep)
     await bench.open()
-    holds = [Hold(device.storing.stream)]
+    hold = Hold(device.storing.stream)
     driver.refuse = {call: number}
     put = asyncio.ensure_future(bench.put(1, 2, paged=True))
     while put not in (await asyncio.wait([put], timeout=0.01))[0] and not device.unfinished and not device.pending:
         await asyncio.sleep(0)
     assert not put.done(), "copies are under way"
-    for hold in holds:
-        hold.release()
+    hold.release()
     await asyncio.gather(put, return_exceptions=True)
     await flushed(bench.writer, 10.0)
     await bench.until_whole()
@@ -461,16 +452,15 @@ async def test_slots_stay_taken_while_copies_run_whose_end_the_driver_did_not_te
 
 
 async def test_get_behind_a_busy_stream_gives_up_at_its_deadline_and_holds_up_nobody(bench: Bench) -> None:
-    await bench.put(1, 2)
-    await flushed(bench.writer, 10.0)
+    await bench.store(1, 2)
     busy = bench.driver.make_stream()
     hold = Hold(busy)
     after = bench.driver.record(busy)
     late, other = bench.sink(), bench.sink()
     late.content[:] = 7
-    assert await bench.path.get([chunk(1)[0]], [late], after, bench.soon(0.1)) == 0
-    waiting = asyncio.ensure_future(bench.path.get([chunk(1)[0]], [late], after, bench.soon()))
-    assert await bench.path.get([chunk(2)[0]], [other], None, bench.soon()) == 1
+    assert await bench.get([1], [late], after, 0.1) == 0
+    waiting = asyncio.ensure_future(bench.get([1], [late], after))
+    assert await bench.get([2], [other]) == 1
     assert np.array_equal(other.content, chunk(2)[1])
     assert (late.content == 7).all()
     hold.release()
@@ -486,10 +476,7 @@ async def test_copies_are_enqueued_off_the_loop(bench: Bench) -> None:
             threads.add(threading.current_thread())
             super().gather(chunk, stream)
 
-    key, payload = chunk(1)
-    watched = Watched(bench.driver, bench.driver.empty(CHUNK_BYTES), paged=True)
-    watched.content[:] = payload
-    assert await bench.path.put([(key, watched)], None, bench.soon()) == 1
+    assert await bench.path.put([bench.source(1, paged=True, kind=Watched)], None, bench.soon()) == 1
     assert threads and threading.main_thread() not in threads
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +29,19 @@ async def tier(cluster: Cluster) -> AsyncIterator[RedisTier]:
         yield tier
 
 
-async def test_a_slot_that_has_moved_is_followed(tier: RedisTier, cluster: Cluster) -> None:
-    key, payload = chunk(1, LENGTH)
-    await tier.write(key, payload, LENGTH)
-    source, target = move_begins(cluster, slot(1))
-    move_names(source, target, slot(1))
-    move_ends(cluster, slot(1), target)
-    try:
-        into = page_aligned(LENGTH)
-        assert await tier.read(key, into) == LENGTH and np.array_equal(into[:LENGTH], payload[:LENGTH])
-        tier.known.clear()
-        assert await tier.probe([key]) == 1
-        assert await tier.remove(key)
-        assert await tier.write(key, payload, LENGTH)
-        with target.client() as client:
-            assert client.dbsize() == 1
-    finally:
-        move_back(cluster, target, slot(1))
-
-
 def slot(number: int) -> int:
     return redis.crc.key_slot(value_name(chunk(number)[0]))
 
 
-@pytest.mark.parametrize("moved", [0, 1])
-async def test_a_chunk_whose_slot_is_moving_is_read_and_removed(tier: RedisTier, cluster: Cluster, moved: int) -> None:
+@pytest.mark.parametrize("moved", ["nothing yet", "the names", "all"])
+async def test_a_slot_that_is_moving_or_has_moved_is_followed(tier: RedisTier, cluster: Cluster, moved: str) -> None:
     key, payload = chunk(1, LENGTH)
     await tier.write(key, payload, LENGTH)
-    source, target = move_begins(cluster, slot(1))
-    move_names(source, target, slot(1), moved)
-    try:
+    with moving(cluster, slot(1)) as (source, target):
+        if moved != "nothing yet":
+            move_names(source, target, slot(1))
+        if moved == "all":
+            move_ends(cluster, slot(1), target)
         into = page_aligned(LENGTH)
         assert await tier.read(key, into) == LENGTH and np.array_equal(into[:LENGTH], payload[:LENGTH])
         tier.known.clear()
@@ -65,26 +49,20 @@ async def test_a_chunk_whose_slot_is_moving_is_read_and_removed(tier: RedisTier,
         assert await tier.remove(key)
         assert [names(node) for node in (source, target)] == [0, 0]
         assert await tier.read(key, into) is None
-    finally:
-        move_names(source, target, slot(1))
-        move_ends(cluster, slot(1), target)
-        move_back(cluster, target, slot(1))
+        assert await tier.write(key, payload, LENGTH)
+        assert [names(node) for node in (source, target)] == [0, 1]
 
 
 @pytest.mark.parametrize("length", [1000, LENGTH])
 async def test_a_chunk_is_written_while_its_slot_is_moving(tier: RedisTier, cluster: Cluster, length: int) -> None:
     key, payload = chunk(1, length)
-    source, target = move_begins(cluster, slot(1))
-    try:
+    with moving(cluster, slot(1)) as (source, target):
         assert await tier.write(key, payload, length)
         assert names(source) == 0, "new names belong to the new owner"
         into = page_aligned(length)
         assert await tier.read(key, into) == length and np.array_equal(into[:length], payload[:length])
         with target.client() as client:
             assert all(client.execute_command("ASKING") and client.ttl(name) == -1 for name in client.keys("*"))
-    finally:
-        move_ends(cluster, slot(1), target)
-        move_back(cluster, target, slot(1))
 
 
 async def test_the_death_of_a_master_costs_its_chunks_until_its_replica_is_promoted(tmp_path: Path) -> None:
@@ -134,19 +112,25 @@ def names(node: Server) -> int:
         return int(client.dbsize())
 
 
-def move_begins(cluster: Cluster, number: int) -> tuple[Server, Server]:
-    """Source and target."""
+@contextmanager
+def moving(cluster: Cluster, number: int) -> Iterator[tuple[Server, Server]]:
+    """A slot from source to target, which are yielded. At the end it is where it was."""
     source = cluster.owner_of(number)
     target = cluster.nodes[(cluster.nodes.index(source) + 1) % 3]
     with source.client() as at_source, target.client() as at_target:
         at_target.execute_command("CLUSTER SETSLOT", number, "IMPORTING", cluster.id_of(source))
         at_source.execute_command("CLUSTER SETSLOT", number, "MIGRATING", cluster.id_of(target))
-    return source, target
+    try:
+        yield source, target
+    finally:
+        move_names(source, target, number)
+        move_ends(cluster, number, target)
+        move_back(cluster, target, number)
 
 
-def move_names(source: Server, target: Server, number: int, count: int = 1000) -> None:
+def move_names(source: Server, target: Server, number: int) -> None:
     with source.client() as client:
-        found: list[Any] = client.execute_command("CLUSTER GETKEYSINSLOT", number, count)
+        found: list[Any] = client.execute_command("CLUSTER GETKEYSINSLOT", number, 1000)
         if found:
             client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *found)
 

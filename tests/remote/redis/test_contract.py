@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.remote.redis.servers import Cluster, Server
-from tests.remote.redis.tiers import make_tier
+from tests.remote.redis.tiers import make_tier, value_name
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.tiers.base import Tier
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.needs("redis-server")
 
 class RedisContract(TierContract):
     server: Server
+    client: ClassVar[dict[str, Any]] = {}
 
     def options(self) -> dict[str, object]:
         return {}
@@ -28,8 +30,8 @@ class RedisContract(TierContract):
         return make_tier(self.url(), **self.options())
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        with self.server.client() as client:
-            client.setrange(f"tiercache:{key.hex()}", 88 + 17, b"damaged!")
+        with self.server.client(**self.client) as client:
+            assert client.setrange(value_name(key), 88 + 17, b"damaged!") > 100
         return True
 
 
@@ -45,21 +47,20 @@ class TestUnixSocket(TestStandalone):
 
 
 class TestAnotherDatabase(TestStandalone):
+    client: ClassVar[dict[str, Any]] = {"db": 3}
+
     def url(self) -> str:
         return f"valkey://127.0.0.1:{self.server.port}/3"
-
-    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        with self.server.client(db=3) as client:
-            assert client.setrange(f"tiercache:{key.hex()}", 88 + 17, b"damaged!") > 100
-        return True
 
 
 @pytest.mark.needs("openssl")
 class TestTls(RedisContract):
+    client: ClassVar[dict[str, Any]] = {"ssl": True, "ssl_cert_reqs": "none"}
+
     @pytest.fixture(autouse=True)
     def use(self, tls_server: Server, certificates: Path) -> None:
         self.server, self.certificates = tls_server, certificates
-        with tls_server.client(ssl=True, ssl_cert_reqs="none") as client:
+        with tls_server.client(**self.client) as client:
             client.flushall()
 
     def url(self) -> str:
@@ -67,11 +68,6 @@ class TestTls(RedisContract):
 
     def options(self) -> dict[str, object]:
         return {"tls_ca_file": str(self.certificates / "ca.pem")}
-
-    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        with self.server.client(ssl=True, ssl_cert_reqs="none") as client:
-            client.setrange(f"tiercache:{key.hex()}", 88 + 17, b"damaged!")
-        return True
 
 
 class TestCluster(RedisContract):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -106,37 +107,34 @@ async def test_a_sentinel_taken_for_a_server_and_the_other_way_round_are_said(wa
         await make_tier(f"redis-sentinel://127.0.0.1:{watched.master.port}/kv").open()
 
 
-@pytest.mark.parametrize("given", ["wrong", None])
-async def test_a_wrong_sentinel_password_is_said(watched: Watched, given: str | None) -> None:
-    for sentinel in watched.sentinels:
+@contextmanager
+def asking_for_a_password(sentinels: list[Server]) -> Iterator[None]:
+    for sentinel in sentinels:
         with sentinel.client() as client:
             client.execute_command("ACL", "SETUSER", "default", "resetpass", ">right")
     try:
-        with pytest.raises(ConfigError, match=r"\.sentinel_password: ") as caught:
-            await make_tier(watched.url, sentinel_password=given).open()
-        assert "wrong" not in str(caught.value)
-        tier = make_tier(watched.url, sentinel_password="right")
-        await tier.open()
-        assert await tier.probe([chunk(1)[0]]) == 0
-        await tier.close()
+        yield
     finally:
-        for sentinel in watched.sentinels:
+        for sentinel in sentinels:
             with sentinel.client(password="right") as client:
                 client.execute_command("ACL", "SETUSER", "default", "nopass")
 
 
+@pytest.mark.parametrize("given", ["wrong", None])
+async def test_a_wrong_sentinel_password_is_said(watched: Watched, given: str | None) -> None:
+    with asking_for_a_password(watched.sentinels):
+        with pytest.raises(ConfigError, match=r"\.sentinel_password: ") as caught:
+            await make_tier(watched.url, sentinel_password=given).open()
+        assert "wrong" not in str(caught.value)
+        async with opened(watched.url, sentinel_password="right") as tier:
+            assert await tier.probe([chunk(1)[0]]) == 0
+
+
 async def test_one_sentinel_with_another_password_does_not_stop_the_start(watched: Watched) -> None:
-    with watched.sentinels[0].client() as client:
-        client.execute_command("ACL", "SETUSER", "default", "resetpass", ">right")
-    try:
-        tier = make_tier(watched.url.replace("/kv", "/other"))
-        await tier.open()
-        with pytest.raises(TierUnavailable, match="'other'"):
-            await tier.probe([chunk(1)[0]])
-        await tier.close()
-    finally:
-        with watched.sentinels[0].client(password="right") as client:
-            client.execute_command("ACL", "SETUSER", "default", "nopass")
+    with asking_for_a_password(watched.sentinels[:1]):
+        async with opened(watched.url.replace("/kv", "/other")) as tier:
+            with pytest.raises(TierUnavailable, match="'other'"):
+                await tier.probe([chunk(1)[0]])
 
 
 async def test_a_fail_over_is_survived(shared: Watched) -> None:

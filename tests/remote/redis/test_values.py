@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,42 +31,6 @@ async def test_a_chunk_is_one_value_that_never_expires(tier: RedisTier, server: 
         assert client.ttl(NAME) == -1
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        *(lambda value: value[:3], lambda value: value[:88], lambda value: value[:-1]),
-        lambda value: value[:88] + struct.pack("<QQ16s", 5, 65536, bytes(16)),
-    ],
-    ids=["a few bytes", "the header", "all but a byte", "head of a chunk that an earlier version stored in segments"],
-)
-async def test_a_value_that_was_cut_is_a_corrupt_chunk_and_is_removed(
-    tier: RedisTier, server: Server, cut: Callable[[bytes], bytes]
-) -> None:
-    await tier.write(KEY, PAYLOAD, LENGTH)
-    with server.client() as client:
-        client.set(NAME, cut(client.get(NAME)))
-        with pytest.raises(CorruptChunk):
-            await tier.read(KEY, page_aligned(LENGTH))
-        assert not client.exists(NAME)
-    assert await tier.write(KEY, PAYLOAD, LENGTH)
-    assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
-
-
-@pytest.mark.parametrize("more_bytes", [1, 2 * LENGTH])
-async def test_a_value_that_is_too_long_is_a_corrupt_chunk_and_stays_inside_its_buffer(
-    tier: RedisTier, server: Server, more_bytes: int
-) -> None:
-    await tier.write(KEY, PAYLOAD, LENGTH)
-    memory = page_aligned(4 * LENGTH)
-    with server.client() as client:
-        client.append(NAME, b"\7" * more_bytes)
-        with pytest.raises(CorruptChunk):
-            await tier.read(KEY, memory[:LENGTH])
-        assert not memory[LENGTH:].any()
-        assert not client.exists(NAME)
-    assert await tier.read(chunk(2)[0], memory) is None, "the next request is answered"
-
-
 LONG = 5 << 20  # read in pieces
 
 
@@ -82,19 +45,40 @@ async def test_a_long_chunk_is_read_in_pieces(tier: RedisTier, length: int) -> N
     assert await tier.read(chunk(2)[0], into) is None, "the next request is answered"
 
 
-@pytest.mark.parametrize("left_bytes", [3, 88, 2 << 20, (2 << 20) + 40, 88 + LONG - 1, 88 + LONG + 1])
-async def test_a_long_value_that_is_cut_or_too_long_is_a_corrupt_chunk(
-    tier: RedisTier, server: Server, left_bytes: int
+@pytest.mark.parametrize(
+    ("length", "left_bytes"),
+    [
+        *((LENGTH, left_bytes) for left_bytes in (3, 88, 88 + LENGTH - 1, 88 + LENGTH + 1, 88 + 3 * LENGTH)),
+        *((LONG, left_bytes) for left_bytes in (3, 88, 2 << 20, (2 << 20) + 40, 88 + LONG - 1, 88 + LONG + 1)),
+    ],
+)
+async def test_a_value_that_was_cut_or_is_too_long_is_a_corrupt_chunk_and_is_removed(
+    tier: RedisTier, server: Server, length: int, left_bytes: int
 ) -> None:
-    key, payload = chunk(3, LONG)
-    memory = page_aligned(2 * LONG)
-    assert await tier.write(key, payload, LONG)
+    key, payload = chunk(3, length)
+    memory = page_aligned(4 * length)
+    assert await tier.write(key, payload, length)
     with server.client() as client:
         client.set(value_name(key), client.get(value_name(key)).ljust(left_bytes)[:left_bytes])
-    with pytest.raises(CorruptChunk):
-        await tier.read(key, memory[:LONG])
-    assert not memory[LONG:].any()
-    assert await tier.read(key, memory) is None, "it was removed, and the next request is answered"
+        with pytest.raises(CorruptChunk):
+            await tier.read(key, memory[:length])
+        assert not memory[length:].any()
+        assert not client.exists(value_name(key))
+    assert await tier.read(key, memory) is None, "the next request is answered"
+    assert await tier.write(key, payload, length)
+    assert await tier.read(key, memory) == length
+
+
+async def test_the_head_of_a_chunk_that_an_earlier_version_stored_in_segments_is_no_hit(
+    tier: RedisTier, server: Server
+) -> None:
+    """Its value is the header and a manifest of 32 bytes."""
+    await tier.write(KEY, PAYLOAD, LENGTH)
+    with server.client() as client:
+        client.set(NAME, client.getrange(NAME, 0, 87) + struct.pack("<QQ16s", 5, 65536, bytes(16)))
+        with pytest.raises(CorruptChunk):
+            await tier.read(KEY, page_aligned(LENGTH))
+        assert client.dbsize() == 0
 
 
 @pytest.mark.parametrize("length", [LENGTH, LONG])

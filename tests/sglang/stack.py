@@ -3,6 +3,7 @@ the process with SGLang."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,20 @@ class Engine:
         pages = read_pages(self.host, operation.host_indices[:completed])
         self.host.free(operation.host_indices)
         return pages
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """The cache's thread does nothing meanwhile."""
+        held, go_on = threading.Event(), threading.Event()
+        self.storage._thread.loop.call_soon_threadsafe(lambda: (held.set(), go_on.wait()))
+        assert held.wait(10)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def flush(self) -> None:
+        self.storage._wait(self.storage._thread.cache.flush(), 10)
 
     def close(self) -> None:
         self.controller.detach_storage_backend()
@@ -131,7 +146,12 @@ def storage_config(**options: Any) -> Any:
 
     alone: dict[str, Any] = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
     alone |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
-    alone |= {"is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True, "model_name": "a-model"}
+    alone |= {
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "a-model",
+    }
     return HiCacheStorageConfig(**(alone | options))
 
 
@@ -216,7 +236,8 @@ def mamba_pool() -> Any:
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
     info = MambaStateBufferInfo(
-        temporal=torch.zeros(LAYERS, 8, 4, 16, dtype=torch.float32), conv=(torch.zeros(LAYERS, 8, 24, dtype=torch.bfloat16),)
+        temporal=torch.zeros(LAYERS, 8, 4, 16, dtype=torch.float32),
+        conv=(torch.zeros(LAYERS, 8, 24, dtype=torch.bfloat16),),
     )
     return MambaPoolHost(info, 8.0, 0, device_capacity=8, pin_memory=False, layout="page_first")
 
@@ -235,9 +256,7 @@ def page_hashes(tokens: Sequence[int]) -> list[str]:
 def random_pages(host: Any, pages: int, seed: int = 0) -> torch.Tensor:
     """Bytes for so many pages of a pool, (pages, bytes of a page)."""
     page_bytes = host.get_dummy_flat_data_page().nbytes
-    return torch.randint(
-        0, 256, (pages, page_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randint(0, 256, (pages, page_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def write_pages(host: Any, indices: torch.Tensor, pages: torch.Tensor) -> None:

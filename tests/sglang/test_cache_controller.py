@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -12,31 +13,29 @@ import torch
 from tests.sglang.process import in_sglang
 from tests.sglang.stack import engine, mha_pools, mla_pools, page_hashes, random_pages, tokens_of
 
-LAYOUTS = ["page_first", "page_first_direct", "layer_first", "page_head"]
+LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
 
 
-@pytest.mark.parametrize("interface_v1", [1, 0])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("attention", "layout", "interface_v1"),
+    [
+        *itertools.product(["mha"], [*LAYOUTS, "page_head"], [1, 0]),
+        *itertools.product(["mla"], LAYOUTS, [1]),
+    ],
+)
 @in_sglang
-def test_what_was_backed_up_is_prefetched_after_a_restart(tmp_path: Path, layout: str, interface_v1: int) -> None:
+def test_what_was_backed_up_is_prefetched_after_a_restart(
+    tmp_path: Path, attention: str, layout: str, interface_v1: int
+) -> None:
+    pools = mha_pools if attention == "mha" else mla_pools
     tokens = tokens_of(1, pages=5)
-    with engine(tmp_path, mha_pools(layout), interface_v1=interface_v1) as first:
+    with engine(tmp_path, pools(layout), interface_v1=interface_v1) as first:
         pages = random_pages(first.host, 5)
         assert first.store(tokens, pages) == len(tokens)
         assert torch.equal(first.load(tokens), pages)
-    with engine(tmp_path, mha_pools(layout), interface_v1=interface_v1) as second:
+    with engine(tmp_path, pools(layout), interface_v1=interface_v1) as second:
         assert torch.equal(second.load(tokens), pages)
         assert torch.equal(second.load([*tokens[:48], 9, *tokens[49:]]), pages[:3])
-
-
-@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
-@in_sglang
-def test_latents_of_mla_come_back(tmp_path: Path, layout: str) -> None:
-    tokens = tokens_of(2, pages=3)
-    with engine(tmp_path, mla_pools(layout)) as one:
-        pages = random_pages(one.host, 3)
-        one.store(tokens, pages)
-        assert torch.equal(one.load(tokens), pages)
 
 
 @in_sglang

@@ -66,7 +66,7 @@ def test_ranks_with_the_same_pages_share_nothing_after_a_clear(tmp_path: Path) -
         reader.storage.clear()
         assert writer.store(tokens, random_pages(writer.host, 2)) == len(tokens), "as ranks do that leave it to another"
         assert [rank.storage.batch_exists(page_hashes(tokens)) for rank in (writer, reader)] == [0, 0]
-        writer.storage._wait(writer.storage._thread.cache.flush(), 10)
+        writer.flush()
         assert not list(tmp_path.glob("??/??/*")), "what nobody can find is not written"
 
 
@@ -76,22 +76,19 @@ def test_clear_waits_for_pages_that_are_being_stored(tmp_path: Path) -> None:
     from tiercache.integrations.sglang import TierCacheStorage
 
     with engine(tmp_path) as one:
-        loop, held, go_on = one.storage._thread.loop, threading.Event(), threading.Event()
-        loop.call_soon_threadsafe(lambda: (held.set(), go_on.wait()))
-        assert held.wait(10)
         hashes, indices = page_hashes(tokens_of(1, pages=2)), one.host.alloc(32)
         storing = threading.Thread(target=one.storage.batch_set_v1, args=(hashes, indices))
-        storing.start()
-        while not one.storage._storing.locked():
-            pass
         clearing = threading.Thread(target=one.storage.clear)
-        clearing.start()
-        while not TierCacheStorage._generation:
-            pass
-        go_on.set()
+        with one.held_up():
+            storing.start()
+            while not one.storage._storing.locked():
+                pass
+            clearing.start()
+            while not TierCacheStorage._generation:
+                pass
         storing.join(10)
         clearing.join(10)
-        one.storage._wait(one.storage._thread.cache.flush(), 10)
+        one.flush()
         assert not list(tmp_path.glob("??/??/*"))
 
 

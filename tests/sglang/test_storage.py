@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import shlex
-import threading
 from pathlib import Path
 
 import pytest
@@ -41,12 +40,9 @@ def test_a_page_is_not_written_to_after_the_call_has_returned(tmp_path: Path) ->
         indices = one.host.alloc(len(tokens))
         others = random_pages(one.host, 4, seed=9)
         write_pages(one.host, indices, others)
-        loop, held, go_on = one.storage._thread.loop, threading.Event(), threading.Event()
-        loop.call_soon_threadsafe(lambda: (held.set(), go_on.wait()))
-        assert held.wait(10)
-        assert one.storage.batch_get_v1(page_hashes(tokens), indices) == [False] * 4
-        go_on.set()
-        one.storage._wait(one.storage._thread.cache.flush(), 10)
+        with one.held_up():
+            assert one.storage.batch_get_v1(page_hashes(tokens), indices) == [False] * 4
+        one.flush()
         assert torch.equal(read_pages(one.host, indices), others)
 
 

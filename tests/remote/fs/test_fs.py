@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.compression.contract import CompressionContract
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
 from tests.remote.waiting import eventually
@@ -100,6 +101,15 @@ class TestFsTierThroughFuse(TestFsTier):
 
     async def make_tier(self, place: Path) -> Tier:
         return tier_on(self.mount.path)
+
+
+class TestCompressed(CompressionContract):
+    async def make_tier(self, place: Path, compression: str) -> Tier:
+        return tier_on(place / "a", compression=compression, item_bytes=2)
+
+    async def damage(self, tier: Tier, key: bytes) -> None:
+        assert isinstance(tier, FsTier)
+        flip(Path(tier.path(key)), 4096 + 20_000)
 
 
 @pytest.mark.parametrize(

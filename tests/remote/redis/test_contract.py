@@ -1,4 +1,4 @@
-"""The contract of tiers, on every kind of server."""
+"""The contract of tiers, on every kind of server, and the one of compressed chunks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.compression.contract import CompressionContract
 from tests.remote.redis.servers import Cluster, Server
 from tests.remote.redis.tiers import make_tier, value_name
 from tiercache.core.keys import ChunkKey
@@ -84,3 +85,16 @@ class TestCluster(RedisContract):
                 for name in client.keys(f"*{key.hex()}*"):
                     client.setrange(name, client.strlen(name) - 8, b"damaged!")
         return True
+
+
+class TestCompressed(CompressionContract):
+    @pytest.fixture(autouse=True)
+    def use(self, server: Server) -> None:
+        self.server = server
+
+    async def make_tier(self, place: Path, compression: str) -> Tier:
+        return make_tier(self.server.url, compression=compression, item_bytes=2)
+
+    async def damage(self, tier: Tier, key: bytes) -> None:
+        with self.server.client() as client:
+            client.setrange(value_name(key), 20_000, b"damaged!")

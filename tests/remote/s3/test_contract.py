@@ -1,4 +1,4 @@
-"""The S3 tier against the contract, on a real store."""
+"""The S3 tier against the contract, and the one of compressed chunks, on a real store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from pathlib import Path
 import obstore
 import pytest
 
+from tests.compression.contract import CompressionContract
 from tests.remote.s3.conftest import settings_for
 from tests.servers.s3 import S3Server
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.s3 import S3Tier
+
+
+async def flip(tier: Tier, key: ChunkKey, at: int) -> None:
+    """A bit of an object."""
+    assert isinstance(tier, S3Tier)
+    store, path = tier.put_store, tier.path(key)
+    value = bytearray((await (await obstore.get_async(store, path)).bytes_async()).to_bytes())
+    value[at] ^= 1
+    await obstore.put_async(store, path, bytes(value))
 
 
 class TestS3Tier(TierContract):
@@ -26,11 +36,7 @@ class TestS3Tier(TierContract):
         return S3Tier(settings_for(self.server.endpoint, prefix=str(place).strip("/"), **self.options))
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        assert isinstance(tier, S3Tier)
-        store, path = tier.put_store, tier.path(key)
-        value = bytearray((await (await obstore.get_async(store, path)).bytes_async()).to_bytes())
-        value[88 + 17] ^= 1
-        await obstore.put_async(store, path, bytes(value))
+        await flip(tier, key, 88 + 17)
         return True
 
 
@@ -40,3 +46,16 @@ class TestS3TierInParts(TestS3Tier):
 
 class TestS3TierUnsigned(TestS3Tier):
     options = {"skip_signature": True}  # noqa: RUF012
+
+
+class TestCompressed(CompressionContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_server: S3Server) -> None:
+        self.server = s3_server
+
+    async def make_tier(self, place: Path, compression: str) -> Tier:
+        options = {"prefix": str(place).strip("/"), "compression": compression, "item_bytes": 2}
+        return S3Tier(settings_for(self.server.endpoint, **options))
+
+    async def damage(self, tier: Tier, key: bytes) -> None:
+        await flip(tier, key, 20_000)

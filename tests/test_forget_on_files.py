@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.test_cache import CHUNK_BYTES, key, opened, payload
-from tests.tiers.test_disk_healing import HOLDER, run
+from tests.tiers.others import running
+from tests.tiers.test_disk_healing import HOLDER
 
 
 async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(tmp_path: Path) -> None:
@@ -19,16 +20,13 @@ async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(
         assert (await cache.flush()).complete
         file = Path(disk.path(key(1)))  # type: ignore[attr-defined]
         assert file.exists()
-        with run(HOLDER, tmp_path / ".tiercache" / "ledger") as peer:
-            assert peer.stdout is not None
-            assert await asyncio.to_thread(peer.stdout.readline) == "held\n"
+        async with running("-c", HOLDER, tmp_path / ".tiercache" / "ledger"):
             began_s = loop.time()
             await cache.forget([key(1)])
             assert loop.time() - began_s < 5.0
             assert not file.exists()
             async with cache.get(key(1), deadline_s=1.0) as lease:
                 assert lease is None
-            peer.kill()
         assert await cache.put(key(1), payload(2))
         assert (await cache.flush()).complete
         cache.clear_hot()

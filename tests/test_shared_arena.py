@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.tiers.others import running
 from tiercache import Config, Layout, TierCache
 from tiercache.errors import ConfigError
 
@@ -24,7 +22,7 @@ async def main():
     async with TierCache.open(Config(max_local_cpu_size=0.002, shm_name=sys.argv[1]), layout) as cache:
         key, = cache.keys(list(range(16)))
         assert await cache.put(key, bytes([layout.rank]) * layout.chunk_bytes)
-        print("open", flush=True)
+        print("ready", flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())
 """
@@ -58,21 +56,10 @@ async def test_each_rank_has_an_arena_of_its_own(name: str) -> None:
 
 
 async def test_what_killed_ranks_left_goes_with_the_next_start(name: str) -> None:
-    ranks = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RANK, name, str(rank), stdout=asyncio.subprocess.PIPE
-        )
-        for rank in (0, 1)
-    ]
-    for process in ranks:
-        assert process.stdout is not None and await asyncio.wait_for(process.stdout.readline(), 60) == b"open\n"
-    assert entries(name) == [
-        f"tiercache.{name}.0",
-        f"tiercache.{name}.1",
-    ]  # who is killed may lose his to any other start
-    for process in ranks:
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
+    async with running("-c", RANK, name, 0) as first, running("-c", RANK, name, 1) as second:
+        assert entries(name) == [f"tiercache.{name}.0", f"tiercache.{name}.1"]
+        for rank in (first, second):
+            await rank.kill()  # who is killed may lose his to any other start
     async with TierCache.open(Config(max_local_cpu_size=0.002, shm_name=name), LAYOUTS[1]) as cache:
         assert entries(name) == [f"tiercache.{name}.1"]
         key, = cache.keys(list(range(16)))  # fmt: skip

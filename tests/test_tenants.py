@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.scheduler.conftest import release
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, payload
 from tiercache import Lease, TierCache
 from tiercache.control.families import figures_of
@@ -106,8 +107,7 @@ async def test_who_holds_all_of_his_quota_waits_and_nobody_waits_for_him() -> No
         leases[0].release()
         assert await waiting == 1 and held(cache, "cpu", "noisy")[1] == QUOTA
         assert await put(cache, keys_of(cache, "noisy", 1, 3), deadline_s=0.0) == 1, "his newest goes for that"
-        for lease in leases:
-            lease.release()
+        release(*leases)
         assert cache.cpu.obtainable == SLOTS
 
 
@@ -119,8 +119,7 @@ async def test_what_was_removed_counts_until_its_leases_end() -> None:
         await cache.forget(own)
         assert held(cache, "cpu", "noisy")[1] == QUOTA
         assert await put(cache, keys_of(cache, "noisy", 1, 1), deadline_s=0.0) == 0
-        for lease in leases:
-            lease.release()
+        release(*leases)
         assert held(cache, "cpu", "noisy") == (0, 0)
         assert await put(cache, keys_of(cache, "noisy", 1, 1), deadline_s=0.0) == 1
 
@@ -162,8 +161,7 @@ async def test_demand_reads_of_others_do_not_wait_for_a_tenants_room(tmp_path: P
             await asyncio.sleep(0)
         assert await cache.get_into(quiet, into[:4], deadline_s=5.0) == 4
         assert not waiting.done()
-        for lease in leases:
-            lease.release()
+        release(*leases)
         assert await waiting == QUOTA
         assert held(cache, "cpu", "noisy")[1] == QUOTA
 
@@ -190,8 +188,7 @@ async def test_random_uses_leave_right_accounts() -> None:
             assert all(tenant.held_bytes == tenant.chunks * CHUNK_BYTES for tenant in tenants)
             assert all(tenant.chunks <= QUOTA for tenant in tenants)
             assert sum(tenant.chunks for tenant in tenants) == SLOTS - cpu.pool.free
-        for lease in kept:
-            lease.release()
+        release(*kept)
         assert cpu.obtainable == SLOTS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,13 +37,14 @@ class Other:
 
 
 @asynccontextmanager
-async def running(*arguments: object) -> AsyncIterator[Other]:
+async def running(*arguments: object, **environment: str) -> AsyncIterator[Other]:
     """Run Python with these arguments. The program says that it is ready."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *map(str, arguments)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=REPOSITORY,
+        env=os.environ | environment,
     )
     other = Other(process)
     assert await other.line() == "ready"

@@ -23,6 +23,7 @@ from tests.remote.fs.mount import SERVER
 from tests.remote.fs.test_fs import opened as fs_opened
 from tests.servers.processes import stop_process
 from tests.tiers.opened import open_tier
+from tests.tiers.others import running
 from tests.tiers.test_disk import (
     FILE_BYTES,
     FINGERPRINT,
@@ -576,7 +577,7 @@ HOLDER = """
 import fcntl, sys
 file = open(sys.argv[1], "r+b")
 fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
+print("ready", flush=True)
 sys.stdin.read()
 """
 
@@ -585,22 +586,16 @@ async def test_a_peer_that_is_frozen_with_the_lock_costs_seconds_and_not_the_thr
     async with opened(tmp_path) as tier:
         await tier.scanned()
         await fill(tier, range(1, 3))
-        peer = run(HOLDER, tmp_path / ".tiercache" / "ledger")
-        assert peer.stdout is not None and peer.stdout.readline() == "held\n"
-        stop_process(peer.pid)
-        try:
-            async with asyncio.timeout(25):
-                with pytest.raises(TierUnavailable, match="kept its lock"):
-                    await fill(tier, range(3, 4))
-                assert await tier.remove(chunk(1)[0])
-                assert await is_hit(tier, 2)
-                with pytest.raises(TierUnavailable, match="kept its lock"):
-                    async with opened(tmp_path):
-                        pass
-                await tier.close()
-        finally:
-            peer.kill()
-            peer.communicate()
+        async with running("-c", HOLDER, tmp_path / ".tiercache" / "ledger") as peer, asyncio.timeout(25):
+            stop_process(peer.process.pid)
+            with pytest.raises(TierUnavailable, match="kept its lock"):
+                await fill(tier, range(3, 4))
+            assert await tier.remove(chunk(1)[0])
+            assert await is_hit(tier, 2)
+            with pytest.raises(TierUnavailable, match="kept its lock"):
+                async with opened(tmp_path):
+                    pass
+            await tier.close()
 
 
 async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once_the_write_has_ended(

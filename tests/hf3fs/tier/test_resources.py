@@ -1,10 +1,7 @@
 """What a tier takes: shared memory as configured, and nothing of it after the end, whichever way that came."""
 
-import asyncio
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +10,11 @@ import pytest
 from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, make_tier
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.needs import needs_fuse
+from tests.tiers.opened import open_tier
+from tests.tiers.others import running
+from tests.tiers.test_disk import is_hit
 from tiercache.errors import ConfigError
-from tiercache.testing import chunk, page_aligned
+from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 
 CLIENT = """
@@ -37,7 +37,7 @@ async def main():
             arena.memory[:65536] = payload
             payload = arena.memory[:65536]
         await tier.write(key, payload, 65536)
-    print("written", flush=True)
+    print("ready", flush=True)
     found = int(sys.stdin.readline())
     key, payload = chunk(found)
     into = arena.memory[:65536] if sys.argv[2] == "arena" else page_aligned(65536)
@@ -59,16 +59,6 @@ def used_bytes(names: set[str]) -> int:
     return sum(os.stat(f"/dev/shm/{name}").st_size for name in names)
 
 
-def start_client(emulator: Hf3fsEmulator, place: Path, memory: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CLIENT, str(place), memory, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **emulator.environment},
-    )
-
-
 async def test_shared_memory_is_what_the_configuration_says(opened: Opened, place: Path, memory: Memory) -> None:
     before = ours()
     async with opened(place):
@@ -77,10 +67,18 @@ async def test_shared_memory_is_what_the_configuration_says(opened: Opened, plac
     assert ours() == before
 
 
-async def test_buffers_too_small_for_two_chunks_are_refused(emulator: Hf3fsEmulator, place: Path) -> None:
+async def test_what_cannot_work_is_refused_and_leaves_nothing(
+    emulator: Hf3fsEmulator, place: Path, tmp_path: Path
+) -> None:
+    """Buffers too small for two chunks, a directory outside of 3FS, and a mount that is not the directory's."""
     before = ours()
-    with pytest.raises(ConfigError, match="hf3fs_iov_size"):
-        await make_tier(place, chunk_bytes=3 << 20).open()
+    for tier, said in (
+        (make_tier(place, chunk_bytes=3 << 20), "hf3fs_iov_size"),
+        (make_tier(tmp_path / "no"), "does not lie on a 3FS mount"),
+        (make_tier(place, mount=tmp_path), str(tmp_path)),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            await tier.open()
     assert ours() == before
 
 
@@ -92,16 +90,6 @@ async def test_refused_depth_is_named(mortal: Hf3fsEmulator) -> None:
         await make_tier(mortal.mount / "chunks", rings=replace(RINGS, io_depth=-4)).open()
     assert ours() == before
     mortal.control.until_registered(buffers=0, rings=0)
-
-
-async def test_directory_outside_of_3fs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not lie on a 3FS mount"):
-        await make_tier(tmp_path / "no").open()
-
-
-async def test_wrong_mount_is_refused(emulator: Hf3fsEmulator, place: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        await make_tier(place, mount=tmp_path).open()
 
 
 async def test_unusable_base_path_leaves_nothing(emulator: Hf3fsEmulator, place: Path, opened: Opened) -> None:
@@ -132,28 +120,18 @@ async def test_killed_process_leaves_nothing_once_another_has_begun(
 ) -> None:
     """And the two of them found each other's chunks before."""
     before = ours()
-    with start_client(emulator, place, kind) as process:
-        assert process.stdin is not None and process.stdout is not None
-        assert await asyncio.to_thread(process.stdout.readline) == "written\n"
-        assert len(ours(process.pid) - before) == (1 if kind == "buffers" else 2)
-        tier = make_tier(place)
-        await tier.open()
-        keys = [chunk(number)[0] for number in range(100, 110)]
-        assert await tier.probe(keys) == 10
-        for number in range(100, 110):
-            into = page_aligned(CHUNK_BYTES)
-            assert await tier.read(chunk(number)[0], into) == CHUNK_BYTES
-            assert (into == chunk(number)[1]).all()
-        key, payload = chunk(7)
-        await tier.write(key, payload, CHUNK_BYTES)
-        print(7, file=process.stdin, flush=True)
-        assert await asyncio.to_thread(process.stdout.readline) == "read\n"
-        process.kill()
-        process.wait()
-        await tier.close()
-    again = make_tier(place)
-    await again.open()
-    assert len(ours(process.pid) - before) == 1, "its own and nothing else"
-    await again.close()
-    assert ours(process.pid) == before
+    async with running("-c", CLIENT, place, kind, os.getpid(), **emulator.environment) as client:
+        pid = client.process.pid
+        assert len(ours(pid) - before) == (1 if kind == "buffers" else 2)
+        async with open_tier(make_tier(place)) as tier:
+            assert await tier.probe([chunk(number)[0] for number in range(100, 110)]) == 10
+            for number in range(100, 110):
+                assert await is_hit(tier, number)
+            key, payload = chunk(7)
+            await tier.write(key, payload, CHUNK_BYTES)
+            assert await client.do("7") == "read"
+            await client.kill()
+    async with open_tier(make_tier(place)):
+        assert len(ours(pid) - before) == 1, "its own and nothing else"
+    assert ours(pid) == before
     emulator.control.until_registered(buffers=0, rings=0)

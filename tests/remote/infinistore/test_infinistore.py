@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import sys
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,23 @@ def make_tier(url: str = "infinistore://127.0.0.1:22345", timeout_s: float = 5.0
     return tier
 
 
+async def until_connected(tier: InfiniStoreTier) -> None:
+    async with asyncio.timeout(60):
+        while tier._connection is None:
+            await asyncio.sleep(0.005)
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> fake.Server:
     monkeypatch.setattr(fake, "server", fake.Server())
     monkeypatch.setitem(sys.modules, "infinistore", fake)  # type: ignore[arg-type]
     return fake.server
+
+
+@pytest.fixture
+async def tier(server: fake.Server) -> AsyncIterator[InfiniStoreTier]:
+    async with open_tier(make_tier()) as tier:
+        yield tier
 
 
 class TestOverRdma(TierContract):
@@ -87,11 +100,10 @@ async def test_slots_of_the_arena_are_registered_and_used_themselves(server: fak
         assert len(server.values[NAME]) == 88 and len(server.values[f"{NAME}:payload"]) == CHUNK_BYTES
 
 
-async def test_a_header_without_its_payload_is_a_miss(server: fake.Server) -> None:
-    async with open_tier(make_tier()) as tier:
-        assert await tier.write(KEY, PAYLOAD, 5000)
-        del server.values[f"{NAME}:payload"]
-        assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) is None
+async def test_a_header_without_its_payload_is_a_miss(server: fake.Server, tier: InfiniStoreTier) -> None:
+    assert await tier.write(KEY, PAYLOAD, 5000)
+    del server.values[f"{NAME}:payload"]
+    assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) is None
 
 
 async def test_a_connection_that_comes_up_after_the_close_is_closed(server: fake.Server) -> None:
@@ -106,23 +118,21 @@ async def test_a_connection_that_comes_up_after_the_close_is_closed(server: fake
     assert not connection.connected
 
 
-async def test_another_chunks_header_does_not_pass(server: fake.Server) -> None:
-    async with open_tier(make_tier()) as tier:
-        assert await tier.write(KEY, PAYLOAD, 5000)
-        stranger, payload = chunk(2)
-        assert await tier.write(stranger, payload, 5000)
-        server.values[NAME] = server.values[f"tiercache:{stranger.hex()}"]
-        with pytest.raises(CorruptChunk):
-            await tier.read(KEY, page_aligned(CHUNK_BYTES))
-        assert NAME not in server.values and f"{NAME}:payload" not in server.values
+async def test_another_chunks_header_does_not_pass(server: fake.Server, tier: InfiniStoreTier) -> None:
+    assert await tier.write(KEY, PAYLOAD, 5000)
+    stranger, payload = chunk(2)
+    assert await tier.write(stranger, payload, 5000)
+    server.values[NAME] = server.values[f"tiercache:{stranger.hex()}"]
+    with pytest.raises(CorruptChunk):
+        await tier.read(KEY, page_aligned(CHUNK_BYTES))
+    assert NAME not in server.values and f"{NAME}:payload" not in server.values
 
 
-async def test_the_value_of_another_program_is_left_alone(server: fake.Server) -> None:
-    async with open_tier(make_tier()) as tier:
-        server.values[NAME] = b"x" * 88
-        with pytest.raises(NotOurs):
-            await tier.read(KEY, page_aligned(CHUNK_BYTES))
-        assert server.values[NAME] == b"x" * 88
+async def test_the_value_of_another_program_is_left_alone(server: fake.Server, tier: InfiniStoreTier) -> None:
+    server.values[NAME] = b"x" * 88
+    with pytest.raises(NotOurs):
+        await tier.read(KEY, page_aligned(CHUNK_BYTES))
+    assert server.values[NAME] == b"x" * 88
 
 
 @pytest.mark.parametrize("kind", ["RDMA", "TCP"])
@@ -153,12 +163,11 @@ async def test_a_value_of_a_wrong_length_costs_its_key_and_is_stored_anew(
         assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) == 5000
 
 
-async def test_a_full_server_is_a_full_tier(server: fake.Server) -> None:
-    async with open_tier(make_tier()) as tier:
-        server.codes.append(507)
-        with pytest.raises(TierFull):
-            await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
-        assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+async def test_a_full_server_is_a_full_tier(server: fake.Server, tier: InfiniStoreTier) -> None:
+    server.codes.append(507)
+    with pytest.raises(TierFull):
+        await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+    assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
 
 
 async def test_a_transfer_that_hangs_closes_the_connection_and_a_new_one_is_made(server: fake.Server) -> None:
@@ -185,9 +194,7 @@ async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(
             with pytest.raises(TierUnavailable):
                 await call
         server.down = False
-        async with asyncio.timeout(10):
-            while tier._connection is None:
-                await asyncio.sleep(0.005)
+        await until_connected(tier)
         assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
         server.down = True
         tier.known.clear()
@@ -248,9 +255,7 @@ async def test_on_a_real_server(tmp_path: Path) -> None:
     tier = make_tier(device_name=RDMA_DEVICES[0])
     try:
         await tier.open()
-        async with asyncio.timeout(60):
-            while tier._connection is None:
-                await asyncio.sleep(0.05)
+        await until_connected(tier)
         assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
         into = page_aligned(CHUNK_BYTES)
         assert await tier.read(KEY, into) == CHUNK_BYTES and np.array_equal(into, PAYLOAD)

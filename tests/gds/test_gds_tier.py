@@ -46,6 +46,12 @@ async def store(tier: GdsTier, slots: Slots, number: int, length: int = CHUNK_BY
     return key
 
 
+async def is_hit(tier: GdsTier, slots: Slots, number: int) -> bool:
+    (key, payload), into = chunk(number), slots.empty()
+    length = await tier.read_device(key, into)
+    return length == CHUNK_BYTES and np.array_equal(slots.content(into, CHUNK_BYTES), payload)
+
+
 @pytest.fixture
 async def tier(opened: Opened, tmp_path: Path) -> AsyncIterator[GdsTier]:
     async with opened(tmp_path) as tier:
@@ -67,11 +73,8 @@ async def test_device_and_host_read_each_others_files(tier: GdsTier, slots: Slot
     host = page_aligned(CHUNK_BYTES)
     assert await tier.read(key, host) == CHUNK_BYTES
     assert np.array_equal(host, chunk(1)[1])
-    other, payload = chunk(2)
-    assert await tier.write(other, payload, CHUNK_BYTES)
-    into = slots.empty()
-    assert await tier.read_device(other, into) == CHUNK_BYTES
-    assert np.array_equal(slots.content(into, CHUNK_BYTES), payload)
+    assert await tier.write(*chunk(2), CHUNK_BYTES)
+    assert await is_hit(tier, slots, 2)
 
 
 async def test_many_at_once_do_not_mix(tier: GdsTier, slots: Slots) -> None:
@@ -97,9 +100,7 @@ async def test_damaged_file_is_refused_and_put_aside_and_stored_anew(
     assert len(list((tmp_path / "quarantine").iterdir())) == 1
     assert await tier.read_device(key, slots.empty()) is None
     await store(tier, slots, 1)
-    into = slots.empty()
-    assert await tier.read_device(key, into) == CHUNK_BYTES
-    assert np.array_equal(slots.content(into, CHUNK_BYTES), chunk(1)[1])
+    assert await is_hit(tier, slots, 1)
 
 
 async def test_file_that_is_damaged_after_it_was_read_once_is_refused(tier: GdsTier, slots: Slots) -> None:

@@ -48,6 +48,19 @@ Entry = Callable[[str, Shell, Path], str]
 """Runs a command, or what is possible of it, and returns what it printed."""
 
 
+def with_options(options: str, expected: str = "", model: bool = False) -> Entry:
+    """Of a command that takes long without them. `model`: it asks the demo's."""
+
+    def run(command: str, shell: Shell, place: Path) -> str:
+        if model:
+            link_model(place)
+        said = shell(f"{command} {options}").stdout
+        assert expected in said
+        return said
+
+    return run
+
+
 def doctor(command: str, shell: Shell, place: Path) -> str:
     (place / "DIR").mkdir()
     said = shell(command).stdout
@@ -72,11 +85,6 @@ def explain(command: str, shell: Shell, place: Path) -> str:
     return said
 
 
-def named(command: str, shell: Shell, place: Path) -> str:
-    """A command that is only mentioned is there."""
-    return shell(f"{command} --help").stdout
-
-
 def bench(command: str, shell: Shell, place: Path) -> str:
     """Where it takes minutes: fewer and smaller chunks. Full sizes: `make bench` in `test_makefile.py`."""
     only = "" if "--only" in command else " --only core"
@@ -86,17 +94,6 @@ def bench(command: str, shell: Shell, place: Path) -> str:
     if "FILE" in command:
         assert "machine" in json.loads((place / "found.json").read_text())
     return said
-
-
-def gpu_bench(command: str, shell: Shell, place: Path) -> str:
-    said = shell(f"{command} --parts events").stdout
-    assert "checks passed" in said
-    return said
-
-
-def offloading_bench(command: str, shell: Shell, place: Path) -> str:
-    """Its arguments are read: it starts engines for half an hour. Its parts: tests/bench/test_vllm_offloading.py."""
-    return shell(f"{command} --help").stdout
 
 
 def replay(command: str, shell: Shell, place: Path) -> str:
@@ -122,35 +119,6 @@ def torture(command: str, shell: Shell, place: Path) -> str:
         short += " --minutes 0.1" if "--seed" not in short else ""
     said = shell(short.replace("--seed N", "--seed 1"), PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'examples'}").stdout
     assert re.search(r"\b0  wrong bytes|\b0 failed|seed 1", said), said
-    return said
-
-
-def embed_example(command: str, shell: Shell, place: Path) -> str:
-    return shell(command).stdout
-
-
-def example(command: str, shell: Shell, place: Path) -> str:
-    """With a shorter question."""
-    link_model(place)
-    said = shell(f"{command} --tokens 700").stdout
-    assert "tokens hit" in said
-    return said
-
-
-def chat_example(command: str, shell: Shell, place: Path) -> str:
-    """With a shorter document."""
-    link_model(place)
-    said = shell(f"{command} --tokens 300 --answer-tokens 2").stdout
-    assert "token by token, the one" in said
-    return said
-
-
-def load_example(command: str, shell: Shell, place: Path) -> str:
-    """With shorter documents; it starts the server."""
-    link_model(place)
-    small = "--users 2 --turns 3 --tokens 300 --answer-tokens 2 --typing-s 0"
-    said = shell(f"{command} {small}").stdout
-    assert "with the cache" in said
     return said
 
 
@@ -307,18 +275,23 @@ ENTRIES: dict[str, Entry] = {
     r"tiercache doctor --path (DIR|/dev/shm)": doctor,
     r"tiercache config explain (FILE|your-lmcache\.yaml)": explain,
     r"tiercache (stat|verify) DIR": stored,
-    r"tiercache( config)? (?!config)[a-z-]+": named,
+    r"tiercache( config)? (?!config)[a-z-]+": with_options("--help"),  # it is only mentioned
     rf"(tiercache bench|python -m tests\.bench) (?!--only vllm)-{PLAIN}": bench,
-    r"python -m tests\.bench\.gpu --cpu": gpu_bench,
-    r"python -m tests\.bench\.vllm\.offloading --pairs \d": offloading_bench,
+    r"python -m tests\.bench\.gpu --cpu": with_options("--parts events", "checks passed"),
+    # It starts engines for half an hour. Its parts: tests/bench/test_vllm_offloading.py.
+    r"python -m tests\.bench\.vllm\.offloading --pairs \d": with_options("--help"),
     rf"tiercache replay {PLAIN}\.jsonl(\.gz)? {PLAIN}": replay,
     rf"python -m tests\.torture( -{PLAIN})?": torture,
     r"python -m tests\.docs\.generated": reference,
-    r"python examples/embed\.py": embed_example,
-    r"python examples/(hf3fs_serve|redis_shared)\.py": example,
-    r"python examples/transformers_chat\.py": chat_example,
+    r"python examples/embed\.py": with_options(""),
+    r"python examples/(hf3fs_serve|redis_shared)\.py": with_options("--tokens 700", "tokens hit", model=True),
+    r"python examples/transformers_chat\.py": with_options(
+        "--tokens 300 --answer-tokens 2", "token by token, the one", model=True
+    ),
     r"python examples/serve_fastapi\.py": serve_example,
-    r"python examples/serve_fastapi_load\.py": load_example,
+    r"python examples/serve_fastapi_load\.py": with_options(
+        "--users 2 --turns 3 --tokens 300 --answer-tokens 2 --typing-s 0", "with the cache", model=True
+    ),
     r"pip install ('tiercache\[[\w,]+\]'|tiercache)": install,
     rf"{SERVER} '{PLAIN}": serve,
     rf"LMCACHE_CONFIG_FILE=your-lmcache\.yaml {VLLM} '{PLAIN}": serve_as_with_lmcache,

@@ -248,8 +248,9 @@ async def test_closed_cache_says_so() -> None:
         pass
     with pytest.raises(CacheClosed):
         await cache.put(key(1), payload(1))
-    with pytest.raises(CacheClosed):
-        cache.get(key(1))
+    for call in (lambda: cache.get(key(1)), cache.statistics):
+        with pytest.raises(CacheClosed):
+            call()
     assert (await cache.close()).complete
 
 

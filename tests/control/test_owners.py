@@ -6,16 +6,15 @@ import asyncio
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
 from tests.control.conftest import LAYOUT, TOKENS, config_of
+from tests.tiers.others import Other, running
 from tiercache import TierCache
 from tiercache.control.client import Fleet, ask, find_sockets
 from tiercache.control.messages import ControlError, Prefetch, Statistics
@@ -29,7 +28,7 @@ import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(sys.argv[1]); os.chmod(sys.argv[1], 0o666); listening.listen()
-print("listening", flush=True)
+print("ready", flush=True)
 answer = bytes.fromhex("81a26f6b80")  # {"ok": {}}
 while True:
     line, _ = listening.accept()
@@ -48,67 +47,61 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-@contextmanager
-def impostor(path: Path) -> Iterator[subprocess.Popen[str]]:
+def impostor(path: Path) -> AbstractAsyncContextManager[Other]:
     """A process of another user that listens at `path` and says ok to everything."""
-    process = subprocess.Popen([sys.executable, "-c", IMPOSTOR, str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "listening\n"
-        yield process
-    finally:
-        process.kill()
-        process.stdout.close()
-        process.wait()
+    return running("-c", IMPOSTOR, path)
 
 
-def was_told(process: subprocess.Popen[str]) -> bool:
+async def was_told(other: Other) -> bool:
     """Whether it got a single byte; it is over then."""
-    assert process.stdout is not None
-    process.kill()
-    return re.search("got [1-9]", process.stdout.read()) is not None
+    await other.kill()
+    while said := await other.line():
+        if re.fullmatch("got [1-9].*", said):
+            return True
+    return False
 
 
 async def test_another_users_socket_gets_no_prompt(shared: Path) -> None:
-    with impostor(shared / "c.sock") as process:
+    async with impostor(shared / "c.sock") as process:
         with pytest.raises(ControlError, match=f"user {NOBODY} answers there, and not user 0") as caught:
             await ask(shared / "c.sock", Prefetch(tokens=TOKENS))
         assert caught.value.kind == "refused"
         with pytest.raises(ControlError, match="no cache has a socket open"):
             await Fleet([shared / "c.sock"]).ask(Prefetch(tokens=TOKENS))
-        assert not was_told(process)
+        assert not await was_told(process)
 
 
 async def test_server_asks_the_cache_and_not_whom_others_put_beside_it(shared: Path) -> None:
     async with TierCache.open(config_of(shared), LAYOUT):
         (shared / "c.sock.8").symlink_to(shared / "c.sock")
         os.chown(shared / "c.sock.8", NOBODY, NOBODY, follow_symlinks=False)
-        with impostor(shared / "c.sock.7") as process:
+        async with impostor(shared / "c.sock.7") as process:
             assert find_sockets(shared / "c.sock") == [shared / "c.sock"]
             answer = await Fleet([shared / "c.sock"]).ask(Prefetch(tokens=TOKENS))
             assert "failed" not in answer and answer["handle"]
-            assert not was_told(process)
+            assert not await was_told(process)
 
 
 async def test_socket_of_ours_that_another_listens_on_is_not_believed(shared: Path) -> None:
     """The file's owner is not who answers."""
-    with impostor(shared / "c.sock") as process:
+    async with impostor(shared / "c.sock") as process:
         os.chown(shared / "c.sock", 0, 0)
         assert find_sockets(shared / "c.sock") == [shared / "c.sock"]
         with pytest.raises(ControlError, match=f"user {NOBODY} answers there"):
             await Fleet([shared / "c.sock"]).ask(Statistics())
-        assert not was_told(process)
+        assert not await was_told(process)
 
 
 async def test_engine_of_another_user_is_believed_in_a_directory_of_its_own(shared: Path) -> None:
     own = shared / "own"
     own.mkdir(mode=0o755)
     os.chown(own, NOBODY, NOBODY)
-    with impostor(own / "c.sock"):
+    async with impostor(own / "c.sock"):
         assert await asyncio.wait_for(ask(own / "c.sock", Statistics()), 10) == {}
     own.chmod(0o775)
-    with impostor(own / "d.sock"), pytest.raises(ControlError, match="answers there"):
-        await ask(own / "d.sock", Statistics())
+    async with impostor(own / "d.sock"):
+        with pytest.raises(ControlError, match="answers there"):
+            await ask(own / "d.sock", Statistics())
 
 
 async def test_lock_file_is_not_followed_to_where_others_point(shared: Path) -> None:

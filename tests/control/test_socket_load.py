@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.control.conftest import LAYOUT, config_of
+from tests.tiers.others import running
 from tiercache import TierCache
 from tiercache.control import server
 from tiercache.control.client import ask
@@ -43,28 +41,6 @@ class Rounds:
         return self.longest_s
 
 
-@asynccontextmanager
-async def flood(place: Path, what: str, connections: int, times: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(FLOOD), str(place), what, str(connections), str(times)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    assert await process.stdout.readline() == b"ready\n"
-    process.stdin.write(b"\n")
-    try:
-        yield process
-    finally:
-        process.stdin.close()
-        await process.wait()
-
-
-async def said(process: asyncio.subprocess.Process) -> bytes:
-    assert process.stdout is not None
-    return await asyncio.wait_for(process.stdout.readline(), 120)
-
-
 @pytest.mark.parametrize(
     ("what", "connections", "times"),
     [
@@ -76,9 +52,10 @@ async def said(process: asyncio.subprocess.Process) -> bytes:
 async def test_messages_that_are_many_or_large_take_a_short_step_a_round(
     cache: TierCache, place: Path, what: str, connections: int, times: int
 ) -> None:
-    async with flood(place, what, connections, times) as process:
+    async with running(FLOOD, place, what, connections, times) as flood, asyncio.timeout(120):
+        flood.say("begin")
         rounds = Rounds()
-        assert await said(process) == b"answered\n"
+        assert await flood.line() == "answered"
         longest_s = rounds.stop()
     assert longest_s < LONGEST_S
 
@@ -88,8 +65,8 @@ async def test_who_asks_and_never_reads_keeps_no_descriptor(
 ) -> None:
     monkeypatch.setattr(server, "_TAKEN_S", 0.05)
     before = len(os.listdir("/proc/self/fd"))
-    async with flood(place, "statistics", 150, 0) as process:
-        assert await said(process) == b"asked\n"
+    async with running(FLOOD, place, "statistics", 150, 0) as flood, asyncio.timeout(120):
+        assert await flood.do("begin") == "asked"
         async with asyncio.timeout(30):
             # The clients are still there, and still do not read.
             while len(os.listdir("/proc/self/fd")) > before + 8:

@@ -64,6 +64,9 @@ def mortal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     descriptors.let_go_of_dead_mounts()
 
 
+mortal_on_fuse = pytest.mark.parametrize("mortal", [pytest.param("fuse", marks=needs_fuse)], indirect=True)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what the engine's transfers and restarts make true."""
     async with asyncio.timeout(PATIENCE_S):

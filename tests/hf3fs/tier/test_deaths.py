@@ -15,6 +15,7 @@ from tests.hf3fs.tier.conftest import (
     Opened,
     get,
     make_tier,
+    mortal_on_fuse,
     put,
     until,
     works_again,
@@ -68,8 +69,7 @@ async def test_daemon_that_died_while_nobody_asked_is_noticed_by_writes(
             await get(tier3, memory, number)
 
 
-@needs_fuse
-@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+@mortal_on_fuse
 async def test_death_is_noticed_by_a_full_tier(mortal: Hf3fsEmulator, opened: Opened, memory: Memory) -> None:
     """Where the count is what nobody can read any more, before a write begins."""
     async with opened(mortal.mount / "chunks", rings=HASTY, cap_bytes=1 << 20) as tier3:
@@ -109,8 +109,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         await get(tier3, memory, 1)
 
 
-@needs_fuse
-@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+@mortal_on_fuse
 @pytest.mark.parametrize("cancelled", [False, True], ids=["is one sentence", "does not hold up a cancelled opening"])
 async def test_daemon_that_stops_while_a_tier_opens(
     mortal: Hf3fsEmulator, short_waits: None, monkeypatch: pytest.MonkeyPatch, cancelled: bool
@@ -147,8 +146,7 @@ async def test_daemon_that_stops_while_a_tier_opens(
     await again.close()
 
 
-@needs_fuse
-@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+@mortal_on_fuse
 async def test_closing_does_not_wait_for_a_daemon_that_stops_while_it_is_taken_up(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory, short_waits: None
 ) -> None:

@@ -15,6 +15,7 @@ from tests.hf3fs.tier.conftest import (
     Opened,
     all_places_are_free,
     get,
+    mortal_on_fuse,
     put,
     quarantined,
     start_reading,
@@ -137,8 +138,7 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
         assert tier.statistics().occupied_bytes == occupied, "what died half-written is not counted"
 
 
-@needs_fuse
-@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+@mortal_on_fuse
 async def test_dead_mount_is_an_error_at_once_and_closes(mortal: Hf3fsEmulator, opened: Opened, memory: Memory) -> None:
     async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
         await put(tier, memory, 1)
@@ -154,8 +154,7 @@ async def test_dead_mount_is_an_error_at_once_and_closes(mortal: Hf3fsEmulator, 
         await get(tier, memory, 1)
 
 
-@needs_fuse
-@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+@mortal_on_fuse
 async def test_paused_daemon_hangs_threads_and_not_the_loop(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory
 ) -> None:
@@ -180,8 +179,7 @@ async def test_paused_daemon_hangs_threads_and_not_the_loop(
         assert not quarantined(tier)
 
 
-@needs_fuse
-@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+@mortal_on_fuse
 async def test_close_does_not_wait_for_a_paused_daemon(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory, short_waits: None
 ) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, make_tier
+from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, make_tier, mortal_on_fuse
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.needs import needs_fuse
 from tests.tiers.opened import open_tier
 from tests.tiers.others import running
 from tests.tiers.test_disk import is_hit
@@ -103,8 +102,7 @@ async def test_unusable_base_path_leaves_nothing(emulator: Hf3fsEmulator, place:
     emulator.control.until_registered(buffers=0, rings=0)
 
 
-@needs_fuse
-@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+@mortal_on_fuse
 async def test_dead_mount_is_refused_and_leaves_nothing(mortal: Hf3fsEmulator, opened: Opened) -> None:
     before = ours()
     mortal.kill()

@@ -232,7 +232,7 @@ async def test_disk_that_hangs_at_the_start_is_one_sentence_by_a_deadline_and_ke
 
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """In a process of its own."""
+    """Run a program in a process of its own."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 

@@ -116,7 +116,7 @@ class Bench:
         return await self.path.put([self.source(n, paged=paged) for n in numbers], None, self.soon(wait_s))
 
     async def store(self, *numbers: int) -> None:
-        """And wait until the writer is done with them."""
+        """Put chunks and wait until the writer is done with them."""
         await self.put(*numbers)
         await flushed(self.writer, 10.0)
 
@@ -204,13 +204,13 @@ async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Benc
 
 
 async def put_anew(bench: Bench) -> None:
-    """The payload of the second chunk under the key of the first."""
+    """Put the payload of the second chunk under the key of the first."""
     (key, _), (_, new) = bench.source(1), bench.source(2, paged=True)
     assert await bench.path.put([(key, new)], None, bench.soon()) == 1
 
 
 async def is_new(bench: Bench) -> bool:
-    """The first chunk has what was put anew."""
+    """Return True if the first chunk has the payload of `put_anew`."""
     bench.cpu.clear()
     sink = bench.sink()
     return await bench.get([1], [sink]) == 1 and np.array_equal(sink.content, chunk(2)[1])

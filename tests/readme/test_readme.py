@@ -49,7 +49,7 @@ Entry = Callable[[str, Shell, Path], str]
 
 
 def with_options(options: str, expected: str = "", model: bool = False) -> Entry:
-    """Of a command that takes long without them. `model`: it asks the demo's."""
+    """Run a command with options that make it short. `model`: the command needs the demo's model."""
 
     def run(command: str, shell: Shell, place: Path) -> str:
         if model:

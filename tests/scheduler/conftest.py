@@ -90,7 +90,7 @@ async def flushed(writer: TierWriter, timeout_s: float) -> bool:
 
 
 def release(*leases: Lease | None) -> None:
-    """End leases, all of which there must be."""
+    """Release leases. None of them may be None."""
     for lease in leases:
         assert lease is not None
         lease.release()

@@ -42,7 +42,7 @@ async def store_cold(cache: TierCache) -> None:
 
 @pytest.fixture
 async def cache() -> AsyncIterator[TierCache]:
-    """Above one tier, "a"."""
+    """A cache above one tier, "a"."""
     async with opened("a") as cache:
         yield cache
 

@@ -55,7 +55,7 @@ class Engine:
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """The cache's thread does nothing meanwhile."""
+        """Block the cache's thread inside the block."""
         held, go_on = threading.Event(), threading.Event()
         self.storage._thread.loop.call_soon_threadsafe(lambda: (held.set(), go_on.wait()))
         assert held.wait(10)

@@ -1,4 +1,4 @@
-"""A tier that is open for the time of a block."""
+"""Open a tier for the time of a block."""
 
 from __future__ import annotations
 

@@ -465,7 +465,7 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
 
 
 def hold_scan(tier: DiskTier) -> threading.Event:
-    """Scans of the directory wait for it."""
+    """Make scans of the directory wait for the event that is returned."""
     scanner, go_on = tier.directories.all[0].files.scanner, threading.Event()
     scan = scanner.scan
 

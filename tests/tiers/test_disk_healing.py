@@ -152,7 +152,7 @@ async def test_killed_at_any_point_of_the_start_the_next_start_works_and_leaves_
 
 
 def empty(directory: Path) -> None:
-    """Of all but our bookkeeping."""
+    """Delete all but our bookkeeping."""
     for path in directory.iterdir():
         if path.name != ".tiercache":
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

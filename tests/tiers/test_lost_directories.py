@@ -128,7 +128,7 @@ async def test_nothing_is_written_below_a_mount_that_is_away(mount: FragileMount
 
 
 def dead_descriptors() -> int:
-    """Descriptors of this process that lie on a mount that is gone."""
+    """Return the descriptors of this process on a mount that is gone."""
     dead = 0
     for number in map(int, os.listdir("/proc/self/fd")):
         try:

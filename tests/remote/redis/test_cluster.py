@@ -114,7 +114,7 @@ def names(node: Server) -> int:
 
 @contextmanager
 def moving(cluster: Cluster, number: int) -> Iterator[tuple[Server, Server]]:
-    """A slot from source to target, which are yielded. At the end it is where it was."""
+    """Begin to move a slot, yield its source and its target, and move it back at the end."""
     source = cluster.owner_of(number)
     target = cluster.nodes[(cluster.nodes.index(source) + 1) % 3]
     with source.client() as at_source, target.client() as at_target:

@@ -30,7 +30,7 @@ LENGTH = 9 << 20
 
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """The port of a server whose connections the kernel makes, and that never answers."""
+    """The port of a server that the kernel connects to and that never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         yield listener.getsockname()[1]
 

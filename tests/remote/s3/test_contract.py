@@ -17,7 +17,7 @@ from tiercache.tiers.remote.s3 import S3Tier
 
 
 async def flip(tier: Tier, key: ChunkKey, at: int) -> None:
-    """A bit of an object."""
+    """Flip a bit of the chunk's object."""
     assert isinstance(tier, S3Tier)
     store, path = tier.put_store, tier.path(key)
     value = bytearray((await (await obstore.get_async(store, path)).bytes_async()).to_bytes())

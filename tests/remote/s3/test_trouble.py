@@ -61,7 +61,7 @@ HALF = (
     b"HTTP/1.1 206 Partial Content\r\nContent-Length: 65625\r\nContent-Range: bytes 0-65624/65625\r\n"
     b'ETag: "x"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n' + bytes(30000)
 )
-"""Of a chunk."""
+"""Response that breaks off in the middle of a chunk."""
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -182,6 +183,31 @@ def test_nothing_is_recounted_while_another_process_uses_or_deletes_bytes(tmp_pa
         idle(other)
         assert capacity.recount(capacity.mark(), 0) < 0
         assert capacity.used_bytes == 0
+
+
+def test_files_that_others_deleted_do_not_stay_counted_while_several_processes_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are always active, so nothing would ever be recounted."""
+    with opened(tmp_path) as one, opened(tmp_path) as other:
+        assert write(one, 400) and write(other, 500)
+        found_bytes = 90
+        assert one.recount(one.mark(), found_bytes) == 0
+        assert other.refresh() and not other.trusted, "nothing is written now"
+        for capacity in (one, other):
+            idle(capacity)
+        assert one.recount(one.mark(), found_bytes) == found_bytes - 900
+        assert counted_in(counter(tmp_path)) == found_bytes, "trusted again"
+
+        # A process that is stopped in a write does not keep the others from writing.
+        began_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: began_s + 1000.0)
+        assert write(one, 400) and write(other, 500)
+        assert one.recount(one.mark(), found_bytes) == 0
+        assert counted_in(counter(tmp_path)) is None
+        monkeypatch.setattr(time, "monotonic", lambda: began_s + 1030.0)
+        assert one.recount(one.mark(), found_bytes) == 0
+        assert counted_in(counter(tmp_path)) == found_bytes + 900
 
 
 def test_other_hosts_see_that_bytes_are_used_before_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

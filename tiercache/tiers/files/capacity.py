@@ -34,6 +34,12 @@ _MAGIC = b"TIERLEDG"
 _UNTRUSTED_MAGIC = b"TIERLED?"
 _SMALLEST_SHARE = 8
 """A step takes at most the remaining room divided by this, so that idle processes leave room to others."""
+_MUCH_SHARE = 4
+"""A process asks the others to stop writing for a recount if more than the cap divided by this is lost."""
+_QUIET_S = 15.0
+"""Longest time for which it asks."""
+_QUIET_PAUSE_S = 600.0
+"""Shortest time until it asks again."""
 _LOCK_WAIT_S = 5.0
 _SHORT_WAIT_S = 0.25
 """Longest wait for changes that can be retried later."""
@@ -52,7 +58,9 @@ class Count(NamedTuple):
     identity: int = 0
     """A random number that distinguishes this counter from a later one."""
     trusted: bool = False
-    """False until a scan has counted the files that are older than the counter."""
+    """False until a scan has counted the files that are older than the counter, or while a process asks for a recount.
+    Nothing is written then.
+    """
 
     def changed(self, by_bytes: int) -> Count:
         return self._replace(counted_bytes=max(0, self.counted_bytes + by_bytes), changes=(self.changes + 1) % (1 << 64))
@@ -115,6 +123,9 @@ class Capacity:
         """Guards the following fields. Held while the counter or the lock file is written."""
         self._changes = 0
         self._next_look_s = 0.0
+        self._asked_s: float | None = None
+        """The time at which this process made the counter untrusted, if that has had no effect yet."""
+        self._next_quiet_s = 0.0
         self._path = path
         self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -335,7 +346,7 @@ class Capacity:
         """Record the counter's state before a scan."""
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
-            is_alone = not self._owner.others_are_active()
+            is_alone = not self._owner.active_others()
             with self._state:
                 return Mark(is_alone, now.changes - self._changes, self._settled_bytes, self._released_bytes)
 
@@ -348,9 +359,11 @@ class Capacity:
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
             # Look twice: a process that removes a dead one's files is active before it removes the dead one's lock file.
-            are_quiet = not (self._owner.others_are_active() or self._owner.others_are_active())
-            if not (mark.is_alone and are_quiet and now.changes - self._changes == mark.others_changes):
+            active = self._owner.active_others() or self._owner.active_others()
+            if not mark.is_alone or active or now.changes - self._changes != mark.others_changes:
+                self._ask_for_quiet(now, found_bytes + active * self.step_bytes)
                 return 0
+            self._asked_s = None
             with self._state:
                 there_bytes = found_bytes + self._unused_bytes + self._in_flight_bytes
                 most_bytes = there_bytes + self._deleting_bytes + self._committed_bytes - mark.settled_bytes
@@ -359,6 +372,23 @@ class Capacity:
                 return 0
             self._store(now._replace(trusted=True).changed(most_bytes - now.counted_bytes))
             return most_bytes - now.counted_bytes
+
+    def _ask_for_quiet(self, now: Count, known_bytes: int) -> None:
+        """Stop the writes of all processes for a recount, if others keep writing and much of the cap is lost: files that
+        another program has deleted stay counted until then.
+
+        A process that is stopped in a write would keep all from writing, so this ends after some time. The counter is
+        not below what the files occupy, so it may be trusted again.
+        """
+        now_s = time.monotonic()
+        if now.trusted:
+            lost_bytes = now.counted_bytes - known_bytes - self._unused_bytes - self._in_flight_bytes
+            if lost_bytes > self.cap_bytes // _MUCH_SHARE and now_s >= self._next_quiet_s:
+                self._asked_s, self._next_quiet_s = now_s, now_s + _QUIET_PAUSE_S
+                self._store(now._replace(trusted=False).changed(0))
+        elif self._asked_s is not None and now_s >= self._asked_s + _QUIET_S:
+            self._asked_s = None
+            self._store(now._replace(trusted=True).changed(0))
 
     def trust(self) -> None:
         """Mark the counter as complete, for an empty directory."""

@@ -122,8 +122,9 @@ class Owner:
         except ABSENT:
             return False  # unknown
 
-    def others_are_active(self) -> bool:
-        """Return True if another process, or a dead one that left its lock file, may use or delete bytes."""
+    def active_others(self) -> int:
+        """Return how many other processes, or dead ones that left their lock files, may use or delete bytes."""
+        count = 0
         with self._opened(TEMPORARY) as directory:
             for name in self._locks(os.listdir(directory)):
                 try:
@@ -131,13 +132,13 @@ class Owner:
                 except (FileNotFoundError, NotAFile):
                     continue
                 except PermissionError:
-                    return True
+                    count += 1
+                    continue
                 try:
-                    if _read(descriptor).is_active:
-                        return True
+                    count += _read(descriptor).is_active
                 finally:
                     os.close(descriptor)
-        return False
+        return count
 
     def remove_dead(self, counter: int, deleting: Deleting) -> int:
         """Remove temporary files of processes whose locks are free, and their lock files. Return the number of files.

@@ -376,7 +376,7 @@ class FileTier(DeviceTier):
             if not self._said_uncounted:
                 self._said_uncounted = True
                 logger.warning(
-                    "%s: its count of bytes is missing; nothing is written before a scan", directory.files.root
+                    "%s: its count of bytes is missing or wrong; nothing is written before a scan", directory.files.root
                 )
             self.directories.scan_soon(directory)
             return False

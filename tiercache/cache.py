@@ -137,10 +137,10 @@ class TierCache:
     async def close(self, timeout_s: float | None = None) -> FlushReport:
         """Write queued chunks for up to `timeout_s`, then release everything. Idempotent.
 
-        Concurrent calls use the nearest deadline, and all get the same report. Returns the outcome by tier, including
-        the chunks that were not written. An operation that hangs is abandoned half a second after the deadline and
-        logged, and its memory stays mapped until it ends. Cancellation stops the writes, releases everything, and
-        raises CancelledError afterwards.
+        Concurrent calls use the nearest deadline, and all get the same report. Returns what became of
+        the chunks that were queued at the call, by tier. An operation that hangs is abandoned half a second after the
+        deadline and logged, and its memory stays mapped until it ends. Cancellation stops the writes, releases
+        everything, and raises CancelledError afterwards.
         """
         parts = self._parts
         if parts is None:
@@ -448,7 +448,7 @@ class TierCache:
         self.parts.reader.settings.recompute_s = chunk_s
 
     async def flush(self, timeout_s: float = 60.0) -> FlushReport:
-        """Wait for up to `timeout_s` until all stored chunks are written to their tiers."""
+        """Wait for up to `timeout_s` until all stored chunks are written to their tiers, or dropped by a tier that fails."""
         parts = self._in_use()
         check_number("timeout_s", timeout_s)
         return await parts.fan_out.flush(timeout_s)

@@ -394,10 +394,11 @@ class TierWriter:
 
 @dataclass(frozen=True)
 class FlushReport:
-    """Chunks by tier and outcome of a flush or a close.
+    """Chunks by tier and outcome, from the beginning of a flush or a close to its end.
 
-    `pending` chunks were neither written nor given up at its end; `declined` chunks were offered to the tier, which did
-    not admit them or had them already.
+    `pending` chunks were neither written nor given up at its end, and `dropped` chunks were given up. `declined` chunks
+    were offered to the tier, which did not admit them or had them already. What happened before the call, as while a
+    tier was down, is counted in `TierCache.statistics().writers`.
     """
 
     written: dict[str, int] = field(default_factory=dict)
@@ -407,6 +408,7 @@ class FlushReport:
 
     @property
     def complete(self) -> bool:
+        """True if no chunk is pending. Chunks may have been dropped."""
         return not any(self.pending.values())
 
 

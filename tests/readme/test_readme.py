@@ -280,6 +280,8 @@ ENTRIES: dict[str, Entry] = {
     r"python -m tests\.bench\.gpu --cpu": with_options("--parts events", "checks passed"),
     # It starts engines for half an hour. Its parts: tests/bench/test_vllm_offloading.py.
     r"python -m tests\.bench\.vllm\.offloading --pairs \d": with_options("--help"),
+    # It starts six servers. Its parts: tests/bench/test_rivals.py.
+    rf"python -m tests\.bench\.vllm\.rivals( -{PLAIN})?": with_options("--help"),
     rf"tiercache replay {PLAIN}\.jsonl(\.gz)? {PLAIN}": replay,
     rf"python -m tests\.torture( -{PLAIN})?": torture,
     r"python -m tests\.docs\.generated": reference,

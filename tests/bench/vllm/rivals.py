@@ -41,7 +41,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _LONGEST_TOKENS = 4096
 _SEQUENCES = 8
-_HOT_GB = 2.0
+_HOT_GB = 1.5
 _TOKENS_PER_GB = 20_000
 """Makes the client ask about ten documents of 2,000 tokens."""
 _WORKLOADS: dict[str, tuple[str, ...]] = {
@@ -85,7 +85,7 @@ def _settings(engine_blocks: int) -> dict[str, _Setting]:
         "tiercache": _Setting(engine_blocks, _OURS),
         "tiercache, tails": _Setting(engine_blocks, f"{_OURS}save_unfull_chunk: true\n"),
         "tiercache, disk": _Setting(engine_blocks, _OURS_ON_DISK),
-        "engine cache that holds all": _Setting(512),
+        "engine cache that holds all": _Setting(256),
     }
 
 
@@ -102,7 +102,9 @@ def rivals(
 ) -> None:
     """Mean and p99 time to first token and total time of each server, as LMCache's benchmark client measures them."""
     if not (client / "lmcache" / "cli").is_dir():
-        raise typer.Exit(complain(f"--client: {client} has no lmcache-cli; see {__name__}"))
+        raise typer.Exit(
+            complain(f"--client: {client} has no lmcache-cli; pip install --no-deps --target {client} lmcache-cli")
+        )
     require_installed()
     wanted = tuple(servers.split(",")) if servers else ("",)
     settings = {name: one for name, one in _settings(engine_blocks).items() if name.startswith(wanted)}
@@ -134,7 +136,7 @@ def _started(stack: ExitStack, name: str, setting: _Setting, directory: Path) ->
     ]
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:2])),
-        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
     }
     server = stack.enter_context(
         serving(

@@ -71,7 +71,7 @@ def test_a_hit_ends_where_the_prompts_differ_and_not_with_the_last_whole_chunk(
     first_life: Life, oracles: Answers
 ) -> None:
     assert oracles[3]["cached"] % CHUNK_TOKENS == BLOCK_TOKENS, "the prompts differ elsewhere: change DIVERGED_AFTER"
-    assert_hits(first_life[1]["diverged"], oracles[3:])
+    assert_hits([first_life[1]["diverged"]], oracles[3:])
 
 
 def test_damaged_chunks_are_recomputed_and_stored_again(first_life: Life, oracle: Answers) -> None:

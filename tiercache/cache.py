@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from _thread import get_ident
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from operator import itemgetter
 from types import TracebackType
@@ -187,7 +187,8 @@ class TierCache:
         its own quota.
         """
         namespace, tenant = self.layout.named_by(self.config.tenant_salt, salt) if salt else self._named
-        return chunk_keys(namespace, tokens, self.layout.chunk_tokens, partial=self.config.save_unfull_chunk, tenant=tenant)
+        partial = self.config.save_unfull_chunk is True
+        return chunk_keys(namespace, tokens, self.layout.chunk_tokens, partial=partial, tenant=tenant)
 
     # Writes
 
@@ -207,7 +208,7 @@ class TierCache:
 
     async def put_many(
         self, keys: Sequence[ChunkKey], payloads: Sequence[Any], *, after: Event | None = None,
-        deadline_s: float | None = None, prefix: bool = False,
+        deadline_s: float | None = None, prefix: bool = False, hot_only: Collection[ChunkKey] = (),
     ) -> int:  # fmt: skip
         """Store many chunks as `put` does, and return how many are in the cache now. Repeated keys count once.
 
@@ -215,7 +216,8 @@ class TierCache:
         event `after` (by default: after the work given to the calling thread's current stream), and are read until this
         returns. With `local_cpu: false` and only device tiers they never reach the host; chunks that full queues skip
         (`on_queue_full`) also count as stored. `prefix` says that the chunks follow one another, which eviction
-        uses. Raises LayoutError for device memory of the wrong layout.
+        uses. The chunks of `hot_only` stay in the hot cache: no other tier gets them. Raises LayoutError for device
+        memory of the wrong layout.
         """
         parts = self._in_use()
         check_one_each(keys, payloads, "payload")
@@ -224,11 +226,14 @@ class TierCache:
         chunks = [(key, chunk) for key, chunk in zip(keys, there, strict=True) if chunk is not None]
         for _, chunk in chunks:
             self._check_length(chunk.payload_bytes)
-        stored = await self.put_from(host, deadline_s=deadline_s, prefix=prefix and not chunks) if host else 0
+        stored = 0
+        if host:
+            in_order = prefix and not chunks
+            stored = await self.put_from(host, deadline_s=deadline_s, prefix=in_order, hot_only=hot_only)
         if chunks and parts.on_device is not None:
             with parts.closing:
                 event = _event(parts.on_device, after)
-                stored += await parts.on_device.path.put(chunks, event, self._until_s(deadline_s))
+                stored += await parts.on_device.path.put(chunks, event, self._until_s(deadline_s), hot_only)
             if prefix:
                 parts.cpu.link(keys)
         return stored
@@ -239,11 +244,12 @@ class TierCache:
         *,
         deadline_s: float | None = None,
         prefix: bool = False,
+        hot_only: Collection[ChunkKey] = (),
     ) -> int:
         """Store chunks that callables fill in: (key, payload length in bytes, source).
 
         Each source gets a uint8 vector of that length on a worker thread. Returns how many of the chunks are hot now.
-        `prefix`, the deadline and repeated keys are as for `put_many`.
+        `prefix`, `hot_only`, the deadline and repeated keys are as for `put_many`.
 
         Chunks become hot in batches, in order: at most an eighth of the arena and 32 MiB each, and less if a slot has
         to be waited for, since a put does not hold filled slots during the wait. Two batches are copied at a time. A
@@ -258,7 +264,7 @@ class TierCache:
             if not 0 < length <= chunk_bytes:
                 self._check_length(length)
         with parts.closing:
-            return await parts.ingest.put(items, self._wait_s(deadline_s), prefix=prefix)
+            return await parts.ingest.put(items, self._wait_s(deadline_s), prefix=prefix, hot_only=hot_only)
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
         """Store the chunks of `tokens`, in order, and return how many are hot now."""
@@ -480,10 +486,13 @@ class TierCache:
         with parts.closing:
             await parts.fan_out.forget(keys, self._wait_s(deadline_s), from_memory)
 
-    def clear_hot(self) -> int:
-        """Empty the hot cache, and return how many chunks left it. Chunks in use stay until their leases end."""
+    def clear_hot(self, keys: Sequence[ChunkKey] | None = None) -> int:
+        """Remove chunks from the hot cache only (by default all), and return how many left it.
+
+        The memory of chunks in use stays until their leases end. Chunks that are being written stay hot.
+        """
         check_loop(self.parts.loop)
-        return self.cpu.clear()
+        return self.cpu.clear(keys)
 
     # Helpers
 

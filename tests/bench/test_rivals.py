@@ -24,10 +24,10 @@ def test_the_servers_have_the_same_room_in_memory_and_differ_in_what_is_compared
     small = [one for name, one in settings.items() if name != "engine cache that holds all"]
     assert {one.blocks for one in small} == {64} and settings["engine cache that holds all"].blocks > 64
     offloaded = json.loads(settings["OffloadingConnector"].arguments[-1])["kv_connector_extra_config"]
-    for name in ("tiercache", "tiercache, tails", "tiercache, disk"):
+    for name in ("tiercache", "tiercache, whole chunks", "tiercache, disk"):
         values = yaml.safe_load(settings[name].config.format(hot_gb=rivals._HOT_GB, directory=tmp_path))
         config = Config.load(environ={}, overrides=values)
         assert config.chunk_size == 256, "the default"
         assert config.max_local_cpu_size * 2**30 == offloaded["cpu_bytes_to_use"]
         assert bool(config.local_disk) == (name == "tiercache, disk")
-        assert config.save_unfull_chunk == (name == "tiercache, tails")
+        assert config.save_unfull_chunk is (False if name == "tiercache, whole chunks" else None)

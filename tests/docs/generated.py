@@ -119,7 +119,7 @@ DIFFERS = {
     "remote_serde": "only `naive`: other serdes of LMCache lose bits. `compression` of a remote tier is bit-exact",
     "numa_mode": "`manual` is named in a warning and has no effect; a node's number is ours",
     "enable_async_loading": "chunks from below the hot cache are always loaded beside engine steps",
-    "save_unfull_chunk": "with sliding windows or `kv_head_parts`, hits are whole chunks and it has no effect",
+    "save_unfull_chunk": "false in LMCache; true: in all tiers. With windows or `kv_head_parts` hits are whole chunks",
     "blocking_timeout_secs": "also the longest wait for room",
     "lookup_timeout_ms": "a lookup that is late says what it knows by then; no tier makes the others wait",
     "use_direct_io": "true: warn where it does not work; it is used where it does",

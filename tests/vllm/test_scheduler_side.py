@@ -32,14 +32,14 @@ BLOCKS = list(range(100, 164))
 class Engine(Scheduled):
     """A scheduler's half, its worker's cache, and vLLM's side of the conversation."""
 
-    def __init__(self, role: str = "kv_both", **settings: Any) -> None:
+    def __init__(self, role: str = "kv_both", geometry: BlockGeometry = GEOMETRY, **settings: Any) -> None:
         name = uuid.uuid4().hex
         layout = Layout("m", chunk_tokens=32, bytes_per_token=128, block_tokens=TOKENS)
         config = Config(**({"max_local_cpu_size": 0.01} | settings))
         self.thread = CacheThread(config, layout)
-        self.server = LookupServer(name, 0, self.thread, GEOMETRY)
-        self.client = LookupClient(name, 1, GEOMETRY, 5.0)
-        self.side = SchedulerSide(config, GEOMETRY, BlockNames("sha256", TOKENS), self.client, 1, role=role)
+        self.server = LookupServer(name, 0, self.thread, geometry)
+        self.client = LookupClient(name, 1, geometry, 5.0)
+        self.side = SchedulerSide(config, geometry, BlockNames("sha256", TOKENS), self.client, 1, role=role)
 
     def close(self) -> None:
         self.client.close()
@@ -272,6 +272,27 @@ def test_cold_prompt_is_saved_chunk_by_chunk_as_it_is_computed(engine: Engine) -
     ]
     assert saved(engine.steps((request, 30))) == [NAMES[5]]
     assert saved(engine.steps((request, 1))) == []
+
+
+def test_a_tail_is_replaced_by_what_it_becomes(made: Callable[..., Engine]) -> None:
+    engine = made(geometry=BlockGeometry.for_chunk_size(64, TOKENS, None))
+    request = engine.arrives(4 * TOKENS + 2 * TOKENS + 1)
+    assert engine.enters(request) == (0, False)
+    work = engine.steps((request, request.num_tokens))
+    assert [(save.replaced, transfer.name) for save in work.saves for transfer in save.transfers] == [
+        (b"", NAMES[3]), (b"", NAMES[5]),
+    ]  # fmt: skip
+    engine.reports(work)
+    engine.ends(request)
+    tail = engine.keys(NAMES[5])
+    assert engine.thread.submit(engine.thread.cache.put_many(tail, [b"x" * 4096], hot_only=tail)).result(10)
+    for key in engine.keys(NAMES[3]):
+        assert engine.thread.submit(engine.thread.cache.put(key, b"x" * 4096)).result(10)
+    follows = engine.arrives(9 * TOKENS, "next")
+    assert engine.enters(follows) == (6 * TOKENS, False)
+    engine.reports(engine.steps((follows, 3 * TOKENS)))
+    (save,) = engine.steps((follows, 1)).saves
+    assert (save.replaced, [transfer.name for transfer in save.transfers]) == (NAMES[5], [NAMES[7], NAMES[8]])
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])

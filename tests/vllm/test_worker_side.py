@@ -53,19 +53,19 @@ class EngineTwin(TwinDriver):
 class Worker(Cached):
     """A worker's half, the engine's KV, and the engine's stream where there is one."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, geometry: BlockGeometry = GEOMETRY, **settings: Any) -> None:
         shape = (LAYERS, BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)
         self.kv = [layer.clone() for layer in torch.randint(-100, 100, shape).to(torch.bfloat16)]
         config = Config(**({"max_local_cpu_size": 0.01, "close_timeout_s": 5.0} | settings))
         mover = make_mover(config, {f"layer.{number}": layer for number, layer in enumerate(self.kv)}, BLOCKS, GROUPS)
         layout = Layout(
             "m",
-            chunk_tokens=GEOMETRY.chunk_tokens,
+            chunk_tokens=geometry.chunk_tokens,
             bytes_per_token=mover.kvs[0].bytes_per_block // TOKENS,
             block_tokens=TOKENS,
             byte_format=mover.kvs[0].describe(),
         )
-        self.side = WorkerSide(config, GEOMETRY, layout, mover, uuid.uuid4().hex, BlockNames("sha256", TOKENS))
+        self.side = WorkerSide(config, geometry, layout, mover, uuid.uuid4().hex, BlockNames("sha256", TOKENS))
         self.thread = self.side.thread
         self.mover = mover
 
@@ -218,6 +218,26 @@ def test_wishes_that_cannot_be_granted_harm_nobody(
         worker.side.save(StepWork(turns=[RequestEnded("r", Wishes(next_in_s=1.0), [FIRST.name])]))
     worker.until(lambda: "local_cpu is false" in caplog.text)
     assert caplog.text.count("has no effect") == 1
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_tail_stays_hot_until_its_whole_chunk_is_stored(
+    made: Callable[..., Worker], tmp_path: Path, device: str
+) -> None:
+    geometry = BlockGeometry.for_chunk_size(GEOMETRY.chunk_tokens, TOKENS, None)
+    worker = made(geometry, device=device, local_disk=str(tmp_path), max_local_disk_size=0.1)
+    cache, tail = worker.thread.cache, BlockTransfer(NAMES[2], 1, 0, (7,))
+    worker.stores(FIRST, tail)
+    assert worker.thread.submit(cache.flush(10)).result(20).complete
+    (disk,) = cache.tiers
+    assert [worker.on_loop(lambda key=key: disk.contains(key)) for key in worker.keys(NAMES[1], NAMES[2])] == [True, False]
+    expected = worker.content(7)
+    worker.erase(7)
+    worker.loads(tail)
+    assert torch.equal(worker.content(7), expected)
+    worker.side.save(StepWork(saves=[Save("r", [SECOND], 64, replaced=tail.name)]))
+    worker.until(lambda: worker.has(SECOND.name))
+    worker.until(lambda: not worker.has(tail.name))
 
 
 def test_asynchronous_load_is_received_when_it_has_ended(worker: Worker) -> None:

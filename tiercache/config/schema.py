@@ -69,7 +69,11 @@ class ConfigFields:
     """The fields of a `Config`."""
 
     chunk_size: int = _key(Whole(1, 65536, "tokens"), 256, "tokens per chunk")
-    save_unfull_chunk: bool = _key(Switch(), False, "store the partial chunk at the end of a prompt")
+    save_unfull_chunk: bool | None = _key(
+        Optional(Switch()),
+        None,
+        "store the partial chunk at the end of a prompt; unset: vLLM's connector does, in the hot cache only",
+    )
     enable_async_loading: bool = _key(Switch(), False, "hot chunks are loaded beside engine steps, as others always are")
     save_decode_cache: bool = _key(Switch(), False, "store the KV of generated tokens too")
     priority_limit: int | None = _key(

@@ -57,7 +57,7 @@ async def _hashed(cache: ServedCache, tokens: Sequence[int], salt: str) -> list[
             await asyncio.sleep(0)
         before = keys[-1][:KEY_BYTES] if keys else namespace
         part = tokens[start : start + step]
-        keys += chunk_keys(before, part, chunk_tokens, partial=cache.config.save_unfull_chunk, tenant=tenant)
+        keys += chunk_keys(before, part, chunk_tokens, partial=bool(cache.config.save_unfull_chunk), tenant=tenant)
     return keys
 
 

@@ -60,7 +60,8 @@ class Resident:
     """A chunk in a slot of the hot cache."""
 
     __slots__ = (
-        "children", "hot", "key", "leases", "parent", "payload_bytes", "queued_rank", "rank", "slot", "unleased_children"
+        "children", "hot", "hot_only", "key", "leases", "parent", "payload_bytes", "queued_rank", "rank", "slot",
+        "unleased_children",
     )  # fmt: skip
 
     def __init__(self, key: ChunkKey, slot: int = -1, payload_bytes: int = 0) -> None:
@@ -69,6 +70,8 @@ class Resident:
         self.payload_bytes = payload_bytes
         self.hot = True
         """True while a lookup finds the chunk."""
+        self.hot_only = False
+        """True if no tier below is to get the chunk."""
         self.leases = 0
         """Number of leases; 0 means that the chunk may be evicted."""
         self.parent: Resident | None = None

@@ -9,7 +9,7 @@ batches on a stream, and each batch is awaited once; its memory is not reused be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -82,7 +82,11 @@ class DevicePath:
     # Put
 
     async def put(
-        self, chunks: Sequence[tuple[ChunkKey, DevicePayload]], after: Event | None, deadline_s: float
+        self,
+        chunks: Sequence[tuple[ChunkKey, DevicePayload]],
+        after: Event | None,
+        deadline_s: float,
+        hot_only: Collection[ChunkKey] = (),
     ) -> int:
         """Store chunks, and return how many are in the cache (hot, or queued for a device tier).
 
@@ -96,7 +100,7 @@ class DevicePath:
         # This also covers the staging tier, since a chunk is forgotten in both at the same time.
         epoch = self.cpu.tombstones.epoch
         tasks = [
-            asyncio.ensure_future(self._put_batch(chunks[start : start + size], epoch, after, wait_budget))
+            asyncio.ensure_future(self._put_batch(chunks[start : start + size], epoch, after, wait_budget, hot_only))
             for start in range(0, len(chunks), size)
         ]
         await all_or_none(tasks)
@@ -108,6 +112,7 @@ class DevicePath:
         epoch: int,
         after: Event | None,
         wait_budget: WaitBudget,
+        hot_only: Collection[ChunkKey],
     ) -> int:
         batch = _Batch()
         copying: list[asyncio.Future[None]] = []
@@ -120,7 +125,7 @@ class DevicePath:
             try:
                 for key, payload in chunks:
                     if not self.cpu.tombstones.forgot(key, epoch):
-                        await self._admit(key, payload, batch, wait_budget.deadline_s)
+                        await self._admit(key, payload, batch, wait_budget.deadline_s, hot_only=key in hot_only)
                 if batch.storing:
                     copying.append(self.device.run(self.device.storing, self._enqueue_put, batch, after))
                     await self.device.ended(copying[0])
@@ -138,14 +143,17 @@ class DevicePath:
         for chunk in batch.storing:
             length = chunk.payload.payload_bytes
             if chunk.hot is not None:
-                batch.leases.append(self.cpu.publish(chunk.key, chunk.hot, length, Purpose.WRITE))
+                stays = chunk.key in hot_only
+                batch.leases.append(self.cpu.publish(chunk.key, chunk.hot, length, Purpose.WRITE, hot_only=stays))
             if chunk.staged is not None:
                 batch.staged.append(self.staging.publish(chunk.key, chunk.staged, length, Purpose.WRITE))
         stored = batch.present + len(batch.storing)
         await self._fan_out.offer(batch.leases, wait_budget, batch.staged)
         return stored
 
-    async def _admit(self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float) -> None:
+    async def _admit(
+        self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float, *, hot_only: bool
+    ) -> None:
         """Reserve the slots for a chunk that the cache lacks.
 
         A chunk without slots by the deadline is counted as skipped.
@@ -160,7 +168,7 @@ class DevicePath:
             batch.present += 1
             return
         wants_host = self.cpu.keep or any(not writer.tier.offers(key) for writer in self._host_writers)
-        wants_device = any(not writer.tier.offers(key) for writer in self._device_writers)
+        wants_device = not hot_only and any(not writer.tier.offers(key) for writer in self._device_writers)
         if not wants_host and not wants_device:
             batch.present += 1
             return

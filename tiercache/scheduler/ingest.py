@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +38,7 @@ class _Put:
     """The parent of each chunk, if the chunks are a prefix."""
     times: Mapping[ChunkKey, int]
     """The time of each chunk's access, which decreases along a prefix."""
+    hot_only: Collection[ChunkKey] = ()
     stored: int = 0
     skipped: int = 0
 
@@ -74,7 +75,9 @@ class Ingest:
         self._batch_items = max(1, min(cpu.pool.count // 8, max(1, _BATCH_BYTES // cpu.pool.slot_bytes)))
         """Chunks per batch: tiers write during the copies, and two batches fit beside the slots kept for reads."""
 
-    async def put(self, items: Sequence[Item], wait_s: float, *, prefix: bool = False) -> int:
+    async def put(
+        self, items: Sequence[Item], wait_s: float, *, prefix: bool = False, hot_only: Collection[ChunkKey] = ()
+    ) -> int:
         """Store chunks as `TierCache.put_from` does, and return how many of them are in the cache.
 
         `wait_s` limits the whole call.
@@ -89,6 +92,7 @@ class Ingest:
             WaitBudget(asyncio.get_running_loop().time() + wait_s),
             dict(zip(keys[1:], keys, strict=False)) if prefix else {},
             dict(zip(latest_first, range(time, time - len(keys), -1), strict=True)),
+            hot_only,
         )
         try:
             await self._put_all(items, put)
@@ -222,7 +226,8 @@ class Ingest:
             self._fan_out.writers or not cpu.keep or len(fills) == 1
         ):  # for one chunk `publish_all` costs more than a lease
             for key, (slot, length, _) in fills.items():
-                leases.append(cpu.publish(key, slot, length, WRITE, put.parents.get(key), put.times.get(key)))
+                parent, time, stays = put.parents.get(key), put.times.get(key), key in put.hot_only
+                leases.append(cpu.publish(key, slot, length, WRITE, parent, time, hot_only=stays))
         else:
             cpu.publish_all(fills, put.parents, put.times)
         batch.published = True

@@ -10,7 +10,7 @@ and prefetches use at most a part of each quota and of the whole hot cache, so t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -257,11 +257,14 @@ class CpuTier(LeaseOwner, Tier):
         purpose: Purpose,
         parent: ChunkKey | None = None,
         time: int | None = None,
+        *,
+        hot_only: bool = False,
     ) -> Lease:
         """Publish a filled slot as the chunk `key`, and return a lease of that purpose.
 
-        `parent` is the previous chunk in its prefix, `time` the time of its access. If the key is resident by now, the
-        first copy stays and the slot is freed: leases on the first copy continue, and equal keys have equal bytes.
+        `parent` is the previous chunk in its prefix, `time` the time of its access. No tier below gets a `hot_only`
+        chunk. If the key is resident by now, the first copy stays and the slot is freed: leases on the first copy
+        continue, and equal keys have equal bytes.
         """
         quotas = self._quotas
         if quotas is not None and purpose is PREFETCH:
@@ -274,6 +277,7 @@ class CpuTier(LeaseOwner, Tier):
             self.wait_queue.serve()
             return lease
         entry = Resident(key, slot, payload_bytes)
+        entry.hot_only = hot_only
         entry.leases = ONE[purpose]
         if quotas is not None:
             quotas.own(slot, tenant_of(key))
@@ -330,9 +334,14 @@ class CpuTier(LeaseOwner, Tier):
             self.on_forget(key)
         return True
 
-    def clear(self) -> int:
-        """Remove every chunk that is not being written, and return their number. Chunks in flight arrive later."""
-        clean = [key for key, entry in self._entries.items() if purpose_of(entry.leases) is not WRITE]
+    def clear(self, keys: Iterable[ChunkKey] | None = None) -> int:
+        """Remove the residents among `keys` (by default all) that are not being written, and return their number.
+
+        Chunks in flight arrive later.
+        """
+        entries = self._entries
+        wanted = entries if keys is None else [key for key in keys if key in entries]
+        clean = [key for key in wanted if purpose_of(entries[key].leases) is not WRITE]
         for key in clean:
             self._drop(key)
         return len(clean)

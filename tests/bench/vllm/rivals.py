@@ -83,7 +83,7 @@ def _settings(engine_blocks: int) -> dict[str, _Setting]:
         "vLLM alone": _Setting(engine_blocks),
         "OffloadingConnector": _Setting(engine_blocks, arguments=("--kv-transfer-config", json.dumps(_OFFLOADING))),
         "tiercache": _Setting(engine_blocks, _OURS),
-        "tiercache, tails": _Setting(engine_blocks, f"{_OURS}save_unfull_chunk: true\n"),
+        "tiercache, whole chunks": _Setting(engine_blocks, f"{_OURS}save_unfull_chunk: false\n"),
         "tiercache, disk": _Setting(engine_blocks, _OURS_ON_DISK),
         "engine cache that holds all": _Setting(256),
     }

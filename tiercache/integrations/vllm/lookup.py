@@ -165,6 +165,8 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
     match = Match(tokens_by_tier=tokens).shortened(search.chunks * geometry.blocks_per_chunk, geometry)
     for length in tail_lengths(len(names), match.blocks, geometry):
         tail = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
+        if geometry.hot_tails and not cache.lookup_hot(tail):
+            continue
         hit = await cache.lookup_keys(tail, deadline_s=max(0.0, until_s - loop.time()))
         if hit.chunks:
             found += tail

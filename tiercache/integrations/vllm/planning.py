@@ -73,6 +73,8 @@ class BlockGeometry:
     blocks_per_chunk: int
     save_tails: bool = False
     """Store tails. Needs a plain geometry."""
+    hot_tails: bool = False
+    """Tails stay in the hot cache: no tier below gets them."""
     groups: tuple[KvGroup, ...] = ()
     """The default is one group that keeps every token."""
     parts: HeadParts | None = None
@@ -80,12 +82,16 @@ class BlockGeometry:
 
     @classmethod
     def for_chunk_size(
-        cls, chunk_tokens: int, block_tokens: int, save_tails: bool, groups: tuple[KvGroup, ...] = ()
+        cls, chunk_tokens: int, block_tokens: int, save_tails: bool | None, groups: tuple[KvGroup, ...] = ()
     ) -> BlockGeometry:
-        """Round `chunk_tokens` to whole blocks, at least one. With recurrent states a chunk is one block."""
+        """Round `chunk_tokens` to whole blocks, at least one. With recurrent states a chunk is one block.
+
+        `save_tails` None: tails stay in the hot cache.
+        """
         blocks = 1 if any(group.recurrent for group in groups) else max(1, round(chunk_tokens / block_tokens))
         geometry = cls(block_tokens, blocks, groups=groups)
-        return replace(geometry, save_tails=save_tails and geometry.plain)
+        saves = save_tails is not False and geometry.plain
+        return replace(geometry, save_tails=saves, hot_tails=saves and save_tails is None)
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -191,6 +197,11 @@ def loadable_tokens(
     return max(0, usable - computed_tokens) if usable >= least_tokens else 0
 
 
+def is_hot_only(transfer: BlockTransfer, geometry: BlockGeometry) -> bool:
+    """Return True for a tail that stays in the hot cache."""
+    return geometry.hot_tails and transfer.chunk_blocks < geometry.blocks_per_chunk
+
+
 def end_of_saves(ready_blocks: int, geometry: BlockGeometry, *, last: bool) -> int:
     """Return how many of the first `ready_blocks` blocks can be saved.
 
@@ -228,7 +239,7 @@ def suffix_of(group: int, geometry: BlockGeometry) -> bytes:
 def in_parts(geometry: BlockGeometry, groups: Sequence[KvGroup], parts: HeadParts) -> BlockGeometry:
     """Return the geometry with every one of `groups` cut into a rank's parts."""
     cut = tuple(replace(group, part=part) for group in groups for part in range(parts.here))
-    return replace(geometry, groups=cut, save_tails=False, parts=parts)
+    return replace(geometry, groups=cut, save_tails=False, hot_tails=False, parts=parts)
 
 
 def keys_of(namespace: bytes, names: Sequence[bytes], geometry: BlockGeometry) -> list[ChunkKey]:

@@ -212,7 +212,7 @@ class Asking:
         """Return True if more was announced (`tiercache.expect_tokens`) than found, and there is time to look again."""
         now_s = time.monotonic()
         expected = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1) // self._geometry.block_tokens
-        if not self._geometry.save_tails:
+        if not self._geometry.save_tails or self._geometry.hot_tails:
             expected = self._geometry.whole_chunks(expected)
         if match.failed or match.blocks >= expected:
             return False
@@ -506,8 +506,11 @@ class SchedulerSide:
                 if self.kv_events is not None:
                     self.kv_events.moves(request, tracked.names, first, transfers)
                 tracked.saves_begun += 1
+                replaced = tracked.names[first - 1] if first % self.geometry.blocks_per_chunk else b""
                 forget = tracked.wishes.forget
-                work.saves.append(Save(request.request_id, transfers, request.num_tokens, trace_of(request), forget))
+                work.saves.append(
+                    Save(request.request_id, transfers, request.num_tokens, trace_of(request), forget, replaced)
+                )
         tracked.tail_saved |= last
 
     def _is_saved(self, tracked: TrackedRequest) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupServer
 from tiercache.integrations.vllm.metadata import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.metrics import WorkerFigures
 from tiercache.integrations.vllm.names import BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, keys_of
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, is_hot_only, keys_of
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -264,7 +265,8 @@ class WorkerSide:
         keys = keys_of(self._namespace, [transfer.name for transfer in save.transfers], self.geometry)
         if save.to_be_forgotten:
             self._turns.stores(save.request_id, keys)
-        move = self.mover.put(self.thread, keys, save.transfers, wait_s)
+        tails = [key for key, transfer in zip(keys, save.transfers, strict=True) if is_hot_only(transfer, self.geometry)]
+        move = self.mover.put(self.thread, keys, save.transfers, wait_s, tails)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
         self._saving.append(_Saving(save, until_s, move, blocks))
         tokens = self._tokens_of(save.transfers)
@@ -277,6 +279,10 @@ class WorkerSide:
                 logger.warning("storing tokens of request %s failed: %r", save.request_id, error)
                 return
             chunks = done.result()
+            if save.replaced and chunks:
+                replaced = keys_of(self._namespace, [save.replaced], self.geometry)
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot, replaced)
             payload_bytes = self._bytes_of(save.transfers[:chunks])
             self.figures.stored(payload_bytes, time.monotonic() - began_s)
             add_span("save", save.trace, began_s, bytes=payload_bytes, rank=self._rank)

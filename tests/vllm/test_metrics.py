@@ -384,6 +384,6 @@ def test_every_metric_of_a_panel_of_the_dashboard_is_exported(metrics: TierCache
     exported = {sample.name for family in REGISTRY.collect() for sample in family.samples}
     # A counter that nothing has been added to has no value yet.
     quiet = {"tiercache_read_failures_total", "tiercache_writer_dropped_total", "tiercache_writer_skipped_total"}
-    quiet |= {"tiercache_puts_skipped_total"}
+    quiet |= {"tiercache_puts_skipped_total", "tiercache_tier_corrupt_total"}
     for panel in panels():
         assert names_in(panel) - quiet <= exported, panel["title"]

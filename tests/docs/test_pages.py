@@ -42,6 +42,16 @@ def test_the_readme_is_short() -> None:
     assert (REPOSITORY / "README.md").stat().st_size <= 8192
 
 
+def test_every_figure_of_the_readme_is_in_the_benchmarks() -> None:
+    readme, benchmarks = (REPOSITORY / "README.md").read_text(), (DOCS / "benchmarks.md").read_text()
+    (picture,) = re.findall(r"!\[(.*?)\]", readme)
+    (compared,) = re.findall(r"^## Beside others$(.*?)^## ", readme, re.MULTILINE | re.DOTALL)
+    number = re.compile(r"\d[\d.,]*\d|\d")
+    figures = {*number.findall(picture), *number.findall(compared)}
+    assert len(figures) >= 25
+    assert figures - {*number.findall(benchmarks)} == set()
+
+
 def test_links_to_files_of_the_repository_lead_somewhere() -> None:
     pages = [*DOCS.rglob("*.md"), *REPOSITORY.glob("*.md")]
     broken = [(page.name, target) for page in pages for target in _targets(page) if not (page.parent / target).exists()]

@@ -137,7 +137,7 @@ def serve_example(command: str, shell: Shell, place: Path) -> str:
 
 
 def install(command: str, shell: Shell, place: Path) -> str:
-    """The project is not on a registry yet; its extras have to be there. tests/packaging installs the wheel."""
+    """Its extras are there. tests/packaging installs the wheel; on PyPI the name is another project's."""
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"\w+", command.partition("[")[2])) <= extras.keys()
     return ""
@@ -294,7 +294,7 @@ ENTRIES: dict[str, Entry] = {
     r"python examples/serve_fastapi_load\.py": with_options(
         "--users 2 --turns 3 --tokens 300 --answer-tokens 2 --typing-s 0", "with the cache", model=True
     ),
-    r"pip install ('tiercache\[[\w,]+\]'|tiercache)": install,
+    r"pip install ('\.\[[\w,]+\]'|\.)": install,
     rf"{SERVER} '{PLAIN}": serve,
     rf"LMCACHE_CONFIG_FILE=your-lmcache\.yaml {VLLM} '{PLAIN}": serve_as_with_lmcache,
     rf"{SERVER}\.{PLAIN}": offload,

@@ -20,12 +20,12 @@ _INTRODUCTION = """\
 This page is generated from the table in `tiercache/config/schema.py`; change it there, then run
 `python -m tests.docs.generated`.
 
-tiercache reads LMCache's files and variables unchanged. Sources, the later one wins:
+tiercache reads LMCache's files and variables unchanged. There are four sources; a later one wins:
 
 1. the YAML file: the one given, else the one that `TIERCACHE_CONFIG_FILE` names, else `LMCACHE_CONFIG_FILE`;
 2. `LMCACHE_<KEY>` in the environment, and `LMCACHE_EXTRA_CONFIG`, a JSON object of keys;
 3. `TIERCACHE_<KEY>` and `TIERCACHE_EXTRA_CONFIG`;
-4. overrides: `Config.load(overrides=...)`, vLLM's `kv_connector_extra_config`, what stands beside
+4. overrides: `Config.load(overrides=...)`, vLLM's `kv_connector_extra_config`, the keys beside
    `"type": "TierCacheTier"` in vLLM's `secondary_tiers` (`config_file` names the YAML file there), or SGLang's
    `--hicache-storage-backend-extra-config`. A key may begin with `tiercache.` or `lmcache.`.
 
@@ -34,7 +34,7 @@ Keys marked *extra* belong inside `extra_config:` for LMCache; tiercache takes e
 are not LMCache's. An unknown key, a wrong type or a value out of range stops the start, and all problems are reported
 together.
 
-`tiercache config explain FILE` shows the tiers that it makes, what was set and where; with `--all` the defaults, too.
+`tiercache config explain FILE` shows the tiers of a file, the values that are set, and their sources; `--all` adds defaults.
 """
 
 _HEADINGS = {
@@ -50,7 +50,7 @@ _HEADINGS = {
 
 
 def reference() -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     return "\n".join(_reference_lines())
 
 
@@ -64,16 +64,16 @@ def _reference_lines() -> Iterator[str]:
         yield ""
     yield from _remotes()
     yield "## Accepted and not honoured\n"
-    yield "LMCache keys that ask for what tiercache does not have. All that are given are named in one warning.\n"
+    yield "These keys of LMCache have no effect: tiercache lacks their features. One warning names those that are set.\n"
     yield ", ".join(f"`{name}`" for name in sorted(FOREIGN))
     yield "\n`LMCACHE_USE_EXPERIMENTAL` is accepted and ignored.\n"
 
 
 def _remotes() -> Iterator[str]:
     yield "### Settings of a remote tier\n"
-    yield "`remote_storage_plugin.NAME.<setting>` for the tier NAME of `remote_storage_plugins`. What LMCache has in"
-    yield "`extra_config` itself counts for all tiers of that type, unless an instance says otherwise. Types of your own"
-    yield "come by `module_path` and `class_name`, or by an entry point of the group `tiercache.tiers`.\n"
+    yield "Write `remote_storage_plugin.NAME.<setting>` for the tier NAME of `remote_storage_plugins`. LMCache's keys in"
+    yield "`extra_config` apply to all tiers of a type; a setting of an instance wins. Add types of your own by"
+    yield "`module_path` and `class_name`, or by an entry point of the group `tiercache.tiers`.\n"
     for type_name, options in (("", COMMON), *OPTIONS.items()):
         names = ", ".join(f"`{alias}`" for alias, kind in ALIASES.items() if kind == type_name)
         yield f"#### {names or 'Every type'}\n"
@@ -108,33 +108,27 @@ BEGIN, END = "<!-- made by python -m tests.docs.generated: {} -->\n", "<!-- end 
 
 DIFFERS = {
     "cache_policy": "only ends of prefixes are evicted, so a chunk never stays without those before it",
-    "max_local_disk_size": "what is allocated counts, for all processes that share the directory, and after a restart",
-    "use_odirect": "LMCache's default is false. Unset, it is used where the file system can",
-    "disk_io_threads": "threads that read; twice as many write",
+    "max_local_disk_size": "allocated bytes count, of all processes that share the directory, also after a restart",
+    "use_odirect": "LMCache's default is false",
     "local_cpu_use_hugepages": "refused together with `shm_name` and `enable_p2p`, as LMCache does",
-    "gds_buffer_size": "needed with `gds_path` and `weka_path`",
     "gds_path_sharding": "ranks that hold the same KV share a directory",
     "local_disk_path_sharding": "ranks that hold the same KV share a directory; `by_chunk` is ours",
     "gds_backend": "`hipfile` is refused",
     "remote_serde": "only `naive`: other serdes of LMCache lose bits. `compression` of a remote tier is bit-exact",
-    "numa_mode": "`manual` is named in a warning and has no effect; a node's number is ours",
-    "enable_async_loading": "chunks from below the hot cache are always loaded beside engine steps",
+    "numa_mode": "`manual` has no effect and is named in a warning; the number of a node is ours",
     "save_unfull_chunk": "false in LMCache; true: in all tiers. With windows or `kv_head_parts` hits are whole chunks",
-    "blocking_timeout_secs": "also the longest wait for room",
-    "lookup_timeout_ms": "a lookup that is late says what it knows by then; no tier makes the others wait",
-    "use_direct_io": "true: warn where it does not work; it is used where it does",
+    "lookup_timeout_ms": "a late lookup returns what it has found by then; no tier delays the others",
     "weka_path": "LMCache 0.5.6 detects WekaFS under `gds_path`; both are accepted",
-    "hf3fs_iov_size": "no effect with `shm_name`: the hot cache itself is registered",
-    "reserve_local_cpu_size": "lowers `max_local_cpu_size` once, when the configuration is read, and says so",
+    "reserve_local_cpu_size": "applied once, when the configuration is read, with a warning",
 }
-"""What an operator should know of keys that have an effect here, or have none."""
+"""Differences from LMCache that an operator should know, by key."""
 
 ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     "peers and the controller": (
         ("enable_p2p", "p2p_", "mp_", "transfer_channel", "enable_controller", "lmcache_", "controller_",
          "disabled_controllers", "heartbeat_url", "full_sync_", "kv_msg_", "worker_socket_", "distributed_url"),
-        "a tier that all reach (Redis, 3FS, Weka, `fs`), or `shared_memory_path` on one host; vLLM's KV events tell routers "
-        "what an engine has",
+        "a tier that all engines reach (Redis, 3FS, Weka, `fs`), or `shared_memory_path` on one host; vLLM's KV events tell "
+        "routers which blocks an engine has",
     ),
     "disaggregated prefill": (
         ("enable_pd", "enable_xpyd", "pd_", "nixl_peer_", "nixl_proxy_", "nixl_role", "nixl_receiver_port"),
@@ -142,12 +136,12 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "NIXL": (
         ("enable_nixl_storage", "nixl_"),
-        "`gds_path`, `local_disk`, `hf3fs` or `s3`, after what NIXL's back end was",
+        "`gds_path`, `local_disk`, `hf3fs` or `s3`, depending on NIXL's back end",
     ),
     "blending and layer-wise transfer": (
         ("enable_blending", "blend_", "enable_sparse", "use_layerwise", "enable_hidden_state_cache", "hidden_state",
          "max_hidden_"),
-        "none: only what equals a prefix exactly is a hit",
+        "none: only an equal prefix is a hit",
     ),
     "stores that tiercache does not have": (
         ("azure_", "bigtable_", "eic_", "maru_", "sagemaker_hyperpod_", "dax.", "rust_raw_block.", "shared_memory_name",
@@ -166,7 +160,7 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "LMCache's own API and scripts": (
         ("internal_api_server_", "script_allowed_imports", "run_script_api_enabled", "remote_config_url", "app_id"),
-        "`control_socket` and `tiercache serve-control`; nothing runs code that a request brings",
+        "`control_socket` and `tiercache serve-control`; code in requests is never run",
     ),
     "figures": (
         ("enable_chunk_statistics", "chunk_statistics_", "enable_kv_events", "enable_cache_usage_details_in_response"),
@@ -175,36 +169,36 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     "memory that grows": (
         ("enable_lazy_memory_allocator", "lazy_memory_", "first_rank_max_local_cpu_size", "local_cpu.pinned_align_bytes",
          "gpu_to_numa_mapping", "local_device", "max_offload_tokens", "retrieve_buffer_size"),
-        "none: the arena is taken at start, and is all that is taken",
+        "none: the arena is taken at the start and does not grow",
     ),
     "settings of clients": (
         ("valkey_", "resp_", "s3_", "fs_connector_", "transfer_timeout", "use_exists_sync", "remote_backend_",
          "save_chunk_meta", "pipelined_backend"),
-        "`concurrency` and `timeout_s` of the remote tier; files and values always say what they hold",
+        "`concurrency` and `timeout_s` of the remote tier; files and values always have a header",
     ),
     "places and waits": (
         ("store_location", "retrieve_locations", "pin_timeout_sec", "pin_check_interval_sec", "max_alloc_attempts",
          "allocation_attempt_delay_secs"),
-        "`role` of a remote tier says read, write or both; pins end by their `ttl_s`; `blocking_timeout_secs` bounds waits "
+        "`role` of a remote tier is read, write or both; pins end by their `ttl_s`; `blocking_timeout_secs` limits waits "
         "for memory",
     ),
     "the rest": (
         ("py_enable_gc", "use_gpu_connector_v3", "discard_partial_chunks", "save_only_first_rank", "force_store_wait",
          "remote_enable_mla_worker_id_as0"),
-        "none needed: what ranks hold in common is stored once by itself, and a full queue is `on_queue_full`",
+        "none needed: KV that ranks have in common is stored once; `on_queue_full` rules full queues",
     ),
 }  # fmt: skip
-"""LMCache's features, how their keys begin, and what does the same here."""
+"""LMCache's features, the beginnings of their keys, and the replacement here."""
 
 
 def feature_of(key: str) -> str | None:
-    """The feature that an absent key belongs to: the one that knows most of its name."""
+    """Return the feature of an absent key: the feature with the longest matching beginning."""
     known = [(len(start), name) for name, (starts, _) in ABSENT.items() for start in starts if key.startswith(start)]
     return max(known)[1] if known else None
 
 
 def tables() -> dict[str, str]:
-    """What stands between the page's marks, by the name of the table."""
+    """Return the tables between the page's marks, by name."""
     return {"keys": "\n".join(_keys()), "absent": "\n".join(_absent()), "urls": "\n".join(_urls())}
 
 
@@ -252,7 +246,7 @@ def _names(key: Key) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew. Raises ValueError where it has no place for one."""
+    """Return the page with new tables. Raises ValueError if it lacks the marks of one."""
     for name, table in tables().items():
         before, begin, rest = page.partition(BEGIN.format(name))
         _, end, after = rest.partition(END)

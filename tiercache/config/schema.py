@@ -74,7 +74,9 @@ class ConfigFields:
         None,
         "store the partial chunk at the end of a prompt; unset: vLLM's connector does, in the hot cache only",
     )
-    enable_async_loading: bool = _key(Switch(), False, "hot chunks are loaded beside engine steps, as others always are")
+    enable_async_loading: bool = _key(
+        Switch(), False, "load hot chunks beside engine steps, as other chunks always are"
+    )
     save_decode_cache: bool = _key(Switch(), False, "store the KV of generated tokens too")
     priority_limit: int | None = _key(
         Optional(Whole()), None, "requests of a lower priority (a larger number) are not stored"
@@ -85,14 +87,14 @@ class ConfigFields:
     prefill_tokens_per_s: float = _key(
         Number(unit="tokens/s"),
         0.0,
-        "how fast the engine computes KV, until it is measured: what a tier loads slower is left to it; 0: unknown",
+        "initial speed of the engine, until it is measured: chunks that load more slowly are computed; 0: unknown",
         ours=True,
     )  # fmt: skip
     kv_head_parts: int = _key(
         Whole(0, 1024, "parts"),
         0,
-        "store KV in so many parts by heads, which any number of tensor-parallel ranks that divides it finds; 0: what ranks "
-        "store is found by as many ranks",
+        "store KV in this number of parts by heads: engines with any number of tensor-parallel ranks that divides it find "
+        "the KV; 0: only engines with as many ranks do",
         ours=True,
     )  # fmt: skip
     close_timeout_s: float = _key(Number(unit="seconds"), 10.0, "longest wait for queued writes at the end", ours=True)
@@ -103,33 +105,34 @@ class ConfigFields:
     model_id: str | None = _key(
         Text("a name for the model", may_be_empty=False),
         None,
-        "in vLLM: stands for the content of the model's files, which is not looked at then. Unset: their digest, taken once "
-        "and kept beside them or in ~/.cache/tiercache. Engines of one model_id share KV: it has to change with the weights",
+        "in vLLM: identifies the model instead of the digest of its files, which are then not read. Unset: the digest, made "
+        "once and kept beside the files or in ~/.cache/tiercache. Engines with one model_id share KV: change it with the "
+        "weights",
         ours=True,
     )
 
     control_socket: str | None = _key(
         Optional(Text("a path for a Unix socket")),
         None,
-        "where programs of this user say what is coming (prefetch, pin, forget, sessions); .ENGINE and .RANK are "
-        "appended where there are several; none unless set",
+        "socket for commands of this user's programs (prefetch, pin, forget, sessions); .ENGINE and .RANK are "
+        "appended if there are several; unset: no socket",
         ours=True,
     )
 
     file_access: str = _key(
         Choice(("owner", "group")),
         "owner",
-        "users that may read what tiers on files store (disk, GDS, Weka, 3FS, fs). owner: files 0600, directories 0700; "
-        "group: 0660 and 2770, so that users of one group share a directory. A named directory that exists keeps its mode; "
-        "what tiercache made below it, and this user owns, gets the mode when a cache opens it: its directories at once, "
-        "chunks as the cache counts what is there, in the background",
+        "users that may read the files of tiers (disk, GDS, Weka, 3FS, fs). owner: files 0600, directories 0700; "
+        "group: 0660 and 2770, so that users of one group share a directory. A configured directory that exists keeps its "
+        "mode. Files and directories of this user below it get the mode when a cache opens it: directories at once, chunks "
+        "in the background",
         ours=True,
     )
 
     device: str = _key(
         Choice(("auto", "none", "cpu")),
         "auto",
-        "auto: the GPU in use, or the first one where a tier needs one; none: no GPU; cpu: host memory treated as a GPU's, "
+        "auto: the GPU in use, or the first one if a tier needs one; none: no GPU; cpu: treat host memory as a GPU's, "
         "for tests and debugging",
         ours=True,
     )
@@ -139,58 +142,58 @@ class ConfigFields:
     tenant_max_local_cpu_size: float = _key(
         Number(unit="GB"),
         0.0,
-        "the most RAM that a tenant (a cache_salt, or all that has none) may hold, per worker: at that it evicts its own "
-        "chunks only; 0: no quota. The other tenant_max_ keys are the same for their tiers",
+        "quota of RAM for each tenant (a cache_salt; requests without one are a tenant too), per worker: a tenant at its "
+        "quota evicts its own chunks only; 0: no quota. The other tenant_max_ keys are the same for their tiers",
         tier="cpu",
         ours=True,
     )
     reserve_local_cpu_size: float = _key(
-        Number(unit="GB"), 0.0, "RAM of the machine to leave free: lowers max_local_cpu_size where it must", tier="cpu"
+        Number(unit="GB"), 0.0, "RAM of the machine to leave free: lowers max_local_cpu_size if necessary", tier="cpu"
     )
     local_cpu_use_hugepages: bool = _key(
-        Switch(), False, "2 MiB pages that the system has reserved; not with shm_name nor enable_p2p", tier="cpu"
+        Switch(), False, "use reserved pages of 2 MiB; not together with shm_name or enable_p2p", tier="cpu"
     )
     shm_name: str | None = _key(
         Optional(Text("a name for POSIX shared memory")),
         None,
-        "the arena lies in shared memory of this name, /dev/shm/tiercache.NAME; .ENGINE and .RANK are appended where "
+        "put the arena into shared memory of this name, /dev/shm/tiercache.NAME; .ENGINE and .RANK are appended if "
         "there are several",
         tier="cpu",
         extra=True,
     )
     numa_mode: str | None = _key(
-        Optional(Text("auto, or the number of a NUMA node")), None, "auto, or the number of a node", tier="cpu"
+        Optional(Text("auto, or the number of a NUMA node")), None, "NUMA node of the arena", tier="cpu"
     )
     cache_policy: str = _key(
         Choice(("LRU", "FIFO", "LFU", "MRU", "COST", "S3FIFO", "SLRU")),
         "LRU",
-        "which leaf of the prefixes in RAM is evicted first; SLRU, S3FIFO and COST mean LRU; the tiers below use LRU; see "
+        "order in which ends of prefixes are evicted from RAM; SLRU, S3FIFO and COST mean LRU; the tiers below use LRU; see "
         "docs/policies.md",
         tier="cpu",
     )
 
     prefetch_share: float = _key(
-        Number(high=1.0), 0.5, "of the hot cache: the most that prefetched and pinned chunks may take", tier="cpu", ours=True
+        Number(high=1.0), 0.5, "largest part of the hot cache for prefetched and pinned chunks", tier="cpu", ours=True
     )
     prefetch_bytes_per_s: float = _key(
-        Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: what demand reads leave", tier="cpu", ours=True
+        Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: all that demand reads leave", tier="cpu", ours=True
     )
 
     shared_memory_path: str | None = _key(
         Optional(Text("a path")),
         None,
-        "a directory on tmpfs, such as /dev/shm/kv, in which all engines of this host keep chunks together; each reads them "
-        "where they lie. Needs max_shared_memory_size",
+        "directory on tmpfs, such as /dev/shm/kv, in which all engines of this host share chunks and read them without a "
+        "copy. Needs max_shared_memory_size",
         tier="shared_memory",
         ours=True,
     )
     tenant_max_shared_memory_size: float = _key(
-        Number(unit="GB"), 0.0, "of that tier, what each tenant may hold; 0: no quota", tier="shared_memory", ours=True
+        Number(unit="GB"), 0.0, "quota of this tier for each tenant; 0: no quota", tier="shared_memory", ours=True
     )
     max_shared_memory_size: float = _key(
         Number(unit="GB"),
         0.0,
-        "cap of that directory, for all engines together; RAM beside max_local_cpu_size, which each has for itself",
+        "cap of this directory, for all engines together; it is RAM besides the max_local_cpu_size of each engine",
         tier="shared_memory",
         ours=True,
     )
@@ -200,53 +203,57 @@ class ConfigFields:
     )
     max_local_disk_size: float = _key(Number(unit="GB"), 0.0, "cap of the disk tier; 0 switches it off", tier="disk")
     tenant_max_local_disk_size: float = _key(
-        Number(unit="GB"), 0.0, "the most of the disk tier that a tenant may hold; 0: no quota", tier="disk", ours=True
+        Number(unit="GB"), 0.0, "quota of the disk tier for each tenant; 0: no quota", tier="disk", ours=True
     )
     local_disk_path_sharding: str = _key(
         Choice(("by_gpu", "by_chunk")),
         "by_gpu",
-        "by_gpu: one directory per worker, or for those that hold the same KV; by_chunk: every worker uses all",
+        "by_gpu: one directory for each worker, or for workers with the same KV; by_chunk: every worker uses all",
         tier="disk",
     )
     use_odirect: bool | None = _key(
         Optional(Switch()),
         None,
-        "read and write past the page cache; unset: where the file system can",
+        "bypass the page cache; unset: if the file system can",
         tier="disk",
         extra=True,
     )
     disk_io_threads: int = _key(
-        Whole(1, 256, "threads"), 4, "threads that read; twice as many write (one: one)", tier="disk", extra=True
+        Whole(1, 256, "threads"),
+        4,
+        "reading threads; writing threads: twice that, or one with 1",
+        tier="disk",
+        extra=True,
     )
     disk_durability: str = _key(
-        Choice(("fdatasync", "none")), "fdatasync", "when a chunk counts as written", tier="disk", ours=True
+        Choice(("fdatasync", "none")), "fdatasync", "how a chunk is made durable", tier="disk", ours=True
     )
     disk_compression: str = _key(
         Choice(MODES),
         "none",
-        "bit-exact compression of chunks on disk: zstd leaves fewest bytes (0.68 of bfloat16), lz4 is quicker; auto: what "
-        "is read soonest and written as quickly, as the disk and the codecs are measured",
+        "bit-exact compression of chunks on disk: zstd is smallest (0.68 of bfloat16), lz4 is faster; auto: zstd while it "
+        "makes reads faster and writes no slower, as measured",
         tier="disk",
         ours=True,
     )
     flash_admission: str = _key(
         Choice(("all", "second_touch", "live_session")),
         "all",
-        "which chunks disk and GDS tiers write: all, those that two requests needed, or those of sessions that came back",
+        "chunks that disk and GDS tiers write: all, those that two requests needed, or those of sessions with several turns",
         tier="disk",
         ours=True,
     )
     flash_bytes_per_day: float = _key(
-        Number(unit="bytes"), 0.0, "the most that each disk or GDS tier writes a day, in each process; 0: no limit",
+        Number(unit="bytes"), 0.0, "limit of writes a day for each disk or GDS tier and process; 0: no limit",
         tier="disk", ours=True,
     )  # fmt: skip
     write_queue_bytes: int = _key(
-        Whole(0, unit="bytes"), 0, "chunks waiting to be written, per tier; 0: half the arena", tier="disk", ours=True
+        Whole(0, unit="bytes"), 0, "limit of the write queue of each tier; 0: half the arena", tier="disk", ours=True
     )
     on_queue_full: str = _key(
         Choice(("wait", "skip", "replace")),
         "wait",
-        "a full write queue: wait for queue_wait_s, skip the new chunk, or replace the oldest",
+        "with a full write queue: wait for queue_wait_s, skip the new chunk, or replace the oldest",
         tier="disk",
         ours=True,
     )
@@ -260,7 +267,7 @@ class ConfigFields:
 
     gds_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the GDS tier", tier="gds")
     gds_path_sharding: str = _key(
-        Choice(("by_gpu",)), "by_gpu", "one directory per worker, or for those that hold the same KV", tier="gds"
+        Choice(("by_gpu",)), "by_gpu", "one directory for each worker, or for workers with the same KV", tier="gds"
     )
     gds_buffer_size: int | None = _key(
         Optional(Whole(1, unit="MiB")),
@@ -272,23 +279,23 @@ class ConfigFields:
     use_gds: bool = _key(
         Switch(),
         True,
-        "false: POSIX reads and writes through registered device memory",
+        "false: use POSIX reads and writes through pinned host memory",
         aliases=("use_cufile",),
         tier="gds",
     )
     max_gds_size: float = _key(
         Number(unit="GB"),
         0.0,
-        "cap of the GDS or Weka tier; 0: nine tenths of what is free there when the cache starts",
+        "cap of the GDS or Weka tier; 0: nine tenths of the free space at the start",
         tier="gds",
         ours=True,
     )
     tenant_max_gds_size: float = _key(
-        Number(unit="GB"), 0.0, "the most of the GDS or Weka tier that a tenant may hold; 0: no quota", tier="gds", ours=True
+        Number(unit="GB"), 0.0, "quota of the GDS or Weka tier for each tenant; 0: no quota", tier="gds", ours=True
     )
     gds_backend: str = _key(Choice(("cufile", "hipfile")), "cufile", "the library that moves the bytes", tier="gds")
     use_direct_io: bool = _key(
-        Switch(), False, "true: warn where O_DIRECT does not work; it is used where it does", tier="gds", extra=True
+        Switch(), False, "true: warn if O_DIRECT does not work; it is used where it does", tier="gds", extra=True
     )
     weka_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the Weka tier", tier="weka")
 
@@ -301,17 +308,17 @@ class ConfigFields:
     max_hf3fs_size: float = _key(
         Number(unit="GB"),
         0.0,
-        "cap of a 3FS tier; 0: nine tenths of what is free there when the cache starts",
+        "cap of a 3FS tier; 0: nine tenths of the free space at the start",
         tier="hf3fs",
         ours=True,
     )
     tenant_max_hf3fs_size: float = _key(
-        Number(unit="GB"), 0.0, "the most of a 3FS tier that a tenant may hold; 0: no quota", tier="hf3fs", ours=True
+        Number(unit="GB"), 0.0, "quota of a 3FS tier for each tenant; 0: no quota", tier="hf3fs", ours=True
     )
     hf3fs_iov_size: int = _key(
         Whole(104857600, 2147483648, "bytes"),
         209715200,
-        "shared memory for transfers; no effect with shm_name, where chunks go from and to the arena",
+        "shared memory for transfers; no effect with shm_name, with which chunks move from and to the arena",
         aliases=("hfs3fs_iov_size",),
         tier="hf3fs",
         extra=True,
@@ -320,23 +327,34 @@ class ConfigFields:
         Whole(128, 1024), 256, "requests in one ring", aliases=("hfs3fs_ior_entries",), tier="hf3fs", extra=True
     )
     hf3fs_io_depth: int = _key(
-        Whole(-128, 128), 0, "requests sent together; above 1 means 0, each at once", aliases=("hfs3fs_io_depth",),
-        tier="hf3fs", extra=True,
+        Whole(-128, 128),
+        0,
+        "requests sent together; 0: each at once; above 1 means 0",
+        aliases=("hfs3fs_io_depth",),
+        tier="hf3fs",
+        extra=True,
     )
     hf3fs_numa_id: int = _key(
-        Whole(-1), -1, "NUMA node of the transfer memory; -1: any", aliases=("hfs3fs_numa_id",), tier="hf3fs", extra=True
+        Whole(-1),
+        -1,
+        "NUMA node of the transfer memory; -1: any",
+        aliases=("hfs3fs_numa_id",),
+        tier="hf3fs",
+        extra=True,
     )
     hf3fs_io_thread_num: int = _key(Whole(2, 16, "threads"), 4, "threads that read and write", tier="hf3fs", extra=True)
 
     remote_url: str | None = _key(
         Optional(Text("a URL")),
         None,
-        "a remote tier as one URL, such as redis://host:6379 or hf3fs:///a,/b",
+        "URL of a remote tier, such as redis://host:6379 or hf3fs:///a,/b",
         tier="remote",
     )
-    remote_serde: str = _key(_SERDES, "naive", "how chunks are serialised: as they are", tier="remote")
+    remote_serde: str = _key(_SERDES, "naive", "serialisation of chunks; naive: none", tier="remote")
     remote_storage_plugins: tuple[str, ...] = _key(
-        Words(), (), "remote tiers as type[.instance], such as redis, hf3fs.a, in the order in which they are asked",
+        Words(),
+        (),
+        "remote tiers as type[.instance], such as redis or hf3fs.a, in the order in which they are asked",
         tier="remote",
     )
 

@@ -125,8 +125,8 @@ TENANTS = (
     _gauge(
         "tenant_bytes",
         "tiers.*.tenants.*.held_bytes",
-        f"Bytes of a tier that a tenant holds, by the tag that its salt is hashed to: the {MOST_SHOWN} that hold most, and "
-        "the rest as one. Where tenants have quotas.",
+        f"Bytes of a tier that a tenant holds, by the hash of its salt: the {MOST_SHOWN} largest tenants, and the rest as "
+        "one. Only if tenants have quotas.",
         _OF_TENANT,
     ),
     _gauge("tenant_chunks", "tiers.*.tenants.*.chunks", "Chunks of a tenant in a tier.", _OF_TENANT),
@@ -145,7 +145,7 @@ FAMILIES = (
     _counter("tier_read_misses", "tiers.*.read_misses", "Chunks that were expected in a tier and not there."),
     _counter("tier_writes", "tiers.*.writes", "Chunks written to a tier."),
     _counter("tier_written_bytes", "tiers.*.written_bytes", "Payload bytes written to a tier."),
-    _counter("tier_stored_bytes", "tiers.*.stored_bytes", "Of those, what a tier that may compress has stored."),
+    _counter("tier_stored_bytes", "tiers.*.stored_bytes", "Bytes stored for written payloads, if the tier may compress."),
     _counter("tier_write_failures", "tiers.*.write_failures", "Writes that failed."),
     _counter("tier_evicted", "tiers.*.evicted", "Chunks evicted from a tier."),
     _counter("tier_corrupt", "tiers.*.corrupt", "Chunks that failed verification."),
@@ -154,23 +154,23 @@ FAMILIES = (
     _gauge("tier_occupied_bytes", "tiers.*.occupied_bytes", "Bytes that a tier occupies."),
     _gauge("tier_mapped_bytes", "tiers.*.mapped_bytes", "Bytes of a tier that this process has mapped."),
     _gauge(
-        "tier_unlinked_bytes", "tiers.*.unlinked_bytes", "Of these, bytes that were deleted since and are still held."
+        "tier_unlinked_bytes", "tiers.*.unlinked_bytes", "Mapped bytes whose files were deleted since."
     ),
     _histogram(
         "read_seconds",
         "reads.*.seconds",
-        "What reads of a tier took that found their chunk, or until they were given up.",
+        "Durations of reads from a tier that found their chunk or were given up.",
     ),
     _counter("read_failures", "reads.*.failed", "Reads of a tier that failed, failed verification, or were given up."),
-    _gauge("reading", "reads.*.reading", "Reads that a tier has begun and not ended."),
-    _histogram("write_seconds", "writers.*.seconds", "What writes to a tier took that stored their chunk."),
+    _gauge("reading", "reads.*.reading", "Reads in flight in a tier."),
+    _histogram("write_seconds", "writers.*.seconds", "Durations of writes to a tier that stored their chunk."),
     _counter("writer_written", "writers.*.written", "Chunks that a writer has written."),
     _counter("writer_skipped", "writers.*.skipped", "Chunks not written: the queue was full."),
     _counter("writer_dropped", "writers.*.dropped", "Chunks given up: the breaker was open, or every attempt failed."),
     _counter(
         "writer_declined",
         "writers.*.declined",
-        "Chunks that a tier did not want: larger than its cap, or not admitted.",
+        "Chunks that a tier declined: larger than its cap, or not admitted.",
     ),
     _counter("writer_retried", "writers.*.retried", "Writes tried again."),
     _gauge("writer_queued", "writers.*.queued", "Chunks that wait to be written."),
@@ -200,7 +200,7 @@ FAMILIES = (
     _counter(
         "prefetch_bytes",
         "prefetch.*.*",
-        "Bytes by predictor: used, late or wasted, as soon as it is known which; cancelled were not fetched.",
+        "Prefetched bytes by predictor: used, late or wasted once that is known; cancelled bytes were not fetched.",
         ("predictor", "outcome"),
     ),
 )

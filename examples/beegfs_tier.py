@@ -1,4 +1,4 @@
-"""Another file system is a choice of two parts: here, chunks on a BeeGFS mount that many hosts share.
+"""A tier for another file system is made from two parts: here, for a BeeGFS mount that many hosts share.
 
 Put this file where Python finds it, and name it in the configuration:
 
@@ -28,14 +28,14 @@ def make_tier(settings: RemoteSettings) -> FileTier:
         settings.key("path"),
         FileSettings(
             (Path(options["path"]),),
-            int(float(options.get("max_size", 0)) * 2**30),  # 0: nine tenths of what is free
+            int(float(options.get("max_size", 0)) * 2**30),  # 0: nine tenths of the free space
             threads=16,
-            many_hosts=True,  # they see what a process had reserved when its host is gone
-            beside=False,  # who lists directories that changed would list each of them twice a chunk
+            many_hosts=True,  # hosts see the reservations of processes on other hosts
+            beside=False,  # else each chunk would change its directory twice, and it would be listed twice
             file_access=options.get("file_access", "owner"),
         ),
         settings.fingerprint,
-        PosixIO,  # who moves bytes: threads; what is bad is read again before it is put aside
-        RelistingLookup,  # what is known: what all others store, too
-        metadata_threads=8,  # calls that are as many round trips
+        PosixIO,  # moves bytes in threads; reads a bad chunk again before it goes to quarantine
+        RelistingLookup,  # also finds chunks that others store
+        metadata_threads=8,  # metadata calls are round trips to a server
     )

@@ -1,12 +1,12 @@
-"""One engine computes prompts, another one generates: a proxy in front of both, and any tier that they share between them.
+"""A proxy in front of an engine that computes prompts and an engine that generates; both share a tier.
 
     export TIERCACHE_CONFIG_FILE=examples/configs/redis.yaml   # both need the same, with save_unfull_chunk: true
     vllm serve MODEL --port 8001 --kv-transfer-config '{"kv_connector": "TierCacheConnector", "kv_role": "kv_producer", ...}'
     vllm serve MODEL --port 8002 --kv-transfer-config '{"kv_connector": "TierCacheConnector", "kv_role": "kv_consumer", ...}'
     python examples/disaggregated_prefill.py --prefill http://host-a:8001 --decode http://host-b:8002
 
-The producer's answer says how much of the prompt it has stored or is storing (`kv_transfer_params`); the consumer gets that
-with the request and waits for it, as long as its `lookup_timeout_ms` says. What does not come it computes itself.
+The producer's answer says how much of the prompt it stores (`kv_transfer_params`). The consumer gets that number with the
+request, waits for these tokens for at most `lookup_timeout_ms`, and computes the rest itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Proxy:
         self._client = httpx.AsyncClient(timeout=None, trust_env=False)
 
     async def forward(self, request: Request) -> Response:
-        """The prompt to the one, and then all of the request to the other, whose answer is sent back as it comes."""
+        """Send the prompt to the first engine, then the whole request to the second, and stream its answer back."""
         body: dict[str, Any] = await request.json()
         path = request.url.path
         computed = await self._client.post(next(self._prefill) + path, json={**body, **_ONE_TOKEN})

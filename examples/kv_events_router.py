@@ -4,9 +4,9 @@
         --enable-prompt-tokens-details --kv-transfer-config '{"kv_connector": "TierCacheConnector", ...}'
     python examples/kv_events_router.py --engine http://host-a:8001,tcp://host-a:5557 --engine http://host-b:8001,tcp://...
 
-It knows nothing of hashes: vLLM's events name each block, the one before it and its tokens, and say GPU for the engine's own
-memory, CPU and STORAGE for tiers. Each answer says in `x-kv-tokens` how much of the prompt the router counted on.
-For models of one group of layers, without adapters, images or cache salts, which `extra_keys` would tell apart.
+The router computes no hashes: vLLM's events name each block, its predecessor and its tokens, with GPU for the engine's own
+memory, and CPU or STORAGE for tiers. The header `x-kv-tokens` of an answer has the number of hit tokens that the router
+expected. It is for models with one group of layers, without adapters, images or cache salts, which need `extra_keys`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Engine:
     events: str
     outstanding: int = 0
     follower: dict[_Step, Any] = field(default_factory=dict)
-    """The hash of the block that follows another one with these tokens."""
+    """Hashes of blocks, by the preceding block and the tokens."""
     blocks: dict[Any, tuple[_Step, set[str]]] = field(default_factory=dict)
-    """By hash: how it was come to, and where it is."""
+    """The step to each block and its places, by hash."""
     block_tokens: int = 0
     expected_batch: int = 0
 
     def follow(self, number: int, events: list[dict[str, Any]]) -> None:
-        """A batch of events. Where one was missed, or the engine began anew, what was known may be wrong."""
+        """Apply a batch of events. Forget all blocks if a batch was missed or the engine was restarted."""
         if number != self.expected_batch:
             self.forget()
         self.expected_batch = number + 1
@@ -74,7 +74,7 @@ class Engine:
         self.follower.clear()
 
     def holds(self, tokens: list[int]) -> int:
-        """Tokens of the prompt that need not be computed: a prefix in the engine's own memory, or one in tiers."""
+        """Return the number of tokens that need not be computed: a prefix in the engine's own memory, or one in tiers."""
         return max(self._reach(tokens, {"GPU"}), self._reach(tokens, {"CPU", "STORAGE"}))
 
     def _reach(self, tokens: list[int], media: set[str]) -> int:
@@ -98,7 +98,7 @@ class Router:
         return max(((one, one.holds(tokens)) for one in self.engines), key=lambda found: (found[1], -found[0].outstanding))
 
     async def forward(self, request: Request) -> Response:
-        """Sends on what came, and back what the engine answers, also as a stream."""
+        """Forwards requests to the engines and sends back their answers, also streams."""
         body = await request.json()
         engine, tokens = self.choose(await self.tokens_of(body))
         engine.outstanding += 1
@@ -121,7 +121,7 @@ class Router:
         return StreamingResponse(content(), answer.status_code, headers)
 
     async def tokens_of(self, body: dict[str, Any]) -> list[int]:
-        """Empty where the engine cannot say: it will say why when it gets the request."""
+        """Return the prompt's token ids; none if the engine refuses, which it explains when it gets the request."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt

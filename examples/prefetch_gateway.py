@@ -1,12 +1,12 @@
-"""A gateway that knows what is coming: it has a conversation's KV fetched from disk before it forwards the next request.
+"""A gateway that announces requests: a conversation's KV is fetched from disk before the next request is forwarded.
 
     python examples/prefetch_gateway.py [--tokens 4100] [--rounds 5] [--json FILE]
 
 It starts vLLM on the CPU of this machine with the small model of `make demo`, a disk tier below a CPU tier that is too
-small for everything, and `tiercache serve-control` beside it. Between two requests of one conversation others push it out of
-memory. Each round asks it three times, vLLM's own prefix cache emptied before: prefetched from disk, from the CPU tier, and
-from disk without notice. Nothing of the chunk files is in the page cache when they are read. It prints times to the first
-token.
+small for everything, and `tiercache serve-control` beside it. Between two requests of a conversation, others push it out
+of memory. Each round asks it three times, with vLLM's own prefix cache emptied before: prefetched from disk, from the CPU
+tier, and from disk without notice. The chunk files are not in the page cache when they are read. It prints times to the
+first token.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ max_local_disk_size: 4.0
 control_socket: "{place}/control.sock"
 """
 _BYTES_PER_TOKEN = {"bfloat16": 23040, "float32": 46080}
-"""Of the small model's KV, in the dtype that the server runs it in."""
+"""Bytes of the small model's KV for a token, in the dtype of the server."""
 _SOON_S = 60.0
 
 
 class Control:
-    """`tiercache serve-control`, as a gateway speaks to it."""
+    """A client of `tiercache serve-control`, as in a gateway."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url
@@ -58,13 +58,13 @@ class Control:
         return post(f"{self.url}/v1/{command}", fields, {"Authorization": f"Bearer {self._token}"})
 
     def is_coming(self, tokens: list[int], in_s: float) -> dict[str, Any]:
-        """Announce a prefix, and wait until it is in memory, as a gateway does not: it has a request to forward by then."""
+        """Announce a prefix, and wait until it is in memory. A real gateway would not wait."""
         handle = self.tell("prefetch", tokens=tokens, deadline_s=in_s)["handle"]
         return self.tell("progress", handle=handle, until_s=30)
 
 
 def hot_gb(tokens: int, dtype: str) -> float:
-    """Room for a conversation and a half."""
+    """Return the size of a CPU tier for one and a half conversations."""
     return round(1.5 * tokens * _BYTES_PER_TOKEN[dtype] / 2**30, 3)
 
 
@@ -81,7 +81,7 @@ def main(
         console.print("preparing the model (20 s) and the conversations")
         model = prepare_model()
         text = long_message(model, tokens)
-        others = [f"{name}: {text}" for name in ("Somebody else asks", "A third one asks")]
+        others = [f"{name}: {text}" for name in ("A second conversation", "A third conversation")]
         console.print("starting vLLM (a minute) and serve-control")
         server = stack.enter_context(serving(model, place / "vllm.log", config))
         control = stack.enter_context(serving_control(place))
@@ -125,14 +125,14 @@ def main(
 
 
 def tokenize(server: Server, text: str) -> list[int]:
-    """The ids that vLLM will make of a chat request: they name its KV."""
+    """Return the token ids of a chat request, as vLLM makes them: they name its KV."""
     body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}]}
     found: list[int] = post(f"{server.url}/tokenize", body)["tokens"]
     return found
 
 
 def push_out(server: Server, others: list[str], place: Path) -> None:
-    """Serve other conversations until the first is in no memory: not in vLLM's, not in ours, not in the page cache."""
+    """Serve other conversations until the first is neither in vLLM's memory, nor in the CPU tier, nor in the page cache."""
     for message in others:
         server.forget_prefix_cache()
         ask(server, message, 2)
@@ -151,7 +151,7 @@ def check(server: Server, answer: Answer, source: str) -> None:
 
 @contextmanager
 def serving_control(place: Path) -> Iterator[Control]:
-    """The HTTP server in front of the cache's control socket, with a token of its own, until the block ends."""
+    """Run the HTTP server in front of the cache's control socket, with a token of its own, until the block ends."""
     token = secrets.token_hex(16)
     with (place / "control.log").open("w+") as log:
         process = subprocess.Popen(

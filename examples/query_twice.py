@@ -42,7 +42,7 @@ def main(
 def ask(
     client: openai.OpenAI, model: str, message: str, tokens: int, name: str, console: Console
 ) -> tuple[float, str]:
-    """Time to first token in seconds, and the answer."""
+    """Return the time to the first token in seconds, and the answer."""
     began = time.perf_counter()
     first = None
     text = ""

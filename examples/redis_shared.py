@@ -1,4 +1,4 @@
-"""Two vLLM servers share one Redis: what the first has computed, the second finds.
+"""Two vLLM servers share one Redis: the second finds the KV that the first has computed.
 
     python examples/redis_shared.py                                  # starts a redis-server of its own, and ends it
     python examples/redis_shared.py --url redis://cache.example:6379   # uses yours
@@ -96,7 +96,7 @@ def main(
 
 @contextmanager
 def redis_server(place: Path) -> Iterator[str]:
-    """A server of our own, in memory only, until the block ends. Yields its URL."""
+    """Run a server of our own, in memory only, until the block ends. Yields its URL."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         raise SystemExit("redis-server is missing: apt-get install redis-server, or name a server with --url")
@@ -127,7 +127,7 @@ def redis_server(place: Path) -> Iterator[str]:
 
 
 def wait_for_chunks(url: str, prefix: str, chunks: int) -> None:
-    """Chunks are written in the background: wait until so many values have come to the server."""
+    """Wait until the server has `chunks` values, which are written in the background."""
     until = time.monotonic() + _SOON_S
     with redis.Redis.from_url(url) as client:
         while sum(1 for _ in client.scan_iter(f"{prefix}*", count=1000)) < chunks:
@@ -137,7 +137,7 @@ def wait_for_chunks(url: str, prefix: str, chunks: int) -> None:
 
 
 def forget(url: str, prefix: str) -> None:
-    """Leave somebody else's server as it was."""
+    """Remove our values from a server that stays."""
     with redis.Redis.from_url(url) as client:
         for name in client.scan_iter(f"{prefix}*", count=1000):
             client.unlink(name)

@@ -2,10 +2,10 @@
 
     python examples/serve_fastapi.py [--port 8400] [--directory DIR]
 
-http://127.0.0.1:8400/ shows the tiers live and lets you chat. Answers are streamed; a session's KV is loaded when it goes
-on, and fetched from disk already while its user types. $TIERCACHE_CONFIG_FILE says which tiers there are (a remote one,
-too); without it 0.25 GB of memory above 2 GB of disk. `examples/serve_fastapi_load.py` sends load. It listens on this
-host only, and trusts whoever can reach it.
+http://127.0.0.1:8400/ shows the tiers live and lets you chat. Answers are streamed. A session's KV is fetched from disk
+while its user types, and loaded when the question comes. $TIERCACHE_CONFIG_FILE names the configuration of the tiers;
+without it there are 0.25 GB of memory above 2 GB of disk. `examples/serve_fastapi_load.py` sends load. The server listens
+on this host only, and has no login.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from tiercache.signals import ended_by_signals
 
 PAGE = Path(__file__).with_name("serve_fastapi.html")
 SESSIONS = 200
-"""Those that were longest ago are forgotten, if they are not answering; what is cached of them stays until it is evicted."""
+"""More sessions make the server forget the oldest ones that are not answering; their chunks stay until they are evicted."""
 WAITING = 64
-"""Requests at a time. More are refused: a queue without an end answers nobody."""
+"""Requests at a time. More are refused, since a queue without a limit would time out for all."""
 BUSY = "the session has a question that is not answered yet"
 SHOWN_SESSIONS = 12
 SHOWN_ANSWERS = 120
@@ -57,14 +57,14 @@ DEFAULTS = {"chunk_size": 128, "max_local_cpu_size": 0.25, "max_local_disk_size"
 class Message(BaseModel):
     session: str = Field(min_length=1, max_length=100)
     tenant: str = Field("", max_length=100)
-    """Whose session it is: tenants share neither sessions nor KV. A real server takes this from a login."""
+    """The owner of the session: tenants share neither sessions nor KV. A real server takes this from a login."""
 
 
 class Question(Message):
     text: str = Field(min_length=1, max_length=100_000)
     max_tokens: int = Field(64, ge=1, le=512)
     cached: bool = True
-    """False to compare."""
+    """False computes the whole prompt, to compare."""
 
 
 @dataclass
@@ -73,9 +73,9 @@ class Session:
     tenant: str
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    """Of the last prompt and its answer, with which the next prompt begins."""
+    """Token ids of the last prompt and its answer, with which the next prompt begins."""
     keys: list[bytes] = field(default_factory=list)
-    """Of their chunks, for the page."""
+    """Keys of their chunks, for the page."""
     busy: bool = False
 
 
@@ -91,7 +91,7 @@ class Asked:
 
 
 class Pieces(TextStreamer):  # type: ignore[misc]
-    """Called on the model's thread; hands pieces of text over to the loop. The first one is empty: a token is there."""
+    """Called on the model's thread; passes pieces of text to the loop. An empty piece marks the first token."""
 
     def __init__(self, tokenizer: Any, give: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -111,7 +111,7 @@ class Pieces(TextStreamer):  # type: ignore[misc]
 
 
 class Chat:
-    """The sessions, and what the page shows of them."""
+    """The sessions, and the figures that the page shows."""
 
     def __init__(self, cache: TierCache, generator: Generator, tokenizer: Any) -> None:
         self.cache = cache
@@ -123,13 +123,13 @@ class Chat:
         self.waiting = 0
         self.loop_lag_s = 0.0
         self.ending = asyncio.Event()
-        """What pages are told has no end of its own, and the server waits for it."""
+        """Set to end the event streams of pages, for which the server would wait otherwise."""
         self.tokens = {"computed": 0, **{tier.name: 0 for tier in (cache.cpu, *cache.tiers)}}
-        """Of prompts: by where their KV came from."""
+        """Tokens of prompts, by the source of their KV."""
         self.caps = {tier.name: tier.cap_bytes for tier in plan_of(cache.config)}
 
     def session(self, message: Message) -> Session:
-        """A new one where there is none."""
+        """Return the session; make it if there is none."""
         if (known := self.known(message)) is not None:
             return known
         if len(self.sessions) >= SESSIONS:
@@ -152,15 +152,15 @@ class Chat:
         return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
 
     def typing(self, session: Session | None) -> int:
-        """Its user has begun to type. Fetches what he will need in a second or two; returns of how many chunks."""
+        """Prefetch the chunks of a session whose user has begun to type, and return their number."""
         if session is not None and session.ids and not session.busy:
             return self.generator.prefixes.expect(session.ids, salt=session.tenant, in_s=1.0).progress.asked
         return 0
 
     async def answer(self, session: Session, question: Question) -> AsyncIterator[dict[str, Any]]:
-        """Pieces of the answer, and last how it came about."""
+        """Yield pieces of the answer, and at last its figures."""
         began_s, first_s = time.perf_counter(), 0.0
-        if session.busy:  # another question of this session was quicker since that was asked
+        if session.busy:  # another question of this session came first
             raise ValueError(BUSY)
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
         text = ""
@@ -175,7 +175,7 @@ class Chat:
                 yield {"text": piece}
             answer = asking.result()
         finally:
-            asking.cancel()  # whoever asked may have gone
+            asking.cancel()  # the client may have closed the connection
             session.busy = False
             self.waiting -= 1
         session.messages += [{"role": "user", "content": question.text}, {"role": "assistant", "content": text}]
@@ -186,7 +186,7 @@ class Chat:
         ids = await asyncio.to_thread(self.prompt, session, question.text)
         room = self.generator.kv.model.config.max_position_embeddings - question.max_tokens
         if len(ids) > room:
-            raise ValueError(f"the session has become too long: {len(ids)} tokens, of which the model takes {room}")
+            raise ValueError(f"the session has become too long: {len(ids)} tokens, the model takes at most {room}")
         settings = GenerationConfig(
             max_new_tokens=question.max_tokens,
             do_sample=False,
@@ -211,7 +211,7 @@ class Chat:
         return asked
 
     def snapshot(self, seen: int) -> dict[str, Any]:
-        """All that the page shows; of answers those after number `seen`. Lookups in memory, about a millisecond."""
+        """Return all figures of the page, with the answers after number `seen`. Looks up in memory only."""
         statistics = self.cache.statistics()
         tiers = (self.cache.cpu, *self.cache.tiers)
         shown = [one for one in self.sessions.values() if one.keys or one.busy][-SHOWN_SESSIONS:]
@@ -258,7 +258,7 @@ class Chat:
         }
 
     async def watch_loop(self) -> None:
-        """How late the loop comes to what it should do; the worst of the last second."""
+        """Measure how late the loop runs its timers: the maximum of the last second."""
         lags: deque[float] = deque(maxlen=20)
         while True:
             due_s = time.perf_counter() + 0.05
@@ -272,7 +272,7 @@ def event(fields: dict[str, Any]) -> str:
 
 
 async def events(found: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    """What goes wrong with an answer is its last event: the status was sent by then."""
+    """Report an error as the last event of an answer, since the HTTP status was sent before."""
     try:
         async for one in found:
             yield event(one)
@@ -297,13 +297,13 @@ class Server(uvicorn.Server):
 
 
 async def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
-    """Without what was sent: not all that can be sent can be sent back."""
+    """Leave out the input, which may contain characters that JSON cannot represent."""
     found = (": ".join([".".join(map(str, one["loc"][1:])), one["msg"]]) for one in error.errors())
     return JSONResponse({"detail": "; ".join(one.removeprefix(": ") for one in found)}, 422)
 
 
 def make_app(config: Config, model_directory: Path) -> FastAPI:
-    """`app.state.chat` is there while it runs."""
+    """Return the application. `app.state.chat` exists while it runs."""
 
     def load() -> tuple[ModelKv, Any]:
         transformers_logging.disable_progress_bar()
@@ -332,7 +332,7 @@ def make_app(config: Config, model_directory: Path) -> FastAPI:
     async def chat(question: Question) -> StreamingResponse:
         it: Chat = app.state.chat
         if it.waiting >= WAITING:
-            raise HTTPException(503, f"{WAITING} requests wait already", headers={"Retry-After": "5"})
+            raise HTTPException(503, f"{WAITING} requests are waiting", headers={"Retry-After": "5"})
         session = it.session(question)
         if session.busy:
             raise HTTPException(409, BUSY)
@@ -355,9 +355,9 @@ def make_app(config: Config, model_directory: Path) -> FastAPI:
 
 
 def main(
-    port: Annotated[int, typer.Option(help="On 127.0.0.1.")] = 8400,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8400,
     directory: Annotated[
-        Path | None, typer.Option(help="Of the disk tier; by default one that goes at the end.")
+        Path | None, typer.Option(help="Directory of the disk tier; by default one that is removed at the end.")
     ] = None,
     hot_gb: Annotated[float, typer.Option(help="Memory of the hot cache, without a configuration file.")] = 0.25,
 ) -> None:
@@ -369,10 +369,10 @@ def main(
             app, host="127.0.0.1", port=port, loop="uvloop", log_level="warning", timeout_graceful_shutdown=5
         )
         server = Server(settings)
-        with suppress(KeyboardInterrupt):  # raised again when all is closed
+        with suppress(KeyboardInterrupt):  # raised again after all is closed
             server.run()
         if not server.started:
-            raise typer.Exit(1)  # it has said why
+            raise typer.Exit(1)  # uvicorn has logged the reason
 
 
 if __name__ == "__main__":

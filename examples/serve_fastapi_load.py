@@ -2,9 +2,10 @@
 
     python examples/serve_fastapi_load.py [--users 6] [--turns 4] [--tokens 1500] [--url http://127.0.0.1:8400]
 
-Without `--url` it starts a server of its own. Users take turns: when one is back, the others have pushed some of his KV
-out of memory. He is announced while he types. Each turn is asked with the cache and without it, so that both meet the same
-machine. It prints times to the first token, as clients see them, and where the KV of the prompts came from.
+Without `--url` it starts a server of its own. Users take turns, so between two turns of a user the others push some of the
+user's KV out of memory. The server is told when a user begins to type. Each turn is asked with the cache and without it, so
+that both run on the same machine at the same time. It prints times to the first token, as clients see them, and the sources
+of the prompts' KV.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ QUESTIONS = (
 )
 _START_S = 120.0
 _CHARACTERS_A_TOKEN = 4.3
-"""Of this text, in the small model's tokenizer."""
+"""Average for this text with the small model's tokenizer."""
 
 
 @dataclass
 class Found:
-    """One way of asking."""
+    """Results with the cache, or without it."""
 
     first_s: list[float] = field(default_factory=list)
-    """Of the turns that begin a session."""
+    """Seconds of turns that begin a session."""
     later_s: list[float] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
-    """Of later turns' prompts, by where their KV came from."""
+    """Tokens of later turns' prompts, by the source of their KV."""
 
 
 async def ask(client: httpx.AsyncClient, session: str, text: str, answer_tokens: int, cached: bool) -> dict[str, Any]:
-    """The last event, with `client_s`: the seconds to the first piece. Raises RuntimeError for what goes wrong."""
+    """Ask, and return the last event, with `client_s`: the seconds to the first piece. Raises RuntimeError on failure."""
     body = {"session": session, "text": text, "max_tokens": answer_tokens, "cached": cached}
     began_s, first_s = perf_counter(), None
     async with client.stream("POST", "/chat", json=body) as response:
@@ -80,7 +81,7 @@ async def ask(client: httpx.AsyncClient, session: str, text: str, answer_tokens:
 async def drive(
     url: str, users: int, turns: int, tokens: int, answer_tokens: int, at_once: int, typing_s: float, bar: Progress
 ) -> dict[bool, Found]:
-    """By whether it was with the cache."""
+    """Results by use of the cache."""
     found = {True: Found(), False: Found()}
     text = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
     length = int(tokens * _CHARACTERS_A_TOKEN)
@@ -116,7 +117,7 @@ async def drive(
 
 @asynccontextmanager
 async def own_server(hot_gb: float) -> AsyncIterator[str]:
-    """Started, and ended, with its output where ours goes. Yields its URL."""
+    """Run the server, with its output where ours goes, until the block ends. Yields its URL."""
     with socket.socket() as held:  # stays bound, so that no other program is given the port before the server listens
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -168,13 +169,13 @@ async def run(url: str | None, hot_gb: float, console: Console, **load: Any) -> 
 
 def main(
     users: Annotated[int, typer.Option(min=1)] = 6,
-    turns: Annotated[int, typer.Option(min=3, help="Of each user; the first one begins the session.")] = 4,
-    tokens: Annotated[int, typer.Option(min=100, help="Length of a document, about.")] = 1500,
+    turns: Annotated[int, typer.Option(min=3, help="Turns of each user; the first one begins the session.")] = 4,
+    tokens: Annotated[int, typer.Option(min=100, help="Approximate length of a document.")] = 1500,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer.")] = 8,
     at_once: Annotated[int, typer.Option(min=1, help="Users who ask at a time.")] = 2,
-    typing_s: Annotated[float, typer.Option(help="How long one types.")] = 0.5,
-    hot_gb: Annotated[float, typer.Option(help="Memory of the own server's hot cache.")] = 0.2,
-    url: Annotated[str | None, typer.Option(help="Of a server that runs.")] = None,
+    typing_s: Annotated[float, typer.Option(help="Typing time before each turn.")] = 0.5,
+    hot_gb: Annotated[float, typer.Option(help="Hot cache of the started server.")] = 0.2,
+    url: Annotated[str | None, typer.Option(help="URL of a running server.")] = None,
 ) -> None:
     load = {"users": users, "turns": turns, "tokens": tokens, "answer_tokens": answer_tokens}
     asyncio.run(run(url, hot_gb, Console(highlight=False), **load, at_once=at_once, typing_s=typing_s))

@@ -1,4 +1,4 @@
-"""A tier of your own, whole: chunks in an SQLite file. Third-party tiers look like this one.
+"""A complete tier of your own: chunks in an SQLite file. Third-party tiers look like this one.
 
 Put it where Python finds it, and name it in the configuration:
 
@@ -8,7 +8,7 @@ Put it where Python finds it, and name it in the configuration:
       remote_storage_plugin.sqlite.a.class_name: SqliteTier
       remote_storage_plugin.sqlite.a.file: /var/cache/kv.sqlite
 
-Whether it is a good tier is for `tiercache.testing.TierContract` to say; see tests/remote/test_example_tier.py.
+`tiercache.testing.TierContract` tests such a tier; see tests/remote/test_example_tier.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SqliteTier(RemoteTier):
     async def _delete(self, key: ChunkKey) -> bool:
         return await self._thread.submit(self._remove, key)
 
-    # In the thread
+    # These run in the thread
 
     def _open_file(self) -> None:
         self._database = sqlite3.connect(
@@ -75,7 +75,7 @@ class SqliteTier(RemoteTier):
 
     def _store(self, key: ChunkKey, payload: np.ndarray) -> bool:
         value = self.packed_header(key, payload) + payload.tobytes()
-        self._run("INSERT OR IGNORE INTO chunks VALUES (?, ?)", key, value)  # one statement: nobody sees a part
+        self._run("INSERT OR IGNORE INTO chunks VALUES (?, ?)", key, value)  # one statement, so no reader sees a part
         return True
 
     def _which(self, keys: list[ChunkKey]) -> list[bool]:
@@ -90,5 +90,5 @@ class SqliteTier(RemoteTier):
         assert self._database is not None
         try:
             return self._database.execute(statement, values)
-        except sqlite3.OperationalError as error:  # locked, full, gone: the breaker's business
+        except sqlite3.OperationalError as error:  # locked, full or gone: the breaker counts it
             raise TierUnavailable(f"{self.name}: {error}") from error

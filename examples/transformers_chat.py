@@ -70,27 +70,27 @@ class Chat:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     async def ask(self, generator: Generator, question: str, *, cached: bool = True) -> tuple[Answer, float]:
-        """The answer, and the seconds to its first token."""
+        """Return the answer, and the seconds to its first token."""
         streamer = FirstToken()
         answer = await generator.generate(self.ids(question), self.settings, streamer=streamer, cached=cached)
         return answer, streamer.ttft_s
 
 
 def document_of(tokenizer: Any, tokens: int) -> str:
-    """The language reference that comes with Python, cut."""
+    """Return the beginning of the language reference that comes with Python."""
     ids = tokenizer("\n".join(topics[name] for name in sorted(topics))).input_ids[:tokens]
     return str(tokenizer.decode(ids))
 
 
 async def chat_about(chat: Chat, kv: ModelKv, config: Config, table: Table) -> None:
-    """Raises SystemExit where a cached answer is another one than the computed one."""
+    """Raise SystemExit if a cached answer differs from the computed one."""
     for questions in (QUESTIONS[:-1], QUESTIONS[-1:]):  # and a restart in between
         async with TierCache.open(config, kv.layout) as cache, Generator(cache, kv) as generator:
             for question in questions:
                 answer, ttft_s = await chat.ask(generator, question)
                 computed, cold_s = await chat.ask(generator, question, cached=False)
                 if answer.ids != computed.ids:
-                    raise SystemExit(f"wrong: the cached answer to {question!r} is another one than the computed one")
+                    raise SystemExit(f"wrong: the cached answer to {question!r} differs from the computed one")
                 tiers = ", ".join(f"{tier} {tokens}" for tier, tokens in answer.hit_by_tier.items() if tokens)
                 table.add_row(question, tiers or "-", f"{ttft_s:.2f}", f"{cold_s:.2f}", f"{cold_s / ttft_s:.1f}")
 

@@ -67,7 +67,7 @@ class Held:
     threads: frozenset[threading.Thread]
     descriptors: frozenset[str]
     shared_memory: frozenset[str]
-    """All that is there, whoever made it."""
+    """All files there, also of other programs."""
     mounts: frozenset[str]
     """As for shared memory."""
     children: frozenset[str]

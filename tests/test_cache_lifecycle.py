@@ -168,7 +168,7 @@ async def test_of_several_closes_the_nearest_deadline_counts_and_all_get_the_rep
     with pytest.raises(asyncio.CancelledError):
         await impatient
     await asyncio.sleep(0.05)
-    assert not first.done(), "somebody else still waits for what is being written"
+    assert not first.done(), "another caller still waits for the write"
     reports = await asyncio.gather(first, cache.close(0.2), cache.close())
     assert time.monotonic() - began_s < 20.0
     assert reports[0] is reports[1] is reports[2]
@@ -239,7 +239,7 @@ def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.needs("root")
 def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> None:
-    """The limit of threads does not hold for root, and only root becomes somebody else."""
+    """The limit of threads does not hold for root, and only root can become another user."""
     program = (
         "import asyncio, os, resource, sys; from pathlib import Path\n"
         "from tests.test_cache import LAYOUT, configured; from tiercache import CacheThread, ConfigError, TierCache\n"

@@ -122,7 +122,7 @@ async def test_prefetches_and_pins_share_what_they_may_take(cache: TierCache) ->
     assert (await cache.warm(cache.keys(TOKENS)[6:])) == 6
     while cache.ahead.held < share:
         await asyncio.sleep(0)
-    assert cache.ahead.pin(cache.keys(TOKENS)) == 6, "those that were held for somebody"
+    assert cache.ahead.pin(cache.keys(TOKENS)) == 6, "the chunks that were held for a prefetch"
     assert cache.ahead.pinned + cache.ahead.held == share
     assert cache.cpu.budget.held[Purpose.PREFETCH] == share
     handle.cancel()
@@ -165,7 +165,7 @@ async def test_chunk_that_is_removed_as_soon_as_it_has_come_is_not_kept(cache: T
 
 
 async def test_handle_that_has_ended_keeps_no_keys() -> None:
-    """Whoever keeps thousands of them wants to know what became of them, and no more."""
+    """A program may keep thousands of handles, and reads only their progress."""
     async with TierCache.open(Config(max_local_cpu_size=0.002), LAYOUT) as cache:
         tracemalloc.start()
         try:

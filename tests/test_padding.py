@@ -1,4 +1,4 @@
-"""Behind a payload up to the next page nothing lies of whoever had the slot before: whole pages go to other tiers."""
+"""The rest of a payload's last page holds no bytes of the slot's earlier chunk: whole pages go to other tiers."""
 
 from pathlib import Path
 

@@ -59,7 +59,7 @@ async def test_what_killed_ranks_left_goes_with_the_next_start(name: str) -> Non
     async with running("-c", RANK, name, 0) as first, running("-c", RANK, name, 1) as second:
         assert entries(name) == [f"tiercache.{name}.0", f"tiercache.{name}.1"]
         for rank in (first, second):
-            await rank.kill()  # who is killed may lose his to any other start
+            await rank.kill()  # any later start may remove the arena of a killed process
     async with TierCache.open(Config(max_local_cpu_size=0.002, shm_name=name), LAYOUTS[1]) as cache:
         assert entries(name) == [f"tiercache.{name}.1"]
         key, = cache.keys(list(range(16)))  # fmt: skip

@@ -106,7 +106,7 @@ async def test_who_holds_all_of_his_quota_waits_and_nobody_waits_for_him() -> No
         assert not waiting.done()
         leases[0].release()
         assert await waiting == 1 and held(cache, "cpu", "noisy")[1] == QUOTA
-        assert await put(cache, keys_of(cache, "noisy", 1, 3), deadline_s=0.0) == 1, "his newest goes for that"
+        assert await put(cache, keys_of(cache, "noisy", 1, 3), deadline_s=0.0) == 1, "its newest chunk goes for that"
         release(*leases)
         assert cache.cpu.obtainable == SLOTS
 
@@ -141,12 +141,12 @@ async def test_what_is_prefetched_counts_and_takes_a_part_of_the_quota_only(tmp_
         assert held(cache, "cpu", "noisy")[1] == QUOTA // 2
         assert cache.cpu.try_reserve(PREFETCH, noisy[-1]) is None
         assert cache.lookup_hot(quiet) == QUOTA
-        assert await put(cache, keys_of(cache, "noisy", 6, 9)) == 6, "there is room for his puts"
+        assert await put(cache, keys_of(cache, "noisy", 6, 9)) == 6, "there is room for the tenant's puts"
         handle.cancel()
 
 
 async def test_demand_reads_of_others_do_not_wait_for_a_tenants_room(tmp_path: Path) -> None:
-    """Who waited for a slot kept his place at the tier meanwhile."""
+    """A read that waits for a slot must not keep its place at the tier meanwhile."""
     async with opened(tmp_path, tenant_max_local_disk_size=0) as cache:
         noisy, quiet = keys_of(cache, "noisy", 2 * QUOTA), keys_of(cache, "quiet", 4)
         for keys in (noisy, quiet):

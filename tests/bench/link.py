@@ -39,7 +39,7 @@ class Link:
 
 
 class _Way:
-    """One direction of the link, shared by all connections: whoever has bytes gets the next stretch of time that is free."""
+    """One direction of the link, shared by all connections: each transfer gets the next free stretch of time."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -72,7 +72,7 @@ def _carry(source: socket.socket, target: socket.socket, way: _Way) -> None:
 
 
 def main(server_port: int, gbit_per_s: float) -> None:
-    """Serve until stdin is closed, by whoever began this."""
+    """Serve until the parent process closes stdin."""
     there, back = _Way(gbit_per_s * 1e9 / 8), _Way(gbit_per_s * 1e9 / 8)
     listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
     print(listener.getsockname()[1], flush=True)

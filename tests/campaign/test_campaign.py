@@ -76,7 +76,7 @@ def test_unknown_part_is_one_sentence(tmp_path: Path) -> None:
 
 
 def processes_of(directory: Path) -> list[str]:
-    """Whoever has a file below `directory` open."""
+    """Return the processes that have a file below `directory` open."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         try:

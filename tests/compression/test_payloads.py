@@ -26,7 +26,7 @@ def packed(mode: str, payload: np.ndarray, length_bytes: int, item_bytes: int = 
 
 
 def landed(stored: Packed, room_bytes: int) -> np.ndarray:
-    """As a read leaves it in a slot, with a page behind it that is somebody else's."""
+    """Return the payload as a read leaves it in a slot, with a foreign page after it."""
     memory = page_aligned(room_bytes + 4096)
     memory[: stored.payload.nbytes] = stored.payload
     memory[aligned(room_bytes) :] = 0xAA

@@ -251,7 +251,7 @@ async def test_token_is_asked_for_and_never_printed(cache: TierCache, tmp_path: 
 
 
 async def test_connection_that_never_asks_is_closed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few are served at a time, and whoever holds one needs no token."""
+    """Few connections are served at a time, and holding one takes no token."""
     monkeypatch.setattr(http, "HEADERS_S", 0.1)
     url = server.base_url
     silent = [await asyncio.open_connection(url.host, url.port) for _ in range(70)]

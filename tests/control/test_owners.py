@@ -1,4 +1,4 @@
-"""Whoever binds the path of a control socket in a shared directory is not therefore the cache."""
+"""In a shared directory, a process that binds the path of a control socket is not trusted to be the cache."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_few_tenants_are_named_and_the_rest_is_one() -> None:
 
 
 class Quotas(RuleBasedStateMachine):
-    """Random uses of an index with quotas: nobody is above his unless something was found, and the accounts are right."""
+    """Random uses of an index with quotas: no tenant exceeds its quota except by found files, and the accounts are right."""
 
     QUOTA = 12
     KEYS = st.builds(key, st.integers(0, 12), st.sampled_from(SALTS))

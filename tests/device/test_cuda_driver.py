@@ -29,7 +29,7 @@ class Event:
         stream.check()
 
     def query(self) -> bool:
-        return False  # so that somebody has to wait
+        return False  # so that the thread has to wait
 
     def synchronize(self) -> None: ...
 

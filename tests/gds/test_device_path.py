@@ -1,4 +1,4 @@
-"""Puts from and gets into device memory under bad luck: whoever gives up, whatever hangs, slots come back."""
+"""Faults of puts from and gets into device memory: slots come back after cancellation, failures and hung copies."""
 
 import asyncio
 import threading
@@ -180,7 +180,7 @@ async def test_round_trip_through_the_tier(bench: Bench, paged: bool, pinned: bo
 
 
 async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Bench) -> None:
-    """A put has as many batches at a time as the device takes; whoever comes after them does not wait for their end."""
+    """A put has as many batches at a time as the device takes; later batches do not wait for the end of hung ones."""
     hold = Hold(bench.device.storing.stream)
     first = [asyncio.ensure_future(bench.put(number, paged=True)) for number in (1, 2, 3)]
     await bench.until_pending(3)

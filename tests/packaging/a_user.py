@@ -1,4 +1,4 @@
-"""What somebody who embeds the cache writes; type-checked and run against the installed wheel."""
+"""A program of an embedder; type-checked and run against the installed wheel."""
 
 import asyncio
 from typing import assert_type

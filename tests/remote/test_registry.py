@@ -24,7 +24,7 @@ SHELVES: dict[str, dict[bytes, bytes]] = {}
 
 
 class ShelfTier(MemoryTier):
-    """Somebody's tier: as many as share a `shelf` see the same chunks."""
+    """A third party's tier: instances with the same `shelf` see the same chunks."""
 
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings.name, Traits(shared=True))

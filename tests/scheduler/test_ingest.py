@@ -29,7 +29,7 @@ def items(numbers: Sequence[int]) -> list[tuple[ChunkKey, int, Source]]:
 
 
 async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> None:
-    """Slots come free one at a time, and all together are fewer than the puts need: whoever waits for one holds none."""
+    """Slots come free one at a time, and there are fewer than the puts need, so a put that waits must hold none."""
     path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     puts = [asyncio.create_task(path.put(items(range(start, start + 8)), 10.0)) for start in range(0, 32, 8)]

@@ -1,4 +1,4 @@
-"""Reads that outlive their first caller's patience: whoever has more of it waits on, and what comes is kept."""
+"""Reads that outlive their first caller's deadline: later callers still get the chunk, and it is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for a slot gets it in turn, whatever happens to those before and beside him."""
+"""Waiters get slots in turn, whatever happens to other waiters."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.servers.ports import hold_port
 
 KEY, SECRET = "AKIATIERCACHE", "a-secret-of-the-tests"
 STRANGER, STRANGERS_SECRET = "AKIASTRANGER", "another-secret-of-the-tests"
-"""Somebody with credentials and no rights."""
+"""Credentials of a user without rights."""
 BUCKET = "chunks"
 _STARTS_S = 60.0
 _IDENTITIES = {

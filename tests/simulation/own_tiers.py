@@ -1,4 +1,4 @@
-"""Tiers that somebody might write: one that keeps the contract, and some that do not."""
+"""Tiers as third parties might write them: one that keeps the contract, and some that do not."""
 
 from __future__ import annotations
 

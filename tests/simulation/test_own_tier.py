@@ -1,4 +1,4 @@
-"""A tier of somebody else's takes part in the workload, and one that breaks its contract is found."""
+"""A third party's tier takes part in the workload, and a tier that breaks its contract is found."""
 
 
 import pytest

@@ -78,7 +78,7 @@ class Mount:
 
 @pytest.mark.parametrize("fault", ["stuck", "late", "silent"])
 def test_no_ring_outlives_its_process_s_use_of_it_in_the_daemon(fault: str) -> None:
-    """Else whoever makes the daemon drop what it works on makes calls to the mount, which may hang."""
+    """Otherwise the process that makes the daemon drop its work would call the mount, which may hang."""
     mount = Mount()
     owner, _ = mount.processes
 

@@ -1,5 +1,5 @@
-"""What a run leaves in the process that it ran in: leases of its processes are said to be lost when they are collected, and
-were that later, it would be in somebody else's test."""
+"""A run leaves no garbage in its process: lost leases are reported when they are collected, which must not happen in a
+later test."""
 
 import gc
 import warnings

@@ -86,7 +86,7 @@ async def _serve(directory: Path, cap_chunks: int) -> None:
             elif command == "right":
                 for number in numbers:
                     (await mapped(tier, number)).release()
-            elif command == "fill":  # until somebody ends it
+            elif command == "fill":  # until the process is killed
                 number = numbers[0]
                 print("filling", flush=True)
                 while True:

@@ -15,7 +15,7 @@ from tiercache.tiers.files.format import LARGE_BYTES, DeviceTurns
 
 
 def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thread, threading.Event]:
-    """Somebody who has a turn until he is told, and what is set when it has come."""
+    """Return a thread that takes a turn and keeps it until `until`, and the event that it sets when it has the turn."""
     began = threading.Event()
 
     def work() -> None:

@@ -273,7 +273,7 @@ async def test_a_directory_that_others_may_write_to_is_used_by_a_subdirectory_un
 
 @pytest.mark.parametrize("left", ["all", "chunks"])
 async def test_a_directory_of_ours_without_its_manifest_is_used_itself(place: Path, left: str) -> None:
-    """Instances that run while somebody empties the directory put chunks there before one of them makes the manifest."""
+    """After the directory was emptied, running instances put chunks there before one of them makes the manifest."""
     async with opened("disk", place) as tier:
         await store(tier, range(1, 4))
     (place / "tiercache.json").unlink()

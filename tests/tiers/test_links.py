@@ -21,7 +21,7 @@ KINDS = ["disk", "fs", "weka", "shared_memory", "hf3fs"]
 
 
 def put_files(target: Path) -> None:
-    """What has the names of our files, and is somebody's."""
+    """Make files with names like ours that belong to another program."""
     target.mkdir(mode=0o755)
     for number in range(20):
         (target / f"00{number:062x}").write_bytes(b"theirs" * number)

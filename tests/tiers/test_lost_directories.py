@@ -1,5 +1,5 @@
-"""A tier's directory that somebody deletes, moves away or unmounts under a running cache: it is made anew where it was an
-ordinary directory, and never below a mount that is not there."""
+"""A tier's directory is deleted, moved away or unmounted under a running cache: an ordinary directory is made anew, and
+nothing is made below a mount that is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefetches from files give way to reads, and to whoever comes for them."""
+"""Prefetches from files give way to demand reads, also of their own chunks."""
 
 import asyncio
 import threading

@@ -299,7 +299,7 @@ def small(in_memory: Path) -> Iterator[Path]:
 
 @pytest.mark.needs("mount")
 async def test_memory_that_is_full_is_made_room_in_and_held_chunks_stay(small: Path) -> None:
-    """By somebody else's files, below the cap. What is held is evicted too, and takes its room until it is let go of."""
+    """Files of another program fill it below the cap. Held chunks are evicted too, and occupy memory until their release."""
     async with opened(small / "kv", cap_chunks=15) as tier:
         (small / "somebody's").write_bytes(bytes(6 * FILE_BYTES))
         await store(tier, 1)

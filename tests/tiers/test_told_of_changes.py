@@ -1,4 +1,4 @@
-"""`Tier.tell`: whoever wants to know which chunks a tier has is told of every change, also of those that others make."""
+"""`Tier.tell` reports every change of a tier's chunks, also changes by other processes."""
 
 import asyncio
 import shutil

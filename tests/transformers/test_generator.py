@@ -163,7 +163,7 @@ async def test_the_cache_is_used_whatever_the_settings_say(kv: ModelKv, generato
     answer = await generator.generate(PROMPT, off)
     assert answer.ids == expected.ids and answer.hit_tokens == 7 * CHUNK_TOKENS
     await generator.close()
-    assert off.use_cache is (None if from_model else False), "the caller's are his"
+    assert off.use_cache is (None if from_model else False), "the caller's settings are not changed"
 
 
 @pytest.mark.parametrize("from_model", [False, True])

@@ -271,7 +271,7 @@ def test_no_copy_begins_after_blocks_were_taken_back() -> None:
 
 
 def test_a_save_that_is_taken_back_ends_when_its_copy_has_and_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then a thread still writes into a slot, and whoever counts on the save's end must not go on. What was read
+    """Until then a thread still writes into a slot, so the end of the save must not be reported. The bytes that it read
     may have been overwritten."""
     began, go_on, gather = threading.Event(), threading.Event(), KvBlocks.gather
 

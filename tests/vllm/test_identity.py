@@ -133,7 +133,7 @@ def test_a_name_stands_for_the_content(llama: Path, tmp_path: Path) -> None:
     assert one.fingerprint != TinyEngine(llama).layout("llama, tuned in June").fingerprint
     engine = TinyEngine(llama)
     (llama / "model.safetensors").unlink()
-    os.mkfifo(llama / "model.safetensors")  # whoever wants to read it hangs
+    os.mkfifo(llama / "model.safetensors")  # a read of it would hang
     assert engine.layout("llama, tuned in May") == one
 
 

@@ -322,7 +322,7 @@ class LMCacheNative(Store):
 
 
 def _answer(ask: Callable[[Any], Any], task: Any) -> Any:
-    """Ask until there is an answer. Whoever started this process gives up on it at some time."""
+    """Ask until there is an answer. The parent process limits the time of this process."""
     while (answer := ask(task)) is None:
         time.sleep(0.001)
     return answer

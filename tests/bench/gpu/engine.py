@@ -28,7 +28,7 @@ class Engine:
         self.token_ids = torch.randint(0, shape.vocabulary, (prompt_tokens,), generator=generator)
         self.tokens = self.token_ids.to(accelerator.torch_device)
         self.chunks = (prompt_tokens - 1) // chunk_tokens
-        """Full chunks that do not hold the last token: somebody has to compute its logits."""
+        """Number of full chunks without the last token, whose logits have to be computed."""
         blocks = -(-(prompt_tokens + BLOCK_TOKENS) // BLOCK_TOKENS)
         self.before, self.after = self._cache(blocks), self._cache(blocks)
         self.old_blocks, self.new_blocks = self._order(blocks, 1), self._order(blocks, 2)

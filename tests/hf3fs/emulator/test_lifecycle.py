@@ -72,7 +72,7 @@ def test_rule_9_waiting_without_a_timeout_is_for_ever_when_the_daemon_dies(morta
 
 @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "running"])
 def test_daemon_goes_with_its_owner(kind: str, emulator: Hf3fsEmulator, stopped: bool) -> None:
-    """A stopped one does not see the end of its stdin: a mount that nobody serves hangs whoever comes by."""
+    """A stopped daemon does not see the end of its stdin, and a mount without a daemon hangs every process that uses it."""
     with start(OWNER, kind, emulator) as owner:
         assert owner.stdout is not None
         pid, directory = owner.stdout.readline().split()

@@ -30,7 +30,7 @@ from tiercache.tiers.hf3fs import tier as tier_module
 from tiercache.tiers.hf3fs.files import RegisteredFiles
 
 LONGEST_LAG_S = 1.0
-"""Of the loop, on a busy machine; a mount that hangs stops it until somebody wakes the daemon."""
+"""Longest lag of the loop on a busy machine. A mount that hangs would stop the loop until the daemon continues."""
 
 
 @asynccontextmanager

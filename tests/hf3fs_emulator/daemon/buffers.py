@@ -1,4 +1,4 @@
-"""What is registered below `3fs-virt/iovs`: I/O buffers and rings, each a piece of somebody's shared memory."""
+"""The I/O buffers and rings registered below `3fs-virt/iovs`, each in the shared memory of a client."""
 
 from __future__ import annotations
 

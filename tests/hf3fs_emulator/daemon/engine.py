@@ -140,7 +140,7 @@ class Engine:
             self.operations += 1
         if batch.done(position, result):
             batch.ring.finish(batch)
-            # What came meanwhile runs without anybody submitting again.
+            # Requests that came meanwhile run without another submission.
             for following in batch.ring.claim(1):
                 self._dispatch(following)
 

@@ -1,4 +1,4 @@
-"""The inodes that the daemon knows: those of files that somebody holds open.
+"""The inodes that the daemon knows: those of open files.
 
 3FS counts what a ring wrote into a file's length when the file is synced or closed, not when the write ends. So does this.
 """
@@ -37,7 +37,7 @@ class KnownFiles:
         return len(self._files)
 
     def hold(self, descriptor: int) -> int:
-        """Somebody opened the file behind `descriptor`, which remains the caller's; its inode number."""
+        """Count an opening of the file behind `descriptor`, which remains the caller's. Return its inode number."""
         inode = os.fstat(descriptor).st_ino
         with self._lock:
             known = self._files.get(inode)

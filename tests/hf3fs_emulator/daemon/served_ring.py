@@ -76,7 +76,7 @@ class ServedRing:
         return batches
 
     def finish(self, batch: Batch) -> None:
-        """Publish the results of `batch` and wake whoever waits."""
+        """Publish the results of `batch` and wake the waiters."""
         end = (batch.start + len(batch.submissions)) % self.memory.slots
         with self._lock:
             self._finished.add(end)
@@ -91,7 +91,7 @@ class ServedRing:
         self.memory.completed.post()
 
     def _holds_back_partial(self) -> bool:
-        """Upstream looks at the ring's time-out only when somebody submits, so time alone never issues a partial batch."""
+        """Upstream checks the ring's time-out only at a submission, so time alone never issues a partial batch."""
         if not self.traits.timeout_ms:
             return False
         now_s = time.monotonic()

@@ -84,7 +84,7 @@ class Session:
             self._handle(opcode, unique, node, view[header.size : length])
 
     def unmount(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # whoever started us unmounts as well
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the process that started this one unmounts as well
             subprocess.run(["fusermount3", "-u", "-q", "-z", str(self._mount)], check=False, timeout=_MOUNT_S)
 
     def changed(self, inode: int) -> None:

@@ -187,7 +187,7 @@ async def test_a_full_store_says_so_and_takes_chunks_again(tmp_path: Path) -> No
                 for number in range(1, 40):
                     key, payload = chunk(number, LENGTH)
                     assert await tier.write(key, payload, LENGTH)
-                    # What somebody reads is not evicted for as long as the master's lease.
+                    # A chunk that is read is not evicted during the master's lease.
                     assert await tier.read(key, page_aligned(LENGTH)) == LENGTH
                     written.append(key)
             assert 8 <= len(written) <= 16

@@ -31,7 +31,7 @@ def lasting_descriptors() -> str:
 
 @pytest.fixture(autouse=True)
 def no_credentials_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever runs the tests may have AWS credentials; no test may use them."""
+    """The user who runs the tests may have AWS credentials; no test may use them."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))

@@ -9,7 +9,7 @@ be found (`promises.py`).
 What must hold:
 
 - every byte of every get is the one that belongs to its key;
-- what a process put and flushed is found by every other one, where nothing had to be evicted, whoever was killed meanwhile;
+- a chunk that a process put and flushed is found by every other process if nothing had to be evicted, also after kills;
   what it forgot is found by none that begins later;
 - the files of a place never occupy more than its cap, at an instant at which all its processes stand still;
 - within `places.base.RECOVERY_S` after a fault the place works again, for who lived through it and for who comes new;

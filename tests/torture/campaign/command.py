@@ -79,7 +79,7 @@ class _Campaign:
         self._referees: dict[str, Referee] = {}
 
     async def run(self) -> None:
-        """Until the time is up, or somebody ends it: then what there is is closed in the same way."""
+        """Run until the time is up or a signal comes; both close all in the same way."""
         loop = asyncio.get_running_loop()
         playing = asyncio.create_task(self._play())
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -26,7 +26,7 @@ ANSWER_S = 60.0
 SILENCE_S = 30.0
 """A worker gives a sign of life twice a second."""
 _STACKS_S = 0.5
-"""To write down where everybody is."""
+"""Time for all workers to write their stacks."""
 _TEND_EVERY_S = 0.5
 
 
@@ -75,7 +75,7 @@ class Crew:
         return process
 
     def tend(self, slots: range, *, patient: bool) -> None:
-        """See to it that somebody works in each slot. `patient`: who says nothing has a reason."""
+        """Start a worker in each empty slot. `patient`: a silent worker has a reason."""
         for slot in slots:
             process = self._workers.get(slot)
             if process is not None and process.is_alive:
@@ -115,7 +115,7 @@ class Crew:
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[bool]:
-        """Everybody is stopped meanwhile; whether all are."""
+        """Stop all workers for the duration of the block. Yields True if all have stopped."""
         living = self.living
         stopped = await asyncio.gather(*(process.stop() for process in living))
         try:

@@ -69,7 +69,7 @@ class Putting(msgspec.Struct, frozen=True, tag=True):
 
 
 class Promised(msgspec.Struct, frozen=True, tag=True):
-    """Put from `since_s` on, flushed, and nothing was given up meanwhile: everybody must find these."""
+    """Chunks that were put from `since_s` on and flushed, with nothing given up meanwhile: every process must find them."""
 
     numbers: list[int]
     since_s: float
@@ -89,7 +89,7 @@ class Forgotten(msgspec.Struct, frozen=True, tag=True):
 
 
 class Missed(msgspec.Struct, frozen=True, tag=True):
-    """Somebody asked for a chunk from `since_s` on, in time, and it was not there. `by`: get or lookup."""
+    """A chunk that a worker asked for in time, from `since_s` on, and that was not there. `by`: get or lookup."""
 
     number: int
     since_s: float

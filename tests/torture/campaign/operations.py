@@ -70,7 +70,7 @@ class Tally:
 
 
 class Lane:
-    """One task of a worker. It puts and forgets keys of its own only, and reads everybody's."""
+    """One task of a worker. It puts and forgets keys of its own only, and reads the keys of all."""
 
     def __init__(
         self, place: str, slot: int, lane: int, cache: TierCache, random: Random, mouth: Mouth, tally: Tally
@@ -112,7 +112,7 @@ class Lane:
         await self.store(self._prompt(self._slot, self._lane))
 
     async def store(self, numbers: list[int], *, flush: bool | None = None) -> bool:
-        """Whether everybody must find these from now on."""
+        """Store chunks, and return True if every process must find them from now on."""
         lost, since_s = self._given_up(), now_s()
         self._mouth.say(Putting(numbers))
         keys = self._keys(numbers)

@@ -1,4 +1,4 @@
-"""What a chunk's bytes are: a pure function of its name, so that everybody can verify everything."""
+"""The bytes of a chunk are a pure function of its name, so every process can verify every chunk."""
 
 from __future__ import annotations
 

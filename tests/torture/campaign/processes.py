@@ -93,7 +93,7 @@ class Nursery:
 
 
 class Process:
-    """One worker. Its reports go to `hear`, and the one that `ask` waits for is given to whoever asked."""
+    """One worker. Its reports go to `hear`, and the one that `ask` waits for is its result."""
 
     def __init__(self, order: Order, pid: int, pidfd: int, connection: socket.socket) -> None:
         self.order = order

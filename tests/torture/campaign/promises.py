@@ -24,7 +24,7 @@ class Promises:
         self.made = 0
 
     def note(self, who: str, what: str, numbers: Iterable[int], at_s: float) -> None:
-        """For whoever reads why a chunk should have been there."""
+        """Record an event, to explain later why a chunk should have been there."""
         for number in numbers:
             self._history.setdefault(number, deque(maxlen=_REMEMBERED)).append((at_s, who, what))
 

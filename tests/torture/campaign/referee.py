@@ -31,7 +31,7 @@ _PRIVATE_BYTES = 512 << 10
 _CAP_SLACK_BYTES = 16 * 4096
 """A directory is counted when it has been made: one for each write that is under way may be there beyond the cap."""
 _OTHERS_READ_S = GET_S + 1.0
-"""A get may be answered by a read that had begun for somebody else, and was about to end with its deadline."""
+"""A get may be answered by a read that began for another caller, and ends by that caller's deadline."""
 _NAMED = 5
 
 
@@ -75,7 +75,7 @@ class Referee:
         self._report.promises += self._promises.made
 
     async def close(self) -> None:
-        """Everybody goes, then the place. Never raises, and ends by its deadlines."""
+        """Stop all workers, then close the place. Never raises, and ends by its deadlines."""
         if self._struck:
             await self._close_place()  # who waits for it can die then
         await self._crew.kill_all()

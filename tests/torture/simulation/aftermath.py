@@ -20,8 +20,8 @@ _SCANNED_S = 5.0
 _TRIMMED_S = 1.0
 """The time after the first scan by which a cap that was lowered is kept."""
 _ATTEMPTS, _ATTEMPTS_BESIDE_OPEN_FILES = 2, 8
-"""Puts of a chunk: the first may be one touch only. What is evicted from a full device makes no room while somebody else has
-it open, who closes it before the next."""
+"""Puts of a chunk: the first may count as the first touch only. An evicted file frees no space while another process has
+it open, which closes it before the next put."""
 _RECOUNTED_S = 30.0
 """How long a process may keep all from writing for the sake of a recount, and a scan."""
 _SWEPT_S = 6.0
@@ -132,7 +132,7 @@ def _lies(node: Node, tier: FileTier, key: int, places: Sequence[Place]) -> bool
 
 
 async def _swept(node: Node) -> None:
-    """Until nobody has a file open any more that somebody else deleted before this."""
+    """Wait until no process has a file open that another process deleted before this call."""
     if _keeps_files_open(node):
         await asyncio.sleep(_SWEPT_S)
 

@@ -125,8 +125,8 @@ class DescriptorCalls:
         self._use("posix_fadvise", fd)
 
     def flock(self, fd: int, operation: int, /) -> None:
-        """flock(2). With LOCK_NB, BlockingIOError when somebody else has the lock; without, `before` is called with
-        "flock-wait" until it is free, and has to let others run, or raise."""
+        """flock(2). With LOCK_NB, raises BlockingIOError if another descriptor has the lock; without, calls `before` with
+        "flock-wait" until the lock is free, which has to let others run, or raise."""
         opened, _ = self._use("flock", fd)
         wanted = operation & ~fcntl.LOCK_NB
         if wanted == fcntl.LOCK_UN:

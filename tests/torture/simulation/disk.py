@@ -47,7 +47,7 @@ class Disk:
         self.device = 1 << 24 | zlib.crc32(self.root.encode()) & 0xFFFFFF
         self.used_blocks = 0
         self.foreign_blocks = 0
-        """Taken by somebody who does not show what with; see `occupy`."""
+        """Blocks of another program's invisible files; see `occupy`."""
         self.open_descriptors = 0
         self.below = self.root + "/"
         """What the paths of all that lies on it begin with."""
@@ -73,7 +73,7 @@ class Disk:
         return self.used_blocks * self.block_bytes
 
     def occupy(self, length_bytes: int) -> None:
-        """Somebody else's files take so much of the room from now on, or what of it is free."""
+        """Let files of another program take this much space from now on, or all that is free."""
         self.foreign_blocks = 0
         self.foreign_blocks = min(length_bytes // self.block_bytes, self.free_blocks)
 

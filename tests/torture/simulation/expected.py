@@ -89,7 +89,7 @@ class Expected:
         self._promoted = 0
         """Chunks that prefetches began to promote since prefixes were last added to `recent`."""
         self._flown: dict[bytes, float] = {}
-        """When somebody last began to look for a chunk in tiers."""
+        """Time at which the last search for a chunk in tiers began."""
 
     def put_begins(self, operation: Operation, limit_s: float) -> Began:
         self.deletions.put_begins(operation.keys, asyncio.get_running_loop().time())

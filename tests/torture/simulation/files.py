@@ -135,7 +135,7 @@ class FileCalls(DescriptorCalls):
         path = os.fsdecode(name).rstrip("/")
         above = os.path.dirname(path)
         if self.owns(above) and not self._mode(above):
-            with contextlib.suppress(FileExistsError):  # somebody else was quicker
+            with contextlib.suppress(FileExistsError):  # another strand was quicker
                 self.makedirs(above, exist_ok=exist_ok)
         try:
             self.mkdir(path, mode)

@@ -54,7 +54,7 @@ def check_fittings(cache: TierCache) -> None:
 
 
 def watch_errors(tiers: Iterable[Tier], fail: Callable[[BaseException], None]) -> None:
-    """Whoever calls a tier foresees the errors of its contract, and counts any other as a failure like them."""
+    """Report errors outside of a tier's contract, which its callers would count as ordinary failures."""
     for tier in tiers:
         for name in ("read", "write", "remove", "probe", "read_device", "write_device"):
             if (method := getattr(tier, name, None)) is not None:

@@ -1,4 +1,4 @@
-"""What a simulated machine has besides a disk: an accelerator, a mount of Weka's or of 3FS, a tier of somebody else's."""
+"""Parts of a simulated machine besides a disk: an accelerator, a mount of Weka or 3FS, a third party's tier."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Fittings:
     """Of the transfer buffers."""
     ring_entries: int = 8
     own: str = ""
-    """module:Class of somebody's tier, for a setting whose tiers have "own"."""
+    """module:Class of a third party's tier, for a setting whose tiers have "own"."""
     own_options: dict[str, str] = field(default_factory=dict)
     """Its settings; {place} in a value is a directory on a simulated disk."""
 

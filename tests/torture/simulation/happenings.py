@@ -25,7 +25,7 @@ class Happenings:
             self.stage.weathers[operation.values["place"]].clear()
 
     async def litter(self, operation: Operation) -> None:
-        """Somebody else fills the device, or takes his file away again."""
+        """Let another program fill the device, or remove its file again."""
         for disk in self.stage.disks.values():
             disk.occupy(operation.values["chunks"] * FILE_BYTES)
         self.stage.happened()
@@ -41,7 +41,7 @@ class Happenings:
         self.stage.truth.memory_is_lost()
 
     async def wipe(self, operation: Operation) -> None:
-        """Somebody deletes our bookkeeping beside running caches."""
+        """Delete our bookkeeping beside running caches."""
         for place in self.stage.of_files:
             disk, name = place.disk, operation.values["name"]
             with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ class Happenings:
         self.stage.happened(fails=True)
 
     async def prune(self, operation: Operation) -> None:
-        """Somebody deletes chunks beside running caches."""
+        """Delete chunks beside running caches."""
         for place in self.stage.of_files:
             found = place.look()
             for key in found.chunks:

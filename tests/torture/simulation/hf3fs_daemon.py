@@ -111,7 +111,7 @@ class _Job:
 
     client: Client
     complete: Callable[[int], None]
-    """Tells its result, where somebody is left to hear it."""
+    """Called with the result, if a client is left to get it."""
     reads: bool
     piece: Piece
     file: File

@@ -191,7 +191,7 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         return self._readers.pop(fd, None) is not None
 
     def readable(self, fd: int) -> None:
-        """Something has come for whoever reads from it. From any strand."""
+        """Call the reader of `fd`. Called from any strand."""
         self.call_soon_threadsafe(self._read, fd)
 
     def _read(self, fd: int) -> None:

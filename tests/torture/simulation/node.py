@@ -297,7 +297,7 @@ class Node:
         check_fittings(self.cache)
 
     def check_reads(self) -> None:
-        """What a tier has read whole is a hit for somebody, or kept for the next one, unless it was forgotten meanwhile."""
+        """Check that each chunk that a tier has read is a hit or kept, unless it was forgotten meanwhile."""
         if self.calls.device is not None:
             return
         counters = self.cache.parts.reader.counters
@@ -305,7 +305,7 @@ class Node:
         of_use = sum(counters.hits.values()) - counters.hits[self.cache.cpu.name] + counters.kept
         if read > of_use + self.calls.overtaken:
             raise Violation(
-                f"{read} chunks were read from tiers, {of_use} were given to somebody or kept, and "
+                f"{read} chunks were read from tiers, {of_use} were given to callers or kept, and "
                 f"{self.calls.overtaken} may have been forgotten meanwhile"
             )
 

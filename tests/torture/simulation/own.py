@@ -1,4 +1,4 @@
-"""A tier of somebody else's behind the weather, made as `remote_storage_plugin.NAME.module_path` makes it."""
+"""A third party's tier behind the weather, made as `remote_storage_plugin.NAME.module_path` makes it."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Place:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody has removed the directory, and nobody has made it anew."""
+        """True if the directory was removed and not made anew."""
         return not isinstance(self.disk.top.names.get("kv"), Directory)
 
     @property
@@ -172,7 +172,7 @@ def _locks_of(root: Directory) -> Collection[str]:
 
 
 def _is_pending(name: str, inode: object, locks: Collection[str], found: Found) -> bool:
-    """Whether it is a file that somebody writes; it is counted then."""
+    """Return True if the file is being written; it is counted then."""
     pending = _PENDING.fullmatch(name)
     if pending is None or not isinstance(inode, File) or f"{pending[1]}.lock" not in locks:
         return False

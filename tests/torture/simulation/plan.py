@@ -91,7 +91,7 @@ _TO_DEVICE = ("put_many", "put_prefix", "get_into")
 
 
 def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | None = None) -> Setting:
-    """`own`: module:Class of somebody's tier, which takes part in every seed then, alone or below a disk.
+    """`own`: module:Class of a third party's tier, which then takes part in every seed, alone or below a disk.
 
     It is made from RemoteSettings with these options, as `remote_storage_plugin.NAME.module_path` and `class_name` make
     it; {place} in an option is a directory on a simulated disk.
@@ -170,7 +170,7 @@ def operations_of(seed: int, setting: Setting, count: int) -> list[Operation]:
             if kind == "empty":
                 found[-1].values["itself"] = more.random() < 0.5
             if found[-1].values.get("fault") == "hung" and chance.random() < 0.4:
-                # Longer than anybody waits for anything, with all that is under way.
+                # Longer than any wait of any caller, with all that is in flight.
                 found.append(Operation("rest", process, 0.0, (), None, {"for_s": 45.0}))
         else:
             (kind,) = chance.choices(uses, use_weights)

@@ -35,7 +35,7 @@ class Server:
         self.bad_answers: Counter[ChunkKey] = Counter()
         """How many of the last reads of each, one after the other, got something else than what is there."""
         self.on_delete: Callable[[ChunkKey, bytes, int], None] = lambda key, value, bad_answers: None
-        """Called before a value goes because somebody wants it to go."""
+        """Called before a value is deleted on request."""
         self.values: dict[ChunkKey, bytes] = {}
         self._torn: set[ChunkKey] = set()
         """Keys of values that are cut. A put that sees a whole header there takes its chunk for stored."""

@@ -33,7 +33,7 @@ _KIND_LENGTH = 48
 
 @dataclass(frozen=True)
 class Own:
-    """A tier of somebody's own that takes part in every seed: module:Class, and its settings. Without a name: none does."""
+    """A third party's tier that takes part in every seed: module:Class, and its settings. Without a name, there is none."""
 
     name: str = ""
     options: Mapping[str, str] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class SharedMemory:
         self._numbers = itertools.count(1)
 
     def memory_of(self, name: str) -> mmap.mmap:
-        """What whoever opens the file by this name gets. Raises OSError."""
+        """Return the memory of the file with this name. Raises OSError."""
         return self._by_number[self.disk.find(f"{self.disk.root}/{name}").number]
 
     def cut_power(self) -> None:
@@ -47,7 +47,7 @@ class SharedMemory:
         return memory
 
     def fcntl(self, descriptor: int, command: int, argument: int = 0) -> int:
-        """F_SETLEASE for writing is refused while somebody else has the file mapped."""
+        """F_SETLEASE for writing is refused while another process has the file mapped."""
         if descriptor < FIRST_DESCRIPTOR:
             return fcntl.fcntl(descriptor, command, argument)
         memory = self._by_number.get(self.calls.opened(descriptor).inode.number)

@@ -1,8 +1,8 @@
 """The simulation in the place of the operating system, for as long as a run lasts.
 
 Modules of tiercache get a simulated `threading`, `time`, `random` and `fcntl`; of `os`, the calls that name a simulated file
-or descriptor, and those for randomness and the process's number, are answered here whoever makes them. Everything else goes
-to the real system.
+or descriptor, and those for randomness and the process's number, are answered here for every caller. Everything else goes to
+the real system.
 """
 
 from __future__ import annotations

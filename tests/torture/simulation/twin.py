@@ -109,7 +109,7 @@ class SimulatedTwin(TwinDriver):
 
 
 class Part:
-    """What one caller puts from, or gets into: memory that is his alone until he has given it back."""
+    """The memory of one caller's put or get, which is the caller's alone until it is given back."""
 
     def __init__(self, payload: Any, views: list[np.ndarray], give_back: Callable[[], None]) -> None:
         self.payload = payload
@@ -135,7 +135,7 @@ class Part:
 
 
 class DeviceMemory:
-    """An engine's. `fenced` parts are looked at again when they are used next: whoever wrote to one came too late."""
+    """The device memory of an engine. `fenced` parts are checked at their next use: a write to one came too late."""
 
     def __init__(self, driver: SimulatedTwin, chunk_bytes: int) -> None:
         self._driver = driver

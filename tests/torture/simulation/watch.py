@@ -21,8 +21,8 @@ class Watch:
             _BreakerWatch(name, breaker, fail)
 
     def after_each(self) -> None:
-        """Nobody waits for a slot that the budget allows him: he has it in the same step in which it came free, and so
-        nobody who comes later is before him."""
+        """No waiter waits for a slot that its budget allows: it gets the slot in the step in which it comes free, so no
+        later waiter can overtake it."""
         cpu = self._cpu
         if not cpu.wait_queue.waiters:
             return

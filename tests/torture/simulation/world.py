@@ -246,7 +246,7 @@ class World:
             self.ready.append(strand)
 
     def wait(self, until_s: float | None = None) -> None:
-        """The current strand stops until somebody wakes it, or until that time."""
+        """Stop the current strand until it is woken, or until `until_s`."""
         strand = self.current
         assert strand is not None and self._hub is not None, "only a strand can wait"
         if until_s is not None:

@@ -35,9 +35,9 @@ class Place(ABC):
 
     cap_bytes: int | None = None
     keeps = False
-    """Whether a chunk that was flushed stays until somebody forgets it: there is room for all, and nobody evicts."""
+    """True if a flushed chunk stays until it is forgotten: there is room for all, and nothing is evicted."""
     keeps_forgotten_away = True
-    """Whether what was forgotten is surely gone."""
+    """True if forgotten chunks are surely gone."""
     remembers_s = 0.0
     """For so long a tier takes a chunk for stored that the place has lost since."""
     stale_s = 3.0

@@ -29,7 +29,7 @@ class Hf3fsPlace(Place):
         self._emulator.start()
 
     def close(self) -> None:
-        """By killing it: whoever waits for a call on the mount is let go."""
+        """Kill the emulator, which ends all calls that wait on the mount."""
         emulator, self._emulator = self._emulator, None
         if emulator is not None:
             if self._struck != "die":

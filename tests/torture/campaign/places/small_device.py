@@ -1,4 +1,4 @@
-"""A device that fills up: a small file system, on which somebody else writes and deletes, too."""
+"""A device that fills up: a small file system, on which another program writes and deletes, too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SmallDevicePlace(DirectoryPlace):
         super().open()
 
     def close(self) -> None:
-        """What lay on the device is kept beside it, for whoever looks into a failure."""
+        """Unmount the device, and keep its files beside it, to examine a failure."""
         if self._mounted:
             self._mounted = False
             with contextlib.suppress(OSError, shutil.Error):
@@ -54,7 +54,7 @@ class SmallDevicePlace(DirectoryPlace):
             subprocess.run(["umount", "-l", str(self.device)], timeout=_CALL_S, check=True, capture_output=True)
 
     def strike(self, kind: str) -> bool:
-        """Somebody writes until nothing is left."""
+        """Write as another program until the device is full."""
         with contextlib.suppress(OSError):
             for number in range(DEVICE_BYTES // _STEP_BYTES + 1):
                 with open(self.device / f"others.{number}", "ab", buffering=0) as file:

@@ -256,7 +256,7 @@ def _verdict(tier: PlannedTier, refused: str | None) -> Finding:
             require_memory(Path(tier.place), tier.cap_bytes or 0)
         for place in tier.directories if tier.kind == "weka" else ():
             if (kind := mount_of(Path(place)).kind) != WEKAFS:
-                raise ConfigError(f"weka_path: {place} lies on {kind}, not on WekaFS; mount that, or use gds_path")
+                raise ConfigError(f"weka_path: {place} lies on {kind}, not on WekaFS; mount WekaFS there, or use gds_path")
         room_bytes = sum({place: _room_bytes(Path(place)) for place in tier.directories}.values())
     except ConfigError as error:
         problem, _, advice = str(error).partition("; ")
@@ -264,10 +264,10 @@ def _verdict(tier: PlannedTier, refused: str | None) -> Finding:
     except OSError as error:
         return Finding(topic, PROBLEM, f"{found}: {error.strerror}", "give this user write access, or mount what is missing")
     if room_bytes < (tier.cap_bytes or 0):
-        advice = "others take the rest: chunks will be evicted below the cap. Lower it, or enlarge the mount"
+        advice = "other files use the rest, so chunks are evicted below the cap: lower the cap, or enlarge the mount"
         return Finding(topic, NOTE, f"{found}, and {room_bytes / 2**30:.2f} GB are free", advice)
     if tier.kind == "shared_memory" and mount_of(Path(tier.place)).option("huge") in (None, "never"):
-        advice = "mount a tmpfs with huge=within_size for it: chunks are mapped in a half of the time"
+        advice = "mount a tmpfs with huge=within_size for it: chunks are then mapped in half the time"
         return Finding(topic, NOTE, f"{found}, in pages of 4 KiB", advice)
     return Finding(topic, OK, found)
 

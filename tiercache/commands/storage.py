@@ -91,7 +91,7 @@ def _mount(mount: Mount) -> Iterator[Finding]:
     if "ro" in mount.options:
         yield Finding("mount", PROBLEM, found, "it is mounted read-only: remount it with rw")
     elif "strictatime" in mount.options:
-        yield Finding("mount", NOTE, found, "noatime spares a write of metadata for each read")
+        yield Finding("mount", NOTE, found, "noatime saves a write of metadata for each read")
     else:
         yield Finding("mount", OK, found)
 
@@ -111,13 +111,13 @@ def _tier(kind: str) -> Finding:
         return Finding("tier", OK, "shared by many hosts", advice)
     if kind in _MEMORY_KINDS:
         advice = (
-            "as shared_memory_path several engines of this host share it; one alone has more of max_local_cpu_size. For a "
-            "disk tier name a directory on ext4 or XFS"
+            "use it as shared_memory_path if several engines of this host share chunks; a single engine gains more from "
+            "max_local_cpu_size. For a disk tier name a directory on ext4 or XFS"
         )
         return Finding("tier", NOTE, f"{kind}: chunks would take RAM and be gone after a reboot", advice)
     if kind == "overlay":
-        advice = "mount a volume (ext4 or XFS) into the container and name that"
-        return Finding("tier", NOTE, "the layer of a container: slow, and gone with it", advice)
+        advice = "mount a volume (ext4 or XFS) into the container and use it"
+        return Finding("tier", NOTE, "the file system of a container: slow, and deleted with the container", advice)
     return Finding("tier", OK, "local", "use local_disk, or gds_path where a GPU is to read it directly")
 
 
@@ -141,7 +141,7 @@ def _gds(place: Place) -> Finding:
     if not place.gpu:
         return Finding(topic, NOTE, "no GPU", "gds_path and weka_path serve host memory on this machine")
     if mount.kind not in CUFILE_KINDS:
-        where = "it wants ext4, XFS, WekaFS, Lustre, NFS over RDMA, BeeGFS or GPFS"
+        where = "use ext4, XFS, WekaFS, Lustre, NFS over RDMA, BeeGFS or GPFS"
         return Finding(topic, NOTE, f"cuFile does not support {mount.kind}", f"{advice}; {where}")
     if not place.nvidia_fs:
         return Finding(topic, NOTE, "nvidia-fs is not loaded", f"{advice}; modprobe nvidia_fs, and see gdscheck -p")
@@ -164,7 +164,7 @@ def _sharing(mount: Mount) -> Iterator[Finding]:
         advice = f"instances on several hosts must not share it: they would exceed the cap. {remedy}"
         yield Finding("locks between hosts", PROBLEM, f"flock stays on this host ({option})", advice)
     elif remedy := _what_to_look_at(mount.kind):
-        yield Finding("locks between hosts", NOTE, "the mount table does not say", remedy)
+        yield Finding("locks between hosts", NOTE, "not shown in the mount table", remedy)
     else:
         yield Finding("locks between hosts", OK, "flock is seen by other hosts")
     late_s = _late_s(mount)

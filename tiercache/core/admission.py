@@ -1,7 +1,7 @@
 """Decide which chunks a tier writes, and limit bytes in time.
 
-Flash wears by writing. Most chunks of a prompt are never requested again, and a chunk that was requested twice probably is
-a third time; docs/policies.md has the figures.
+Flash wears by writing. Most chunks of a prompt are never requested again, but a chunk that was requested twice is likely to
+be requested again; docs/policies.md has the figures.
 """
 
 from __future__ import annotations

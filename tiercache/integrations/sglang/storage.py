@@ -116,7 +116,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 if pool.page_bytes > slot_bytes:
                     raise LayoutError(f"a page has {pool.page_bytes} bytes, slots have {slot_bytes}")
             except LayoutError as error:
-                logger.warning("pool %s came late and is not stored: %s", name, error)
+                logger.warning("pool %s was registered after the cache opened, and is not stored: %s", name, error)
             else:
                 self._add(pool)
 
@@ -317,7 +317,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._storing.release()
         left_s = max(0.0, until_s - time.monotonic())
         pages = self._wait(forget_all(thread.cache, left_s), left_s)
-        logger.info("cleared; there were %d pages. What is stored from now on is this process's own", pages)
+        logger.info("cleared %d pages; pages stored from now on are found by this process only", pages)
         return True
 
     def get_stats(self) -> Any:
@@ -346,7 +346,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     @property
     def _open(self) -> CacheThread:
         if self._thread is None:
-            raise CacheClosed("the cache is not open: SGLang has not said that all its host pools are registered")
+            raise CacheClosed("the cache is not open: SGLang has not registered all its host pools yet")
         return self._thread
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:

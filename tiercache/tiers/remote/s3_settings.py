@@ -198,7 +198,7 @@ def _read_profile(settings: RemoteSettings, name: str) -> dict[str, str] | None:
         try:
             parser.read(path)
         except configparser.Error:
-            raise settings.error("access_key_id", f"{path} is not of the shape of AWS files") from None
+            raise settings.error("access_key_id", f"{path} does not have the form of AWS files") from None
         if parser.has_section(section):
             values = (values or {}) | dict(parser.items(section))
     return values

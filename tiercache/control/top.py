@@ -24,7 +24,7 @@ from tiercache.tables import fitting, show_figures
 
 _HEADERS = (
     *("tier", "hits", "hit %", "read MB", "read MB/s", "read ms", "written MB", "write MB/s", "write ms"),
-    *("queue", "evicted", "failed", "holds MB", "reads", "writes"),
+    *("queue", "evicted", "failed", "holds MB", "read breaker", "write breaker"),
 )
 _MOST_TENANTS = 8
 """Tenants shown for each tier."""

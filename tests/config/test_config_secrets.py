@@ -14,10 +14,11 @@ from tiercache.assembly import make_tiers
 from tiercache.commands.explain import render
 from tiercache.config import Config, explain
 from tiercache.config.remotes import remotes_of
+from tiercache.config.schema import KEYS
 from tiercache.errors import ConfigError, TierCacheError
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
-TYPES = ("redis", "rediss", "redis-sentinel", "redis-cluster", "valkey", "mooncakestore", "infinistore", "s3", "fs")
+TYPES = ("redis", "rediss", "redis-sentinel", "redis-cluster", "valkey", "mooncakestore", "infinistore", "s3", "fs", "hf3fs")
 FORMS = (
     "{type}://:Hush2?HushTail@host:6379",
     "{type}://user:Hush#HushTail@host:6379",
@@ -130,6 +131,13 @@ def test_neither_is_what_is_refused(load_text: Callable[..., Config], text: str)
     with pytest.raises(ConfigError) as caught:
         load_text(text)
     assert "Hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [*KEYS, "remote_storage_plugin.hf3fs.a.base_path", "remote_storage_plugin.fs.a.base_path"])
+def test_neither_is_a_url_under_the_wrong_key(load_text: Callable[..., Config], key: str) -> None:
+    plugins = "remote_storage_plugins: [hf3fs.a, fs.a]\n" if "." in key else ""
+    said = everything_shown(lambda: load_text(f"{plugins}{key}: redis://user:Hush@host:6379/0"))
+    assert said and "Hush" not in said
 
 
 def test_what_is_secret_by_its_name_is_shown_nowhere_and_its_place_is(

@@ -50,10 +50,10 @@ def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[P
             yield ("local_cpu_use_hugepages",), "local_cpu_use_hugepages and enable_p2p exclude each other"
     mode = values.get("numa_mode")
     if mode is not None and mode not in ("auto", "manual") and not mode.isdecimal():
-        yield ("numa_mode",), f"numa_mode: expected auto or the number of a NUMA node, found {mode!r}"
+        yield ("numa_mode",), f"numa_mode: expected auto or the number of a NUMA node, found {hidden('numa_mode', mode)!r}"
     name = values.get("shm_name")
     if name is not None and "/" in name.removeprefix("/"):
-        yield ("shm_name",), f"shm_name: expected a name without / inside, found {name!r}"
+        yield ("shm_name",), f"shm_name: expected a name without / inside, found {hidden('shm_name', name)!r}"
 
 
 def _shared_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -70,7 +70,7 @@ def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
     path = values.get("control_socket")
     if path is not None and (not path.startswith("/") or len(path.encode()) > _SOCKET_PATH_BYTES or "\0" in path):
         expected = f"an absolute path of at most {_SOCKET_PATH_BYTES} bytes (a Unix socket's name is short)"
-        yield ("control_socket",), f"control_socket: expected {expected}, found {path!r}"
+        yield ("control_socket",), f"control_socket: expected {expected}, found {hidden('control_socket', path)!r}"
 
 
 def _directories(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -182,18 +182,18 @@ def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Pr
         )
     seen: dict[PurePosixPath, str] = {}
     for key, path in paths:
-        place = PurePosixPath(path)
+        place, shown = PurePosixPath(path), hidden_url(f"hf3fs://{path}").removeprefix("hf3fs://")
         if place in seen:
             first = seen[place]
-            yield (key,), f"{key}: {path!r} is a base path already ({first}); it would be filled twice"
+            yield (key,), f"{key}: {shown!r} is a base path already ({first}); it would be filled twice"
         if without or not instances or key != "hf3fs_base_path":  # otherwise the key is unused
-            seen.setdefault(place, f"{key}: {path!r}")
+            seen.setdefault(place, f"{key}: {shown!r}")
         if VIRTUAL_DIRECTORY in place.parts:
-            yield (key,), f"{key}: expected a directory for files, found {path!r}: 3FS registers memory there"
+            yield (key,), f"{key}: expected a directory for files, found {shown!r}: 3FS registers memory there"
         elif ".." in PurePosixPath(path).parts or not path.startswith("/"):
-            yield (key,), f"{key}: expected absolute paths without .., found {path!r}"
+            yield (key,), f"{key}: expected absolute paths without .., found {shown!r}"
         elif mount is not None and not PurePosixPath(path).is_relative_to(mount):
-            yield (key, "hf3fs_mount_point"), f"{key}: {path!r} does not lie under hf3fs_mount_point {mount!r}"
+            yield (key, "hf3fs_mount_point"), f"{key}: {shown!r} does not lie under hf3fs_mount_point {mount!r}"
 
 
 def _last_numa_node() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier
-from tiercache.tiers.remote.registry import BUILT_IN, make_remote
+from tiercache.tiers.remote.registry import make_remote
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -325,17 +325,14 @@ def _from_options(config: Config, layout: Layout, device: Device | None, planned
     return make_remote(settings, module_path=module_path, class_name=class_name)
 
 
-def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]:
-    """Yield the built-in remote tiers that `config` does not allow or that lack a library, and why. Contacts no server."""
-    some_layout = Layout("", chunk_tokens=1, bytes_per_token=MIB)
-    for planned in plan_of(config):
-        remote = planned.remote
-        if remote is None or planned.state != ON or planned.kind not in BUILT_IN or remote.options.get("module_path"):
-            continue
-        try:
-            _from_options(config, some_layout, None, planned)
-        except ConfigError as error:
-            yield planned, error
+def try_remote(config: Config, planned: PlannedTier) -> tuple[Path, ...]:
+    """Return the directories of a remote tier, none for a server, which is not contacted.
+
+    Raises ConfigError if the cache would not start with it, for example for lack of a library. Imports the library.
+    """
+    tier = make_tier(config, Layout("", chunk_tokens=1, bytes_per_token=MIB), None, planned)
+    tier.load_library()
+    return _directories_of(tier)
 
 
 _BUILDERS: dict[str, Callable[[Config, Layout, Device | None, PlannedTier], Tier]] = {

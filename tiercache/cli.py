@@ -39,13 +39,16 @@ def _main(
 
 @app.command()
 def doctor(
-    path: Annotated[Path | None, typer.Option(help="A directory for chunks: its mount, O_DIRECT, GDS, locks.")] = None,
+    path: Annotated[
+        str, typer.Option(metavar="PATH", help="A directory for chunks: its mount, O_DIRECT, GDS, locks.")
+    ] = ".",
     as_json: AsJson = False,
 ) -> None:
     """Show what this machine offers, with advice for problems."""
+    # A text, since typer would ask for the status of a path, and wait for ever on a mount that hangs.
     from tiercache.commands.doctor import doctor_command
 
-    raise typer.Exit(doctor_command(path, as_json))
+    raise typer.Exit(doctor_command(Path(path), as_json))
 
 
 @config_app.command("explain")

@@ -1,9 +1,16 @@
 """What `tiercache doctor` says of this machine, and of directories and mounts that it is shown."""
 
+import ctypes
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tiercache.cli import app
 from tiercache.commands.doctor import NOTE, OK, PROBLEM, Finding, examine
 from tiercache.tiers.files.access import Mount, file_system_of, mounts
 
@@ -109,3 +116,66 @@ def test_it_ends_with_a_verdict_for_each_tier_of_the_configuration(
     assert not [finding for finding in verdicts if "hush" in finding.found]
     file.write_text("chunk_sise: 1")
     assert "the nearest is chunk_size" in by_topic(examine(tmp_path))["configuration"].found
+
+
+def test_a_remote_tier_that_the_cache_would_refuse_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its library is imported late, and where the class or the directory is the operator's own."""
+    (tmp_path / "file").touch()
+    file = tmp_path / "tiercache.yaml"
+    file.write_text(f"""
+        remote_storage_plugins: [mooncake, infinistore, hf3fs, own, fs.a, fs.b]
+        remote_storage_plugin.mooncake.url: mooncakestore://127.0.0.1:1
+        remote_storage_plugin.infinistore.url: infinistore://127.0.0.1:1
+        hf3fs_base_path: {tmp_path / "3fs"}
+        remote_storage_plugin.own.module_path: there_is_no_such_module
+        remote_storage_plugin.own.class_name: Tier
+        remote_storage_plugin.fs.a.base_path: {tmp_path / "file"}
+        remote_storage_plugin.fs.b.base_path: {tmp_path / "kv"}
+    """)
+    monkeypatch.setenv("TIERCACHE_CONFIG_FILE", str(file))
+    for library in ("mooncake.store", "infinistore", "hf3fs_fuse", "hf3fs_fuse.io"):
+        monkeypatch.setitem(sys.modules, library, None)
+    found = by_topic(examine(tmp_path))
+    for tier, says in {
+        "mooncake": "tiercache[mooncake]",
+        "infinistore": "tiercache[infinistore]",
+        "hf3fs": "hf3fs_py_usrbio",
+        "own": "there_is_no_such_module",
+        "fs.a": "is not a directory",
+    }.items():
+        assert found[f"tier {tier}"].status == PROBLEM, found[f"tier {tier}"]
+        assert says in found[f"tier {tier}"].found
+    assert found["tier fs.b"].status == OK and str(tmp_path / "kv") in found["tier fs.b"].found
+
+
+@pytest.mark.needs("/dev/fuse", "mount")
+def test_a_mount_that_hangs_is_a_problem_of_its_tier_and_not_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.commands.doctor._ANSWER_S", 0.5)
+    monkeypatch.setenv("TIERCACHE_LOCAL_DISK", str(tmp_path / "hung" / "kv"))
+    monkeypatch.setenv("TIERCACHE_MAX_LOCAL_DISK_SIZE", "0.001")
+    monkeypatch.setenv("TIERCACHE_REMOTE_URL", f"fs://host:1{tmp_path / 'kv'}")
+    (tmp_path / "hung").mkdir()
+    with hung_mount(tmp_path / "hung"):
+        said = CliRunner().invoke(app, ["doctor", "--json", "--path", str(tmp_path / "hung")]).stdout
+    found = by_topic([Finding(**each) for each in json.loads(said)])
+    assert found[f"disk at {tmp_path / 'hung'}"].status == found["tier disk"].status == PROBLEM
+    assert "no answer within 0.5 s" in found["tier disk"].found
+    assert found["tier fs"].status == OK
+
+
+@contextmanager
+def hung_mount(place: Path) -> Iterator[None]:
+    """A FUSE mount whose daemon never answers. The calls that wait fail when it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/dev/fuse", "r+b", buffering=0) as daemon:
+        options = f"fd={daemon.fileno()},rootmode=40000,user_id=0,group_id=0"
+        if libc.mount(b"hung", bytes(place), b"fuse.hung", 0, options.encode()):
+            raise OSError(ctypes.get_errno(), "mount")
+        try:
+            yield
+        finally:
+            libc.umount2(bytes(place), 2)  # MNT_DETACH

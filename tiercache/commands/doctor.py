@@ -10,10 +10,14 @@ import platform
 import resource
 import shutil
 import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from tiercache.assembly import WEKAFS, refused_remotes
+from tiercache.assembly import WEKAFS, try_remote
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
 from tiercache.config import Config
@@ -27,6 +31,7 @@ from tiercache.tiers.shared_memory import require_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NVIDIA_SMI_S = 10
+_ANSWER_S = 10
 _BACK_ENDS = {
     "uvloop": (("uvloop",), "a faster event loop: pip install 'tiercache[uvloop]'"),
     "torch": (("torch",), "needed only to hand over tensors"),
@@ -38,7 +43,7 @@ _BACK_ENDS = {
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 
 
-def doctor_command(path: Path | None, as_json: bool) -> int:
+def doctor_command(path: Path, as_json: bool) -> int:
     """Print the findings. Return 1 if there is a problem, else 0."""
     findings = examine(path)
     if as_json:
@@ -68,13 +73,31 @@ def _show(findings: list[Finding]) -> None:
     show(table, Console(highlight=False), lines)
 
 
-def examine(path: Path | None = None) -> list[Finding]:
+def examine(path: Path) -> list[Finding]:
     """Return all findings, ending with a finding for each tier in the configuration of this environment.
 
-    Writes a small file at `path` (this directory by default) and removes it; changes nothing else.
+    Writes a small file at `path` and removes it; changes nothing else.
     """
-    machine = [*_processor(), *_memory(), *_disk(path or Path(".")), *_devices(), *_mounts(), *_packages()]
-    return [*machine, *_verdicts()]
+    disk = _answered(f"disk at {path}", partial(_disk, path))
+    return [*_processor(), *_memory(), *disk, *_devices(), *_mounts(), *_packages(), *_verdicts()]
+
+
+def _answered(topic: str, look: Callable[[], list[Finding]]) -> list[Finding]:
+    """Return what `look` finds, or a problem if it takes too long: each call on a mount that hangs waits for ever."""
+    answer: Future[list[Finding]] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(look())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(_ANSWER_S)
+    except TimeoutError:
+        found = f"no answer within {_ANSWER_S:g} s: a mount hangs"
+        return [Finding(topic, PROBLEM, found, "look at its server or daemon, or name another directory")]
 
 
 def _processor() -> list[Finding]:
@@ -230,17 +253,27 @@ def _verdicts() -> list[Finding]:
         config = Config.load(quiet=True)
     except ConfigError as error:
         return [Finding("configuration", PROBLEM, str(error), "correct it: the cache does not start")]
-    refused = {planned.name: str(error) for planned, error in refused_remotes(config)}
-    return [_verdict(tier, refused.get(tier.name)) for tier in plan_of(config)]
+    findings = []
+    for tier in plan_of(config):
+        findings += _answered(f"tier {tier.name}", partial(_verdict, config, tier))
+    return findings
 
 
-def _verdict(tier: PlannedTier, refused: str | None) -> Finding:
-    """Return a finding that says if a tier works here. Does not contact servers."""
-    topic = f"tier {tier.name}"
-    if refused is not None:
-        return Finding(topic, PROBLEM, refused, "correct it: the cache does not start")
+def _verdict(config: Config, tier: PlannedTier) -> list[Finding]:
+    """Return one finding that says if a tier works here. Does not contact servers."""
     if tier.state != ON:
-        return Finding(topic, NOTE, tier.state, tier.note)
+        return [Finding(f"tier {tier.name}", NOTE, tier.state, tier.note)]
+    directories = tuple(map(Path, tier.directories))
+    if tier.remote is not None:
+        try:
+            directories = try_remote(config, tier)
+        except ConfigError as error:
+            return [Finding(f"tier {tier.name}", PROBLEM, str(error), "correct it: the cache does not start")]
+    return [_verdict_on(tier, directories)]
+
+
+def _verdict_on(tier: PlannedTier, directories: Sequence[Path]) -> Finding:
+    topic = f"tier {tier.name}"
     cap = f"{tier.cap_bytes / 2**30:g} GB" if tier.cap_bytes else "what is free"
     if tier.kind == "cpu":
         available_bytes = _meminfo().get("MemAvailable", 0) * 1024
@@ -248,16 +281,16 @@ def _verdict(tier: PlannedTier, refused: str | None) -> Finding:
             found = f"{cap} of memory, and {available_bytes / 2**30:.1f} GB are available"
             return Finding(topic, PROBLEM, found, "lower max_local_cpu_size, or free memory")
         return Finding(topic, OK, f"{cap} of memory")
-    if not tier.directories:
+    if not directories:
         return Finding(topic, OK, f"{tier.place}: the server was not asked")
     found = f"{cap} for {tier.place}"
     try:
         if tier.kind == "shared_memory":
             require_memory(Path(tier.place), tier.cap_bytes or 0)
-        for place in tier.directories if tier.kind == "weka" else ():
-            if (kind := mount_of(Path(place)).kind) != WEKAFS:
+        for place in directories if tier.kind == "weka" else ():
+            if (kind := mount_of(place).kind) != WEKAFS:
                 raise ConfigError(f"weka_path: {place} lies on {kind}, not on WekaFS; mount WekaFS there, or use gds_path")
-        room_bytes = sum({place: _room_bytes(Path(place)) for place in tier.directories}.values())
+        room_bytes = sum({place: _room_bytes(place) for place in directories}.values())
     except ConfigError as error:
         problem, _, advice = str(error).partition("; ")
         return Finding(topic, PROBLEM, problem.partition(": ")[2], advice)

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tiercache.assembly import refused_remotes
+from tiercache.assembly import try_remote
 from tiercache.config.explanation import ExplainedValue, Explanation, explain
 from tiercache.config.loading import Config
-from tiercache.config.plan import REFUSED, PlannedTier
+from tiercache.config.plan import ON, REFUSED, PlannedTier
 from tiercache.config.schema import GB
 from tiercache.errors import ConfigError
 from tiercache.tables import INDENT, Line, show
@@ -34,8 +34,14 @@ def explain_command(path: Path | None, as_json: bool, defaults: bool = False) ->
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    refused = {planned.name: str(error) for planned, error in refused_remotes(config)}
     explanation = explain(config)
+    refused = {}
+    for tier in explanation.tiers:
+        try:
+            if tier.remote is not None and tier.state == ON:
+                try_remote(config, tier)
+        except ConfigError as error:
+            refused[tier.name] = str(error)
     tiers = [
         replace(tier, state=REFUSED, note=refused[tier.name]) if tier.name in refused else tier
         for tier in explanation.tiers

@@ -114,6 +114,9 @@ class Tier(ABC):
     def use_arena(self, arena: Arena) -> None:  # noqa: B027 - most tiers need not know
         """Called before `open` with the memory that holds payloads, for tiers that register it."""
 
+    def load_library(self) -> None:  # noqa: B027 - most tiers import what they need with their module
+        """Import the client of the tier's storage. Blocks. Raises ConfigError that says what to install."""
+
     @abstractmethod
     async def open(self) -> None:
         """Make the tier usable. Raises TierUnavailable or ConfigError that says what to do."""

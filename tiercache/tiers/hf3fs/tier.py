@@ -401,6 +401,9 @@ class Hf3fsTier(FileTier):
     def use_arena(self, arena: Arena) -> None:
         self.io.arena = arena
 
+    def load_library(self) -> None:
+        load_library()
+
     async def open(self) -> None:
         try:
             async with asyncio.timeout(_OPEN_S):

@@ -86,15 +86,18 @@ class InfiniStoreTier(RemoteTier):
 
     # Connection
 
-    async def _connect(self) -> None:
-        """Start to connect. An unreachable server does not stop the start: operations fail until it is reachable."""
+    def load_library(self) -> None:
         try:
-            self._api = await self._blocking.submit(importlib.import_module, "infinistore")
+            self._api = importlib.import_module("infinistore")
         except ImportError as error:
             raise ConfigError(
                 f"{self.name} needs InfiniStore, which cannot be imported ({error}): pip install "
                 "'tiercache[infinistore]', and the system's libibverbs1"
             ) from error
+
+    async def _connect(self) -> None:
+        """Start to connect. An unreachable server does not stop the start: operations fail until it is reachable."""
+        await self._blocking.submit(self.load_library)
         self._connecting = asyncio.create_task(self._keep_trying())
         await asyncio.wait([self._connecting], timeout=self.settings.timeout_s)
         if self._connection is None:

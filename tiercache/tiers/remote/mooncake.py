@@ -100,6 +100,15 @@ class MooncakeTier(RemoteTier):
     def describe(self) -> str:
         return f"{self.name} ({self._address.shown_master}, {self._address.protocol})" if self._address else self.name
 
+    def load_library(self) -> None:
+        try:
+            importlib.import_module("mooncake.store")
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.name} needs Mooncake, which cannot be imported ({error}): pip install "
+                "'tiercache[mooncake]', and the system's libibverbs1, also without RDMA"
+            ) from error
+
     async def _connect(self) -> None:
         """Start to set up the client.
 
@@ -107,13 +116,7 @@ class MooncakeTier(RemoteTier):
         """
         settings = self.settings
         self._address = await self._control.submit(read_address, settings)
-        try:
-            await self._control.submit(importlib.import_module, "mooncake.store")
-        except ImportError as error:
-            raise ConfigError(
-                f"{self.name} needs Mooncake, which cannot be imported ({error}): pip install "
-                "'tiercache[mooncake]', and the system's libibverbs1, also without RDMA"
-            ) from error
+        await self._control.submit(self.load_library)
         arena = None if self._arena is None else self._arena.memory
         self._memory = WiredMemory(arena, headers=2 * settings.concurrency)
         self._client = MooncakeClient(self.name, self._address, self._memory)

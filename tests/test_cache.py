@@ -349,6 +349,14 @@ async def test_what_is_no_key_is_refused_everywhere(tmp_path: Path, wrong: objec
         assert cache.cpu.statistics().resident == 0
 
 
+async def test_keys_of_a_generator_are_all_forgotten(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        await cache.put_many([key(1), key(2)], [payload(1), payload(2)])
+        await cache.flush()
+        await cache.forget(key(number) for number in (1, 2))
+        assert await cache.lookup_each([key(1), key(2)]) == [False, False]
+
+
 async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp_path: Path) -> None:
     """One put from another loop took the copying threads: from then on they refused the cache's own."""
     async with opened(tmp_path) as cache:

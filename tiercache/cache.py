@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from _thread import get_ident
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from operator import itemgetter
 from types import TracebackType
@@ -459,7 +459,7 @@ class TierCache:
         check_number("timeout_s", timeout_s)
         return await parts.fan_out.flush(timeout_s)
 
-    async def forget(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> None:
+    async def forget(self, keys: Iterable[ChunkKey], *, deadline_s: float | None = None) -> None:
         """Remove chunks from every tier, waiting for up to `deadline_s` (`blocking_timeout_secs` by default).
 
         A put, read, prefetch or write that began before this, even an abandoned operation, restores none of them; a
@@ -471,6 +471,7 @@ class TierCache:
         Read-only tiers no longer serve the chunk.
         """
         parts = self._in_use()
+        keys = list(keys)
         check_keys(keys)
         only_read = [tier.traffic for tier in parts.tiers if tier.reads and not tier.writes]
         staging = [] if parts.on_device is None else [parts.on_device.staging]

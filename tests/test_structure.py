@@ -1,12 +1,12 @@
-"""What the tree looks like: which way its imports point, and how long its files and functions are."""
+"""Which way imports point, as docs/architecture.md has it: in one direction, and never in a circle."""
 
 import ast
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import tiercache
 
@@ -15,43 +15,69 @@ FILES = {
     ".".join(("tiercache", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
-MOST_OF_A_FUNCTION = 60
-
-FUNCTIONS_TOO_LONG = {"measure_disk", "_measure_size"}
-"""Of the benchmarks: one table each. Of a command, its options do not count."""
+LEVELS = (
+    ("integrations",),
+    ("bridge",),
+    ("cache",),
+    ("lifecycle", "control"),
+    ("scheduler",),
+    ("tiers",),
+    ("memory", "device"),
+    ("core",),
+)
+"""Folders and modules in the order of their imports: each one imports from its own level and those after it."""
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+MAY_IMPORT_CONFIG = LEVEL["tiers"]
+"""`config` is imported from this level and those before it."""
+TOOLS = {"cli", "commands", "bench", "demo", "replay", "testing"}
+"""Programs around the cache, which no part of it imports."""
 
 
 @cache
-def tree_of(module: str) -> ast.Module:
-    return ast.parse(FILES[module].read_text())
+def imported_names(module: str) -> tuple[str, ...]:
+    """All names that a module imports, also inside functions and for types."""
+    return tuple(names_in(ast.parse(FILES[module].read_text())))
 
 
-def imports(node: ast.AST, *, when_called: bool, for_types: bool) -> Iterator[str]:
-    """Modules of ours that are imported below `node`, also in functions and for types only, if wanted."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test) and not for_types:
-            continue
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not when_called:
-            continue
-        names: list[str] = []
-        if isinstance(child, ast.ImportFrom) and child.module:
-            assert not child.level, "imports are absolute"
-            names = [f"{child.module}.{alias.name}" for alias in child.names]
-        elif isinstance(child, ast.Import):
-            names = [alias.name for alias in child.names]
-        for name in names:
-            while name and name not in FILES:
-                name = name.rpartition(".")[0]
-            if name and name != "tiercache":
-                yield name
-        yield from imports(child, when_called=when_called, for_types=for_types)
+def names_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
-def room_of(module: str) -> str:
+@cache
+def modules_of_ours(module: str) -> frozenset[str]:
+    found = set()
+    for name in imported_names(module):
+        while name and name not in FILES:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return frozenset(found - {"", "tiercache", module})
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module, or the module itself if it lies beside the folders."""
     return module.split(".")[1]
 
 
-def circle(arrows: Mapping[str, set[str]]) -> list[str]:
+def modules_in(folder: str) -> list[str]:
+    return [module for module in FILES if module != "tiercache" and folder_of(module) == folder]
+
+
+def imports_of(folder: str) -> dict[str, str]:
+    """The folders that a folder imports from, each with one of the modules that does so."""
+    return {
+        folder_of(target): module
+        for module in modules_in(folder)
+        for target in modules_of_ours(module)
+        if folder_of(target) != folder
+    }
+
+
+def circle(arrows: Mapping[str, frozenset[str]]) -> list[str]:
     try:
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
@@ -59,50 +85,41 @@ def circle(arrows: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def arrows_of(modules: list[str], *, when_called: bool, for_types: bool) -> dict[str, set[str]]:
-    return {
-        module: set(imports(tree_of(module), when_called=when_called, for_types=for_types)) - {module}
-        for module in modules
-        if module != "tiercache"
-    }
+@pytest.mark.parametrize("folder", LEVEL)
+def test_imports_go_in_one_direction(folder: str) -> None:
+    assert modules_in(folder)
+    for target, module in imports_of(folder).items():
+        assert LEVEL.get(target, LEVEL[folder]) >= LEVEL[folder], module
+        assert target not in TOOLS, module
+        assert target != "config" or LEVEL[folder] <= MAY_IMPORT_CONFIG, module
 
 
-def test_rooms_do_not_import_each_other_in_a_circle() -> None:
-    rooms: dict[str, set[str]] = defaultdict(set)
-    for module, found in arrows_of(list(FILES), when_called=True, for_types=True).items():
-        rooms[room_of(module)] |= {room_of(target) for target in found} - {room_of(module)}
-    assert {"core", "tiers", "scheduler", "cache"} <= rooms.keys()
-    assert "tiers" in rooms["scheduler"]
-    assert circle(rooms) == []
+def test_the_configuration_imports_only_the_core() -> None:
+    assert imports_of("config").keys() <= {"core", "errors"}
 
 
-def test_modules_do_not_import_each_other_in_a_circle_not_even_late_or_for_types() -> None:
-    assert circle(arrows_of(list(FILES), when_called=True, for_types=True)) == []
+def test_the_core_imports_nothing_that_moves_bytes() -> None:
+    assert imports_of("core").keys() <= {"errors"}
+    for module in modules_in("core"):
+        assert not [name for name in imported_names(module) if name.split(".")[0] == "asyncio"], module
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    assert circle({module: modules_of_ours(module) for module in FILES if module != "tiercache"}) == []
+
+
+def test_folders_do_not_import_each_other_in_a_circle() -> None:
+    folders = {folder_of(module) for module in FILES if module != "tiercache"}
+    assert circle({folder: frozenset(imports_of(folder)) for folder in folders}) == []
 
 
 def test_the_package_does_not_import_its_tests() -> None:
-    for module, path in FILES.items():
-        assert not re.search(r"^\s*(from|import) tests\b", path.read_text(), re.MULTILINE), module
-
-
-def test_decisions_import_nothing_that_moves_bytes() -> None:
-    core = [module for module in FILES if room_of(f"{module}.") == "core"]
-    assert len(core) > 10
-    for module, found in arrows_of(core, when_called=True, for_types=True).items():
-        assert all(room_of(target) in ("core", "errors") for target in found), module
-        assert "import asyncio" not in FILES[module].read_text(), module
-
-
-def test_no_function_is_longer_than_a_screen() -> None:
     for module in FILES:
-        for node in ast.walk(tree_of(module)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in FUNCTIONS_TOO_LONG:
-                lines = (node.end_lineno or 0) - node.body[0].lineno + 1
-                assert lines <= MOST_OF_A_FUNCTION, f"{module}.{node.name}"
+        assert not [name for name in imported_names(module) if name.split(".")[0] == "tests"], module
 
 
 def test_a_circle_is_found() -> None:
-    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
-    late = ast.parse("if TYPE_CHECKING:\n    import tiercache.cache\ndef f():\n    import tiercache.payloads")
-    assert set(imports(late, when_called=True, for_types=True)) == {"tiercache.cache", "tiercache.payloads"}
-    assert list(imports(late, when_called=False, for_types=False)) == []
+    arrows = {name: frozenset(target) for name, target in {"a": "b", "b": "c", "c": "a"}.items()}
+    assert set(circle(arrows)) == {"a", "b", "c"}
+    late = ast.parse("if TYPE_CHECKING:\n    import tiercache.cache\ndef f():\n    from tiercache import payloads")
+    assert list(names_in(late)) == ["tiercache.cache", "tiercache.payloads"]

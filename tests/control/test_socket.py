@@ -105,7 +105,9 @@ async def test_cancelled_prefetch_ends(cache: TierCache, place: Path, tmp_path: 
 async def test_sessions_are_told_to_the_predictors(cache: TierCache, place: Path) -> None:
     assert await ask(place, Began(session="s", tokens=TOKENS, step="plan")) == {"chunks": CHUNKS}
     assert await ask(place, Ended(session="s", tokens=TOKENS, step="plan", kind="tool")) == {"chunks": CHUNKS}
-    assert len(cache.ahead.sessions) == 1
+    assert not cache.ahead.sessions.came_back("s"), "it had one turn"
+    assert await ask(place, Began(session="s", tokens=TOKENS)) == {"chunks": CHUNKS}
+    assert cache.ahead.sessions.came_back("s"), "after the end of a turn another one has begun"
     assert await ask(place, Over(session="s")) == {}
     assert len(cache.ahead.sessions) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import sys
 import threading
@@ -44,8 +45,11 @@ def make_tier(url: str = "infinistore://127.0.0.1:22345", timeout_s: float = 5.0
 
 async def until_connected(tier: InfiniStoreTier) -> None:
     async with asyncio.timeout(60):
-        while tier._connection is None:
-            await asyncio.sleep(0.005)
+        while True:
+            with contextlib.suppress(TierUnavailable):
+                await tier.probe([KEY])
+                return
+            await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -24,14 +24,17 @@ from tiercache.config import Config
 from tiercache.control.server import socket_path
 from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
-from tiercache.integrations.sglang.arguments import arguments_in_effect, digest_of
-from tiercache.integrations.sglang.pools import HostPool
-from tiercache.integrations.vllm.identity import (
+from tiercache.integrations.model_files import (
+    GRAIN_NS,
     NothingToRead,
     adapter_files,
     identity_of_adapter,
     identity_of_model,
+    place_of,
+    stamp_of,
 )
+from tiercache.integrations.sglang.arguments import arguments_in_effect, digest_of
+from tiercache.integrations.sglang.pools import HostPool
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -40,8 +43,6 @@ logger = logging.getLogger("tiercache.sglang")
 
 TESTED = ("0.5.23",)
 """Versions whose pools, cache controllers and back-end factory are tested in tests/sglang."""
-_GRAIN_NS = 2_000_000_000
-"""Largest assumed error of file system clocks."""
 
 
 def for_process(config: Config, storage: HiCacheStorageConfig) -> Config:
@@ -125,7 +126,7 @@ def _weights(model: str, revision: str | None, load_format: str, server: Mapping
     if load_format == "dummy":
         return f"dummy, seed {server.get('random_seed')}, {model}"
     name = f"name {model} {revision or ''}"
-    place = _place_of(model, revision, server.get("download_dir"))
+    place = place_of(model, revision, server.get("download_dir"))
     if place is None:
         logger.warning("the weights of %s are not files here, so its name stands for them; see model_id", model)
         return name
@@ -139,20 +140,6 @@ def _weights(model: str, revision: str | None, load_format: str, server: Mapping
         raise ConfigError(f"the weights of {model} cannot be identified: {error}; set model_id") from error
     logger.info("the identity of %s is %s", model, identity)
     return f"content {identity} {read}"
-
-
-def _place_of(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """Return the file or directory, or the snapshot in the Hugging Face cache if `model` is a name. Contacts no server."""
-    place = Path(model).expanduser()
-    if place.exists():
-        return place
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
-        return None
 
 
 def identity_of_adapters(lora_paths: Sequence[Mapping[str, Any]] | None, cache: str | None, since_ns: int) -> str:
@@ -171,12 +158,11 @@ def identity_of_adapters(lora_paths: Sequence[Mapping[str, Any]] | None, cache: 
 
 
 def _content(path: str, cache: str | None, since_ns: int) -> str:
-    place = _place_of(path, None, cache)
+    place = place_of(path, None, cache)
     if place is None:
         raise ValueError(f"the LoRA adapter {path} is not files here")
     for name, file in adapter_files(place).items():
-        stat = file.stat()
-        if max(stat.st_mtime_ns, stat.st_ctime_ns) > since_ns - _GRAIN_NS:
+        if max(stamp_of(file.stat())[1:3]) > since_ns - GRAIN_NS:
             raise ValueError(f"{name} of the LoRA adapter {path} was changed after the engine began")
     return identity_of_adapter(place)
 

@@ -75,7 +75,7 @@ class TrackedRequest:
     saves_ended: int = 0
     wishes: Wishes = field(default_factory=Wishes)
     arrived_s: float = field(default_factory=time.monotonic)
-    adapter: concurrent.futures.Future[bytes] | None = None
+    adapter: concurrent.futures.Future[bytes | None] | None = None
     adapter_key: bytes = b""
     """The key of its LoRA adapter in the names of its blocks; empty until the first are given."""
     began: bool = False
@@ -139,7 +139,8 @@ class Asking:
     def names_of(self, tracked: TrackedRequest) -> list[bytes]:
         """Return the names of the full blocks that it has so far."""
         if tracked.adapter is not None and not tracked.adapter_key:
-            tracked.adapter_key = tracked.adapter.result() if tracked.adapter.done() else nobodys_key()
+            known = tracked.adapter.result() if tracked.adapter.done() else None
+            tracked.adapter_key = known or nobodys_key()
         return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
 
     def begin(self, tracked: TrackedRequest) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.engines import assert_hits, assert_wrong_hits, close_answer, drive, tiercache_settings
-from tiercache.integrations.vllm.versions import TESTED, check_version
+from tiercache.integrations.vllm import TESTED, check_version
 
 OTHERS = sorted(Path(sys.prefix).glob("vllm-*"))
 """`make test-setup` puts the oldest one that the connector works with there."""

@@ -24,23 +24,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
+from tiercache.integrations.vllm import check_version
 from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover, what_they_keep
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.identity import beside_others, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
-from tiercache.integrations.vllm.metadata import ResidencyChanges, StepReport, StepWork
+from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.metrics import TierCachePromMetrics, TierCacheStats
 from tiercache.integrations.vllm.names import BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, empty_part, fitted, in_parts
 from tiercache.integrations.vllm.scheduler import SchedulerSide
-from tiercache.integrations.vllm.versions import check_version, source_of
 from tiercache.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -196,11 +196,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_progress() if self._worker is not None else None
 
-    @survives(lambda: None)
-    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
-        report = self._worker.take_residency() if self._worker is not None else None
-        return ResidencyChanges(report) if report is not None else None
-
     def _step_work(self) -> StepWork:
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork)
@@ -236,15 +231,13 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.received(connector_output.finished_recving)
         if isinstance(connector_output.kv_connector_worker_meta, StepReport):
             self._scheduler.progress(connector_output.kv_connector_worker_meta)
-        if self._scheduler.kv_events is not None and isinstance(connector_output.kv_cache_events, ResidencyChanges):
-            self._scheduler.kv_events.reported(connector_output.kv_cache_events.get_all_events())
 
     @survives(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the BlockStored and BlockRemoved events of this host's tiers since the last call."""
         if self._scheduler is None or self._scheduler.kv_events is None:
             return ()
-        return self._scheduler.kv_events.take()
+        return self._scheduler.kv_events.announced.take()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -278,7 +271,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         sources: Counter[CacheHitSource] = Counter()
         for tier, tokens in self._scheduler.tokens_by_tier(request, num_external_tokens).items():
-            sources[source_of(tier)] += tokens
+            sources[_source_of(tier)] += tokens
         return dict(+sources)
 
     # Figures
@@ -322,6 +315,15 @@ def _saves_tails(config: Config, role: str) -> bool | None:
     """Return `save_unfull_chunk`; unset means False where no later request of this engine would find a tail."""
     unset = config.save_unfull_chunk is None
     return False if unset and (role != "kv_both" or not config.local_cpu) else config.save_unfull_chunk
+
+
+def _source_of(tier: str) -> CacheHitSource:
+    """Return vLLM's name for the source of a hit in `tier`. Only vLLM 0.32 and later have such names, and ask."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    if tier in ("cpu", "shared_memory"):
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if tier in ("disk", "gds", "weka") else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 # Inside a MultiConnector, vLLM looks up the class of the figures by its name alone.

@@ -21,7 +21,7 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.blocks import Move, Mover
-from tiercache.integrations.vllm.events import Report, Residency
+from tiercache.integrations.vllm.events import Residency
 from tiercache.integrations.vllm.hints import SessionTurns
 from tiercache.integrations.vllm.logs import add_span
 from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupServer
@@ -170,15 +170,13 @@ class WorkerSide:
         return failed
 
     def take_progress(self) -> StepReport | None:
-        if not self._saves_ended and not self._loads_ended:
+        """Return what has ended since the last call, and which chunks have come to tiers or left them; None if nothing."""
+        residency = self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
+        if not self._saves_ended and not self._loads_ended and residency is None:
             return None
-        progress = StepReport(dict(self._saves_ended), self._loads_ended)
+        progress = StepReport(dict(self._saves_ended), self._loads_ended, [residency] if residency else [])
         self._saves_ended, self._loads_ended = Counter(), set()
         return progress
-
-    def take_residency(self) -> Report | None:
-        """Return the chunks added to and removed from tiers since the last call; None without news or KV events."""
-        return self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
 
     def close(self) -> None:
         """Write the running and queued saves, for up to `close_timeout_s`, and close the cache. Idempotent."""
@@ -265,7 +263,9 @@ class WorkerSide:
         keys = keys_of(self._namespace, [transfer.name for transfer in save.transfers], self.geometry)
         if save.to_be_forgotten:
             self._turns.stores(save.request_id, keys)
-        tails = [key for key, transfer in zip(keys, save.transfers, strict=True) if is_hot_only(transfer, self.geometry)]
+        tails = [
+            key for key, transfer in zip(keys, save.transfers, strict=True) if is_hot_only(transfer, self.geometry)
+        ]
         move = self.mover.put(self.thread, keys, save.transfers, wait_s, tails)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
         self._saving.append(_Saving(save, until_s, move, blocks))

@@ -39,6 +39,7 @@ from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.integrations.unread import warn_of_unread
+from tiercache.integrations.vllm import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm.events import MEDIA, MOST_CHUNKS, ChunkWatch
 from tiercache.integrations.vllm.hints import (
     EXPECT_TOKENS,
@@ -51,7 +52,6 @@ from tiercache.integrations.vllm.hints import (
 from tiercache.integrations.vllm.identity import beside_others
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.metrics import WorkerFigures
-from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout, say_whose_quotas
 from tiercache.integrations.vllm_offloading.metrics import as_offloading_stats, definitions
 from tiercache.integrations.vllm_offloading.requests import Name, TieredRequest

@@ -111,7 +111,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not names.from_engine:
             logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
-        client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
+        client = LookupClient(self._engine, workers, self._geometry)
         events = KvEvents(self._geometry, self._hash_tokens) if self._tells_routers else None
         return SchedulerSide(self._config, self._geometry, names, client, workers, events, transfer.kv_role)
 
@@ -257,8 +257,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def has_pending_push_work(self) -> bool:
-        """Return True if another step is needed: to pass hints, released claims or a reset to the workers, or to report
-        the chunks of the tiers to routers.
+        """Return True if another step is needed: to pass hints or a reset to the workers, or to report the chunks of the
+        tiers to routers.
         """
         if self._scheduler is None:
             return False

@@ -48,8 +48,6 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """Blocks that requests get in this step, if windows free blocks of running requests: saves from these must have
     ended.
     """
-    released: set[str] = field(default_factory=set)
-    """Claims of lookups after which nothing will be loaded."""
     forget_hot: bool = False
     generation: bytes = b""
     """The new generation of names, if `forget_hot` is set; see `BlockNames`."""

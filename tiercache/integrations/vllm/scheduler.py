@@ -10,7 +10,7 @@ import concurrent.futures
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,6 @@ class TrackedRequest:
     request: Request
     names: list[bytes] = field(default_factory=list)
     lookup: Lookup | None = None
-    claim: str = ""
-    """The name under which the lookup's chunks may be held."""
     asked_at_s: float = 0.0
     ask_again_at_s: float = 0.0
     """The earliest time of the next lookup, if more is expected than was found."""
@@ -102,14 +100,11 @@ class Asking:
         geometry: BlockGeometry,
         names: BlockNames,
         client: LookupClient,
-        release: Callable[[str], None],
     ) -> None:
-        """`release` is called with the `TrackedRequest.claim` of each lookup that will not be loaded."""
         self._config = config
         self._geometry = geometry
         self._names = names
         self._client = client
-        self._release = release
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
         self._begun: list[Lookup] = []
@@ -158,8 +153,8 @@ class Asking:
             tracked.match = Match()
             return
         # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
-        tracked.claim = f"{tracked.request.request_id}#{next(self._numbers)}"
-        tracked.lookup = self._client.begin(names, tracked.claim)
+        claim = f"{tracked.request.request_id}#{next(self._numbers)}"
+        tracked.lookup = self._client.begin(names, claim)
         self._begun.append(tracked.lookup)
         if len(self._begun) == 1:
             self._client.send()
@@ -182,8 +177,7 @@ class Asking:
     def let_go(self, tracked: TrackedRequest) -> None:
         """Give up a lookup that will not be loaded, and release the chunks that it holds or may still hold."""
         if tracked.lookup is not None:
-            tracked.lookup.give_up()
-            self._release(tracked.claim)
+            self._client.release(tracked.lookup)
 
     def forget(self, tracked: TrackedRequest) -> None:
         """Forget the lookup and its answer."""
@@ -251,7 +245,7 @@ class SchedulerSide:
         self._warned: set[str] = set()
         self._prefill = PrefillCost()
         self._hit_tokens = geometry.block_tokens if geometry.plain else geometry.chunk_tokens
-        self._asking = Asking(config, geometry, names, client, lambda request_id: self._work.released.add(request_id))
+        self._asking = Asking(config, geometry, names, client)
 
     # Loading
 
@@ -318,7 +312,8 @@ class SchedulerSide:
             return
         end = tracked.load_from + external_tokens
         wanted = self._to_be_filled(tables, tracked.load_from, end)
-        load = Load(request.request_id, [], tracked.loads_later, tracked.claim, trace=trace_of(request))
+        claim = tracked.lookup.claim if tracked.lookup is not None else ""
+        load = Load(request.request_id, [], tracked.loads_later, claim, trace=trace_of(request))
         try:
             load.transfers = plan_loads(
                 self._asking.names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry,
@@ -421,6 +416,7 @@ class SchedulerSide:
         request = tracked.request
         if not tracked.admitted:
             self._asking.let_go(tracked)
+            self.client.send()  # no step may follow
         if tracked.receiving:
             # The engine holds the blocks for the load already, and there is nothing to save: none was computed.
             self._say_end(tracked)
@@ -447,7 +443,7 @@ class SchedulerSide:
     @property
     def has_news(self) -> bool:
         """Return True if the workers have to be told something, even if there is nothing to compute."""
-        return bool(self._work.turns or self._work.released) or self._work.forget_hot
+        return bool(self._work.turns) or self._work.forget_hot
 
     def reset(self) -> None:
         """Let no request find chunks stored so far: the engine resets caches when its weights have changed."""

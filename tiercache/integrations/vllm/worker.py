@@ -108,7 +108,6 @@ class WorkerSide:
         if work.forget_hot:
             self._names.follow(work.generation)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
-        self._lookups.release(work.released)
         if work.token_s is not None:
             # Groups with a window or a state need few chunks for a whole prefix, so each is worth at least as much.
             whole = sum(group.window_tokens is None for group in self.geometry.groups)
@@ -227,7 +226,7 @@ class WorkerSide:
             self._take_back(move)
             logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
         took_s = time.monotonic() - loading.began_s
-        self._lookups.release([load.claim])
+        self._lookups.release(load.claim)
         whole = arrived == len(load.transfers) and not load.impossible
         outcome = "whole" if whole else "part" if arrived else "failed"
         payload_bytes = self._bytes_of(load.transfers[:arrived])

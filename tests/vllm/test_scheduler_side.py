@@ -391,7 +391,7 @@ def test_generated_tokens_are_saved_and_unimportant_requests_are_not(made: Calla
 def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine: Engine) -> None:
     """The prompt's full chunks at the beginning; at the end those that are stored, the generated tokens' too. Of a request
     that says nothing of a session it is told nothing."""
-    says = {"tiercache.session": "s", "tiercache.step": "plan", "tiercache.ended": "tool"}
+    says = {"tiercache.session": "s", "tiercache.session_over": True}
     silent = engine.arrives(100, "silent", kv_transfer_params={"do_remote_prefill": False})
     assert not engine.side.has_news
     request = engine.arrives(100, kv_transfer_params=says)
@@ -405,7 +405,7 @@ def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine
     assert not engine.side.has_news
     engine.ends(request)
     assert engine.side.has_news
-    assert engine.steps().turns == [RequestEnded("r", Wishes("s", "plan", "tool"), NAMES[1:6:2])]
+    assert engine.steps().turns == [RequestEnded("r", Wishes("s", session_over=True), NAMES[1:6:2])]
 
 
 def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) -> None:

@@ -201,7 +201,7 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     """The end says at once that the session may come back, whether its last chunk is stored yet or not."""
     go_on = worker.stops_its_loop()
     worker.side.save(StepWork(turns=[RequestBegan("s", [FIRST.name])]))
-    ended = RequestEnded("r", Wishes("s", ended="tool"), [FIRST.name])
+    ended = RequestEnded("r", Wishes("s"), [FIRST.name])
     worker.side.save(StepWork(saves=[Save("r", [FIRST], 64)], turns=[ended]))
     worker.side.save(StepWork(turns=[RequestBegan("s", [FIRST.name])]))
     go_on.set()

@@ -63,16 +63,6 @@ def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvG
     return groups if len(found) > 1 else (replace(groups[0], layers=()),)
 
 
-def what_they_keep(groups: tuple[KvGroup, ...]) -> str:
-    """Return a text for the log about the groups that keep less than every token."""
-    windows = [group.window_tokens for group in groups if group.window_tokens is not None and not group.recurrent]
-    states = sum(group.recurrent for group in groups)
-    sizes = ", ".join(map(str, sorted(set(windows))))
-    said = f", {len(windows)} of which keep a window ({sizes} tokens)" if windows else ""
-    said += f", {states} of which keep a recurrent state, so that chunks are single blocks" if states else ""
-    return f"{said}: a hit loads from them what the next token needs" if said else ""
-
-
 def block_sizes(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     """Return the tokens that a hit is a multiple of, and the tokens that each of a request's block hashes covers."""
     if len(kv_cache_config.kv_cache_groups) == 1:

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tiercache.config import Config
 from tiercache.integrations.vllm import check_version
-from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover, what_they_keep
+from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.identity import beside_others, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
@@ -33,7 +33,7 @@ from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.metrics import TierCachePromMetrics, TierCacheStats
 from tiercache.integrations.vllm.names import BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, empty_part, fitted, in_parts
+from tiercache.integrations.vllm.planning import BlockGeometry, fitted, in_parts
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 from tiercache.integrations.vllm.worker import WorkerSide
 
@@ -94,14 +94,13 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._geometry.block_tokens,
                 ", no longer than the shortest window needs" if not self._geometry.plain else "",
             )
-        if self._geometry.parts is not None:
-            logger.info("KV heads are stored in %d parts: hits are whole chunks", self._geometry.parts.all)
         if not self._geometry.plain:
+            parts = self._geometry.parts
             logger.info(
-                "%d groups of layers%s%s",
+                "%d groups of layers%s: hits are whole chunks%s",
                 len(self._groups),
-                what_they_keep(self._groups),
-                "; save_unfull_chunk is off: hits are whole chunks" if self._config.save_unfull_chunk else "",
+                f", KV heads in {parts.all} parts" if parts is not None else "",
+                ", and save_unfull_chunk is off" if self._config.save_unfull_chunk else "",
             )
         if transfer.kv_load_failure_policy != "recompute":
             # vLLM reads this after it has made the connector. "fail" would end a request if a chunk is missing.
@@ -147,10 +146,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._names(),
             kv_events=self._tells_routers,
         )
-        if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs]):
-            logger.info(
-                "chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * empty
-            )
         logger.info(
             "rank %d: chunks of %d tokens, %.2f MiB each; %s",
             layout.rank,
@@ -177,12 +172,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.save(self._step_work())
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        sent, received = self._worker.finished()
-        return sent or None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:

@@ -24,7 +24,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from tiercache.bridge import CacheThread
-from tiercache.control.families import FAMILIES, Family, Figures, Labels, Row, figures_of, reads_by_tier
+from tiercache.control.families import FAMILIES, Family, Figures, Labels, Row, figures_of
 from tiercache.core.breaker import BreakerState
 from tiercache.core.estimate import Distribution
 from tiercache.integrations.vllm.logs import survives
@@ -70,59 +70,32 @@ LOADS = Family(
 )
 
 
-def _below(part: str, key: str) -> Callable[[Figures], Iterator[Row]]:
+def _below(key: str) -> Callable[[Figures], Iterator[Row]]:
     """Return rows of the tiers below the hot cache, which is the primary tier in vLLM's words."""
 
     def rows(figures: Figures) -> Iterator[Row]:
-        for tier, values in figures["statistics"][part].items():
+        for tier, values in figures["statistics"]["tiers"].items():
             if tier != CpuTier.name:
                 yield (tier,), values[key]
 
     return rows
 
 
-def _reads(value: Callable[[Any], float]) -> Callable[[Figures], Iterator[Row]]:
-    return lambda figures: (((tier,), value(read)) for tier, read in reads_by_tier(figures).items())
-
-
-def _write_time(figures: Figures) -> Iterator[Row]:
-    for tier, values in figures["statistics"]["writers"].items():
-        yield (tier,), sum(values["seconds"]["sums"])
-
-
-def _unwritten(figures: Figures) -> Iterator[Row]:
-    for tier, values in figures["statistics"]["writers"].items():
-        yield (tier,), values["queued"] + values["writing"]
-
-
-def _tiering(name: str, kind: Any, text: str, rows: Callable[[Figures], Iterator[Row]]) -> Family:
-    return Family(f"{_OFFLOAD}tiering_{name}", kind, text, ("tier",), rows)
-
-
 SAMPLED = (
     *FAMILIES,
-    _tiering("read_bytes", "counter", "Bytes read from a tier below the hot cache.", _below("tiers", "read_bytes")),
-    _tiering(
-        "read_time", "counter", "Time of reads from such a tier, in seconds.", _reads(lambda read: read["seconds"].sum)
-    ),
-    _tiering(
-        "write_bytes", "counter", "Bytes written to a tier below the hot cache.", _below("tiers", "written_bytes")
-    ),
-    _tiering("write_time", "counter", "Time of writes to such a tier, in seconds.", _write_time),
-    _tiering(
-        "promotion_job_failures", "counter", "Reads of such a tier that failed.", _reads(lambda read: read["failed"])
-    ),
-    _tiering(
-        "cascade_job_failures", "counter", "Writes to such a tier that were given up.", _below("writers", "dropped")
-    ),
-    _tiering("active_promotion_jobs", "gauge", "Reads in flight.", _reads(lambda read: read["reading"])),
-    _tiering("active_cascade_jobs", "gauge", "Chunks that wait to be written, or are being written.", _unwritten),
     Family(
-        f"{_OFFLOAD}allocation_failure",
+        f"{_OFFLOAD}tiering_read_bytes",
         "counter",
-        "Chunks not stored: no memory came free in time.",
-        (),
-        lambda figures: [((), figures["statistics"]["puts_skipped"])],
+        "Bytes read from a tier below the hot cache.",
+        ("tier",),
+        _below("read_bytes"),
+    ),
+    Family(
+        f"{_OFFLOAD}tiering_write_bytes",
+        "counter",
+        "Bytes written to a tier below the hot cache.",
+        ("tier",),
+        _below("written_bytes"),
     ),
 )
 """Figures that are read from a worker's cache; see `WorkerFigures`."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.config import Config
 from tiercache.core.estimate import PrefillCost
 from tiercache.integrations.vllm.events import KvEvents
-from tiercache.integrations.vllm.hints import EXPECT_TOKENS, RequestBegan, RequestEnded, Wishes, said_by, wishes_of
+from tiercache.integrations.vllm.hints import EXPECT_TOKENS, RequestBegan, RequestEnded, Wishes, wishes_of
 from tiercache.integrations.vllm.logs import add_span, trace_of
 from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient
 from tiercache.integrations.vllm.metadata import Load, Save, StepReport, StepWork
@@ -520,8 +520,8 @@ class SchedulerSide:
     def _say_beginning(self, tracked: TrackedRequest) -> None:
         """Read the request's wishes and report the beginning of its turn; once, when its blocks can be named."""
         began, tracked.began = tracked.began, True
-        if not began and (said := said_by(tracked.request)):
-            tracked.wishes = wishes_of(said, self._warned)
+        if not began:
+            tracked.wishes = wishes_of(tracked.request, self._warned)
             if tracked.wishes.session:
                 names = self._asking.names_of(tracked)
                 full = held_names(names, self.geometry.whole_chunks(len(names)), self.geometry)

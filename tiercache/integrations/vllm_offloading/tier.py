@@ -46,7 +46,6 @@ from tiercache.integrations.vllm.hints import (
     RequestBegan,
     RequestEnded,
     SessionTurns,
-    said_by,
     wishes_of,
 )
 from tiercache.integrations.vllm.identity import beside_others
@@ -148,7 +147,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        wishes = wishes_of(said_by(req_context), self._warned)
+        wishes = wishes_of(req_context, self._warned)
         if wishes.expect_tokens and EXPECT_TOKENS not in self._warned:
             self._warned.add(EXPECT_TOKENS)
             logger.warning("what a request says: %s is not honoured below vLLM's offloading", EXPECT_TOKENS)

@@ -16,12 +16,9 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config import Config
-from tiercache.control.server import socket_path
 from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
 from tiercache.integrations.model_files import (
@@ -45,21 +42,12 @@ TESTED = ("0.5.23",)
 """Versions whose pools, cache controllers and back-end factory are tested in tests/sglang."""
 
 
-def for_process(config: Config, storage: HiCacheStorageConfig) -> Config:
-    """Return the configuration with a separate socket and shared memory for each process of a server.
-
-    Pages move through host memory, so no device is used unless a tier needs it.
-    """
+def ranks_of(storage: HiCacheStorageConfig) -> list[tuple[int, int]]:
+    """Return the (rank, ranks) that tell the processes of a server apart where the layout does not."""
     ranks = [(storage.dp_rank, storage.dp_rank + 1)]
     if storage.is_mla_model:  # otherwise the layout separates ranks
         ranks.append((storage.tp_rank, storage.tp_size))
-    if config.control_socket is not None:
-        config = replace(config, control_socket=str(socket_path(config.control_socket, *ranks)))
-    if config.shm_name is not None:
-        config = replace(config, shm_name=str(socket_path(config.shm_name, *ranks)))
-    if config.device == "auto" and not config.gds_path and not config.weka_path:
-        config = replace(config, device="none")
-    return config
+    return ranks
 
 
 def make_layout(

@@ -172,8 +172,6 @@ def head_parts(config: VllmConfig, groups: Sequence[KvGroup], wanted: int) -> He
         raise ConfigError(
             "kv_head_parts: expected as many KV heads in all layers, and no fewer than ranks; leave it out"
         )
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError("kv_head_parts: expected all layers in every rank; leave it out with pipeline parallelism")
     if wanted % ranks or heads % wanted:
         fitting = [parts for parts in range(ranks, heads + 1, ranks) if heads % parts == 0]
         raise ConfigError(

@@ -68,8 +68,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Only the scheduler's half warns of settings without effect; every worker would repeat it.
         quiet = role != KVConnectorRole.SCHEDULER
         self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}), quiet=quiet)
-        parallel = vllm_config.parallel_config
-        self._config = beside_others(self._config, parallel.data_parallel_index, parallel.data_parallel_size)
+        self._config = beside_others(self._config, vllm_config.parallel_config)
         self._engine = str(transfer.engine_id)
         self._groups = find_groups(vllm_config, kv_cache_config)
         block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)

@@ -29,14 +29,14 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
-from tiercache.control.server import socket_path
 from tiercache.core.layout import Layout
 from tiercache.integrations.model_files import NothingToRead, identity_of_model, place_of
+from tiercache.integrations.settings import for_process
 from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, replicas_of
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, part_blocks
 
@@ -419,14 +419,10 @@ def _backend(layer: Any) -> str:
     return str(backend.get_name()) if backend is not None else "unknown"
 
 
-def beside_others(config: Config, index: int, engines: int) -> Config:
-    """Return `config` with a control socket and shared memory name of its own for the engine of that index.
+def beside_others(config: Config, parallel: Any) -> Config:
+    """Return `config` for one of several engines side by side. `parallel` is vLLM's or its offloading's.
 
-    vLLM tells each engine of a dense model that it is the only one (`engines` is 1), so `index` alone may differ.
+    vLLM tells each engine of a dense model that it is the only one, so the index alone may differ.
     """
-    engine = (index, max(engines, index + 1))
-    if config.control_socket is not None:
-        config = replace(config, control_socket=str(socket_path(config.control_socket, engine)))
-    if config.shm_name is not None:
-        config = replace(config, shm_name=str(socket_path(config.shm_name, engine)))
-    return config
+    index = parallel.data_parallel_index
+    return for_process(config, (index, max(parallel.data_parallel_size, index + 1)))

@@ -21,8 +21,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,28 +45,6 @@ if TYPE_CHECKING:
 _AT_ONCE = 32
 """Blocks that are named in a row before other tasks of the loop may run."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
-
-
-@dataclass
-class _Adapter:
-    lora_name: str
-    lora_path: str
-
-
-@dataclass
-class _Announced:
-    """A request that is still to come, with the fields that vLLM's hashing reads."""
-
-    all_token_ids: list[int]
-    cache_salt: str | None
-    lora_request: _Adapter | None
-    block_hashes: list[bytes] = field(default_factory=list)
-    mm_features: tuple[()] = ()
-    prompt_embeds: None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
 
 
 class BlockNames:
@@ -121,7 +99,16 @@ class BlockNames:
             known: bytes | None = await asyncio.shield(asyncio.wrap_future(self.adapters.key_of(lora[1])))
             adapter = known or nobodys_key()
         size = self._hash_tokens
-        request: Any = _Announced(list(tokens), cache_salt or None, lora and _Adapter(*lora))
+        # The fields that vLLM's hashing reads.
+        request: Any = SimpleNamespace(
+            all_token_ids=list(tokens),
+            num_tokens=len(tokens),
+            cache_salt=cache_salt or None,
+            lora_request=SimpleNamespace(lora_name=lora[0], lora_path=lora[1]) if lora else None,
+            block_hashes=[],
+            mm_features=(),
+            prompt_embeds=None,
+        )
         if self.from_engine:
             hash_function = get_hash_fn_by_name(self._algorithm)
             before = hash_function(resolve_none_hash_seed(hash_function))

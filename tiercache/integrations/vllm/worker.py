@@ -198,18 +198,14 @@ class WorkerSide:
     # Loading
 
     def _begin_load(self, load: Load) -> _Loading:
-        limit_s = float(self.config.blocking_timeout_secs)
-        began_s = time.monotonic()
+        limit_s, began_s = float(self.config.blocking_timeout_secs), time.monotonic()
+        if not load.asynchronous:
+            limit_s = max(limit_s, _COPY_WAIT_S)  # held chunks only need to be copied, and this must not fail
         loading = _Loading(load, began_s, began_s + limit_s + _MARGIN_S)
         try:
             keys = keys_of(self._namespace, [transfer.name for transfer in load.transfers], self.geometry)
-            if load.asynchronous:
-                loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s)
-            else:
-                # Held chunks only need to be copied. This must not fail, so allow more time.
-                loading.until_s = began_s + max(limit_s, _COPY_WAIT_S) + _MARGIN_S
-                held = self._lookups.held
-                loading.move = self.mover.get(self.thread, keys, load.transfers, max(limit_s, _COPY_WAIT_S), held)
+            held = None if load.asynchronous else self._lookups.held
+            loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s, held)
         except Exception as error:
             logger.warning("loading for request %s could not be begun: %r", load.request_id, error)
         return loading

@@ -38,7 +38,7 @@ from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import CacheClosed, TierCacheError
-from tiercache.integrations.unread import warn_of_unread
+from tiercache.integrations.settings import warn_of_unread
 from tiercache.integrations.vllm import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm.events import MEDIA, MOST_CHUNKS, ChunkWatch
 from tiercache.integrations.vllm.hints import (
@@ -111,8 +111,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         engine = engine_config(offloading.engine_id)
         check_hashes(engine)
         config = Config.load(config_file, overrides=settings)
-        parallel = offloading.parallel
-        config = beside_others(config, parallel.data_parallel_index, parallel.data_parallel_size)
+        config = beside_others(config, offloading.parallel)
         warn_of_unread(config, logger, "vLLM's offloading")
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
         say_whose_quotas(config)

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
@@ -32,15 +31,14 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError, LayoutError, TierUnavailable
+from tiercache.integrations.lending import Lending
 from tiercache.integrations.settings import for_process, warn_of_unread
 from tiercache.integrations.sglang.identity import make_layout, ranks_of
 from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, look_up
 from tiercache.integrations.sglang.pools import FlatPool, HostPool, StoredPool, make_pool, shares_pages
-from tiercache.integrations.vllm.blocks import Lending
 from tiercache.payloads import Sink, Source, sink_of, source_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 logger = logging.getLogger("tiercache.sglang")
@@ -254,7 +252,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         """Load pages, and return the length of the prefix that was loaded."""
 
         def load(pool: HostPool, keys: list[ChunkKey], lending: Lending) -> Coroutine[Any, Any, int]:
-            lent = [partial(_lent, lending, sink) for sink in sinks(pool)]
+            lent = [lending.writing(sink) for sink in sinks(pool)]
             return self._open.cache.get_to(keys, lent, deadline_s=self._limit_s)
 
         return self._move(name, hashes, self._loads, load)
@@ -369,8 +367,3 @@ def _flat(pool: HostPool, tensors: Any) -> Any:
     if not isinstance(pool, FlatPool):
         raise LayoutError("interface_v1 is set: pages are stored by their indices (batch_get_v1, batch_set_v1) only")
     return tensors
-
-
-def _lent(lending: Lending, sink: Sink, chunk: np.ndarray) -> None:
-    with lending:
-        sink(chunk)

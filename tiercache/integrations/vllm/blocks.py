@@ -37,9 +37,9 @@ from tiercache.core.keys import ChunkKey
 from tiercache.device.driver import CudaDriver, Driver, Event, Stream, Tensor
 from tiercache.device.paged import PagedChunk, PagedKv
 from tiercache.errors import ConfigError, DeviceError, LayoutError
+from tiercache.integrations.lending import Lending
 from tiercache.integrations.vllm.planning import BlockTransfer, HeadParts, KvGroup
 from tiercache.memory.slots import Lease
-from tiercache.payloads import Source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -376,55 +376,6 @@ class DeviceKvBlocks(_LayerTensors):
 
 def _kind(tensor: Any) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
-
-
-class TakenBack(Exception):
-    """Raised if the engine has taken its blocks back: they must not be read or written any more."""
-
-
-class Lending:
-    """Lends the engine's blocks to copying threads for one transfer. Each copy runs inside `with lending`.
-
-    After `take_back` no copy begins. A late copy would write into a block that the engine has given to another request,
-    or store that request's bytes under this transfer's key.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._copying = 0
-        self._taken_back = False
-
-    def __enter__(self) -> None:
-        with self._condition:
-            if self._taken_back:
-                raise TakenBack
-            self._copying += 1
-
-    def __exit__(self, *raised: object) -> None:
-        with self._condition:
-            self._copying -= 1
-            self._condition.notify_all()
-
-    def reading(self, source: Source) -> Source:
-        """Return `source`, which reads the lent blocks, as a source that raises TakenBack if they are taken back."""
-
-        def fill(slot: np.ndarray) -> None:
-            with self:
-                source(slot)
-                self.check()
-
-        return fill
-
-    def check(self) -> None:
-        """Raise TakenBack if the blocks were taken back: bytes that were just read may have been overwritten."""
-        if self._taken_back:
-            raise TakenBack
-
-    def take_back(self, wait_s: float) -> bool:
-        """Let no copy begin, and wait for running ones. Return False if one still runs after `wait_s` seconds."""
-        with self._condition:
-            self._taken_back = True
-            return self._condition.wait_for(lambda: not self._copying, max(0.0, wait_s))
 
 
 class Move:

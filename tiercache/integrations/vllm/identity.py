@@ -206,8 +206,8 @@ def _without_names(value: Any, name: str) -> Any:
 
 _OF_CACHE = frozenset({
     # Sizes of the cache, and its share of the machine.
-    "cpu_kvcache_space_bytes", "cpu_offload_gb", "gpu_memory_utilization", "kv_cache_memory_bytes",
-    "kv_offloading_backend", "kv_offloading_size", "num_gpu_blocks_override", "swap_space", "swap_space_bytes",
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "kv_offloading_backend", "kv_offloading_size",
+    "num_gpu_blocks_override",
     # Hits of vLLM's own cache, and how long it keeps KV.
     "enable_prefix_caching", "prefix_cache_retention_interval",
     # Separate entries of the layout, or parts of the names of blocks.

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -364,9 +364,10 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 if (metric := self._metric(name, engine_idx, labels)) is not None:
                     metric.inc(amount)
         for name, distributions in transfer_stats_data["distributions"].items():
-            for labels, (amounts, sums) in distributions.items():
+            for labels, (counts, sums) in distributions.items():
                 if (metric := self._metric(name, engine_idx, labels)) is not None:
-                    _observe_all(metric, EXPORTED[name].bounds, amounts, sums)
+                    for amount in amounts(EXPORTED[name], counts, sums):
+                        metric.observe(amount)
         if transfer_stats_data["gauges"]:
             self._set_gauges(transfer_stats_data["gauges"], engine_idx)
 
@@ -406,11 +407,10 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return metric
 
 
-def _observe_all(metric: Any, bounds: tuple[float, ...], counts: list[int], sums: list[float]) -> None:
-    """Observe the mean of each bucket, as often as the bucket counts: a metric takes one amount at a time.
+def amounts(family: Family, counts: Sequence[int], sums: Sequence[float]) -> Iterator[float]:
+    """Yield the mean of each bucket, as often as the bucket counts: vLLM's histograms take one amount at a time.
 
     The mean lies in the bucket, so counts and sums are right.
     """
-    for bound, count, total in zip((*bounds, math.inf), counts, sums, strict=True):
-        for _ in range(count):
-            metric.observe(min(total / count, bound))  # rounding may put it above
+    for bound, count, total in zip((*family.bounds, math.inf), counts, sums, strict=True):
+        yield from [min(total / count, bound)] * count if count else ()  # rounding may put it above

@@ -366,7 +366,7 @@ def test_after_a_reset_nothing_stored_before_is_found(engine: Engine) -> None:
     engine.side.reset()
     assert engine.side.has_news
     work = engine.steps((running, 16))
-    assert work.forget_hot and len(work.generation) == 16
+    assert len(work.generation) == 16
     assert saved(engine.steps((running, 1))) == []
     request = engine.arrives(100)
     assert engine.enters(request) == (0, False)

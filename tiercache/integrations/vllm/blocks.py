@@ -107,7 +107,6 @@ def _group_of(index: int, group: Any) -> KvGroup:
 
 def _check_state(spec: Any) -> None:
     """Raise LayoutError unless the engine leaves recurrent states at the ends of blocks, where they can be found."""
-    from vllm.v1.core.sched import output
     from vllm.v1.kv_cache_interface import MambaSpec
 
     if not isinstance(spec, MambaSpec):
@@ -122,9 +121,6 @@ def _check_state(spec: Any) -> None:
             "expected recurrent states that are there when a step's forward pass ends, found speculative decoding, with "
             "which they come later; this was not verified with this connector"
         )
-    state = getattr(output, "KVConnectorBlockState", None)
-    if "boundary_state_offloads" not in getattr(state, "__annotations__", getattr(state, "_fields", ())):
-        raise LayoutError("expected vLLM 0.32 or newer: older ones do not say where a model's recurrent states are")
 
 
 def _check_engine(config: VllmConfig) -> None:

@@ -94,10 +94,11 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ", no longer than the shortest window needs" if not self._geometry.plain else "",
             )
         if not self._geometry.plain:
-            parts = self._geometry.parts
+            parts, states = self._geometry.parts, sum(group.recurrent for group in self._groups)
             logger.info(
-                "%d groups of layers%s: hits are whole chunks%s",
+                "%d groups of layers%s%s: hits are whole chunks%s",
                 len(self._groups),
+                f", {states} of which keep a recurrent state, so that chunks are single blocks" if states else "",
                 f", KV heads in {parts.all} parts" if parts is not None else "",
                 ", and save_unfull_chunk is off" if self._config.save_unfull_chunk else "",
             )

@@ -48,9 +48,8 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """Blocks that requests get in this step, if windows free blocks of running requests: saves from these must have
     ended.
     """
-    forget_hot: bool = False
     generation: bytes = b""
-    """The new generation of names, if `forget_hot` is set; see `BlockNames`."""
+    """The new generation of names after a reset, which also empties the hot cache; see `BlockNames`."""
     token_s: float | None = None
     """Seconds that the engine takes to compute one more token; None if that has not changed."""
     watching: dict[bytes, bool] = field(default_factory=dict)

@@ -443,7 +443,7 @@ class SchedulerSide:
     @property
     def has_news(self) -> bool:
         """Return True if the workers have to be told something, even if there is nothing to compute."""
-        return bool(self._work.turns) or self._work.forget_hot
+        return bool(self._work.turns or self._work.generation)
 
     def reset(self) -> None:
         """Let no request find chunks stored so far: the engine resets caches when its weights have changed."""
@@ -452,7 +452,6 @@ class SchedulerSide:
             tracked.names = []
             self._asking.forget(tracked)
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
-        self._work.forget_hot = True
         if self.kv_events is not None:
             self.kv_events.announced.forget_everything()
 
@@ -469,7 +468,6 @@ class SchedulerSide:
         stored. Chunks left out now are stored with a later step.
         """
         state: Any = output.kv_connector_block_state
-        states: dict[str, Any] = getattr(state, "boundary_state_offloads", {})
         cached = output.scheduled_cached_reqs
         computed = [(scheduled.req_id, scheduled.num_computed_tokens) for scheduled in output.scheduled_new_reqs]
         for request_id, tokens in (*computed, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)):
@@ -481,7 +479,7 @@ class SchedulerSide:
                     tokens + output.num_scheduled_tokens[request_id],
                     lambda request_id=request_id: state.get_block_ids(request_id),
                     last=False,
-                    states=states.get(request_id, ()),
+                    states=state.boundary_state_offloads.get(request_id, ()),
                 )
 
     def _plan_save(

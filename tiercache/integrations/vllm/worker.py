@@ -105,7 +105,7 @@ class WorkerSide:
 
     def load(self, work: StepWork) -> None:
         """Begin the step's loads, and wait for the synchronous ones until their time limit."""
-        if work.forget_hot:
+        if work.generation:
             self._names.follow(work.generation)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         if work.token_s is not None:

@@ -217,6 +217,18 @@ def test_a_name_of_the_hub_is_the_snapshot_that_was_loaded(model: Path, tmp_path
     assert place_of(str(model), None, str(cache)) == model
 
 
+@pytest.mark.parametrize("variable", ["VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"])
+def test_a_name_of_another_hub_is_not_looked_for_in_the_cache_of_hugging_face(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "True")
+    repository = tmp_path / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(model, repository / "snapshots" / ("a" * 40))
+    assert place_of("org/tiny", None, str(tmp_path)) is None
+
+
 def test_commits_with_the_same_weights_are_one_model_and_so_is_a_copy(model: Path, tmp_path: Path) -> None:
     one, other = (snapshot(tmp_path / "hub", model, commit) for commit in ("a" * 40, "b" * 40))
     (other / "README.md").write_text("new")

@@ -301,14 +301,13 @@ class ChunkWatch:
     change of a chunk between two calls of `take` is kept, so memory is bounded by the number of watched chunks.
     """
 
-    def __init__(self, thread: CacheThread, place_of: Callable[[Tier], str], most: int | None = None) -> None:
+    def __init__(self, thread: CacheThread, place_of: Callable[[Tier], str]) -> None:
         """`place_of` names a tier; tiers with the same name count as one place.
 
-        Only the `most` chunks that were watched last are tracked. Older ones are reported as gone.
+        Only the `MOST_CHUNKS` chunks that were watched last are tracked. Older ones are reported as gone.
         """
         self._thread = thread
         self._place_of = place_of
-        self._most = most
         self._names: OrderedDict[ChunkKey, bytes] = OrderedDict()
         self._there: dict[ChunkKey, set[str]] = {}
         self._tiers: list[Tier] = []
@@ -333,10 +332,10 @@ class ChunkWatch:
         """Report all chunks as gone, wherever they are, since no request finds them any more."""
         self._call(self._shrink, 0)
 
-    def take(self, most: int | None = None) -> dict[tuple[bytes, str], bool]:
-        """Return up to `most` changes since the last call: True if the named chunk is now in the place."""
+    def take(self) -> dict[tuple[bytes, str], bool]:
+        """Return changes since the last call, at most `_MOST_AT_ONCE`: True if the named chunk is now in the place."""
         with self._lock:
-            taken = dict(islice(self._changes.items(), most))
+            taken = dict(islice(self._changes.items(), _MOST_AT_ONCE))
             for change in taken:
                 del self._changes[change]
         return taken
@@ -355,8 +354,7 @@ class ChunkWatch:
             self._names[key] = name
             self._names.move_to_end(key)
             self._look(key)
-        if self._most is not None:
-            self._shrink(self._most)
+        self._shrink(MOST_CHUNKS)
 
     def _drop(self, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
@@ -426,6 +424,6 @@ class Residency:
         shared = own if layout.parts else (layout.shard, layout.shards)
         changes = [
             Change(name, tier, there, layout.rank, *(own if tier == "cpu" else shared))
-            for (name, tier), there in self._chunks.take(_MOST_AT_ONCE).items()
+            for (name, tier), there in self._chunks.take().items()
         ]
         return Report(layout.rank, changes, is_busy or self._chunks.has_news)

@@ -208,7 +208,7 @@ class LookupServer:
     async def find(self, names: Sequence[bytes], claim: str) -> Match:
         """Return the match that `locate` finds for a waiting request. A lookup that fails is a miss.
 
-        If loads may be synchronous, the chunks found are in the hot cache when this returns and are held under the `claim`,
+        If this worker has `claims`, the chunks found are in the hot cache when this returns and are held under the `claim`,
         as far as room and time allow. Otherwise they are prefetched, so that reading overlaps with the request's wait in
         the engine's queue. Chunks that a tier reads directly into the device are not prefetched.
         """

@@ -40,7 +40,7 @@ from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.integrations.settings import warn_of_unread
 from tiercache.integrations.vllm import TESTED_OFFLOADING, check_version
-from tiercache.integrations.vllm.events import MEDIA, MOST_CHUNKS, ChunkWatch
+from tiercache.integrations.vllm.events import MEDIA, ChunkWatch
 from tiercache.integrations.vllm.hints import (
     EXPECT_TOKENS,
     RequestBegan,
@@ -138,7 +138,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._closed = False
         self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._watch = ChunkWatch(self.thread, lambda tier: "", MOST_CHUNKS) if tells else None
+        self._watch = ChunkWatch(self.thread, lambda tier: "") if tells else None
         # An engine that exits without `shutdown` would not write its last chunks.
         atexit.register(self.shutdown)
         logger.info("chunks of %.2f MiB below vLLM's CPU tier; %s", self.block_size_bytes / 2**20, cache.describe())

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
-from tiercache.integrations.vllm import check_version
+from tiercache.integrations.needed import check_version
 from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.identity import beside_others, make_layout

@@ -38,8 +38,8 @@ from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import CacheClosed, TierCacheError
+from tiercache.integrations.needed import TESTED_OFFLOADING, check_version
 from tiercache.integrations.settings import warn_of_unread
-from tiercache.integrations.vllm import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm.events import MEDIA, ChunkWatch
 from tiercache.integrations.vllm.hints import (
     EXPECT_TOKENS,

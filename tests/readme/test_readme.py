@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -447,7 +448,8 @@ def test_every_json_is_read() -> None:
 def test_what_a_request_says(caplog: pytest.LogCaptureFixture) -> None:
     from tiercache.integrations.vllm.hints import Wishes, wishes_of
 
-    wishes = wishes_of(json.loads(block_of("docs/vllm.md", "Say what is coming", "json").text), set())
+    said = json.loads(block_of("docs/vllm.md", "Say what is coming", "json").text)
+    wishes = wishes_of(SimpleNamespace(kv_transfer_params=said), set())
     assert (wishes.session, wishes.next_in_s) == ("chat-17", 20)
     assert wishes != Wishes() and not caplog.records
 

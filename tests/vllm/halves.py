@@ -137,5 +137,5 @@ def output_of(
         ),
         kv_cache_block_copies=None,
         num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=tables),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=tables, boundary_state_offloads={}),
     )

@@ -28,7 +28,8 @@ from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import LayoutError
-from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, Lending, TakenBack, make_mover
+from tiercache.integrations.lending import Lending, TakenBack
+from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, make_mover
 from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup
 
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD_SIZE = 24, 3, 2, 32, 8

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from tests.vllm.halves import NAMES, Cached
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.events import AnnouncedBlocks, Change, ChunkBlocks, Removed, Residency, Stored
+from tiercache.integrations.vllm.events import AnnouncedBlocks, Change, KnownChunk, Residency
 from tiercache.integrations.vllm.planning import BlockGeometry
 
 # Of a worker
@@ -126,12 +127,16 @@ def block(*path: int) -> bytes:
     return bytes([len(path), *path]).ljust(32, b".")
 
 
-def chunk(path: tuple[int, ...], blocks: int) -> ChunkBlocks:
+def chunk(path: tuple[int, ...], blocks: int) -> KnownChunk:
     """The last `blocks` blocks of a path."""
     first = len(path) - blocks
     hashes = tuple(block(*path[:end]) for end in range(first + 1, len(path) + 1))
     tokens = array("I", [content for content in path[first:] for _ in range(BLOCK_TOKENS)])
-    return ChunkBlocks(hashes, block(*path[:first]) if first else None, tokens, BLOCK_TOKENS)
+    return KnownChunk(hashes, block(*path[:first]) if first else None, tokens, BLOCK_TOKENS)
+
+
+def removed(medium: str, hashes: list[bytes]) -> BlockRemoved:
+    return BlockRemoved(hashes, medium=medium, group_idx=0, locality="LOCAL")
 
 
 def change(path: tuple[int, ...], tier: str, there: bool, rank: int = 0, part: int = 0, parts: int = 1) -> Change:
@@ -158,33 +163,33 @@ def test_a_chunk_is_stored_in_a_medium_and_removed_from_it_block_by_block() -> N
     announced = knowing(FIRST, SECOND)
     assert announced.take() == []
     announced.changed([change(SECOND, "cpu", True)])
-    assert announced.take() == [Stored("CPU", chunk(SECOND, 2), 0)]
+    assert announced.take() == [chunk(SECOND, 2).stored("CPU", 0)]
     announced.changed([change(SECOND, "disk", True), change(SECOND, "cpu", False)])
     assert announced.take() == [
-        Stored("STORAGE", chunk(SECOND, 2), 0),
-        Removed("CPU", 0, [block(1, 2, 3), block(1, 2, 3, 4)]),
+        chunk(SECOND, 2).stored("STORAGE", 0),
+        removed("CPU", [block(1, 2, 3), block(1, 2, 3, 4)]),
     ]
     assert announced.take() == []
 
 
 def test_removals_of_one_medium_are_told_together() -> None:
     announced = knowing(FIRST, SECOND)
-    assert kinds(announced, *(change(path, "cpu", True) for path in (FIRST, SECOND))) == [Stored, Stored]
+    assert kinds(announced, *(change(path, "cpu", True) for path in (FIRST, SECOND))) == [BlockStored, BlockStored]
     announced.changed([change(path, "cpu", False) for path in (SECOND, FIRST)])
     (removed,) = announced.take()
-    assert isinstance(removed, Removed)
-    assert removed.hashes == [block(1, 2, 3), block(1, 2, 3, 4), block(1), block(1, 2)]
+    assert isinstance(removed, BlockRemoved)
+    assert removed.block_hashes == [block(1, 2, 3), block(1, 2, 3, 4), block(1), block(1, 2)]
 
 
 def test_every_rank_has_to_have_its_part_and_of_those_with_the_same_part_one_is_enough() -> None:
     announced = knowing(FIRST)
     assert kinds(announced, change(FIRST, "cpu", True, rank=1, part=1, parts=2)) == []
-    assert kinds(announced, change(FIRST, "cpu", True, rank=0, part=0, parts=2)) == [Stored]
-    assert kinds(announced, change(FIRST, "cpu", False, rank=1, part=1, parts=2)) == [Removed]
+    assert kinds(announced, change(FIRST, "cpu", True, rank=0, part=0, parts=2)) == [BlockStored]
+    assert kinds(announced, change(FIRST, "cpu", False, rank=1, part=1, parts=2)) == [BlockRemoved]
     assert kinds(announced, change(FIRST, "cpu", False, rank=0, part=0, parts=2)) == []
-    assert kinds(announced, change(FIRST, "disk", True, rank=0), change(FIRST, "disk", True, rank=1)) == [Stored]
+    assert kinds(announced, change(FIRST, "disk", True, rank=0), change(FIRST, "disk", True, rank=1)) == [BlockStored]
     assert kinds(announced, change(FIRST, "disk", False, rank=0)) == []
-    assert kinds(announced, change(FIRST, "disk", False, rank=1)) == [Removed]
+    assert kinds(announced, change(FIRST, "disk", False, rank=1)) == [BlockRemoved]
 
 
 def test_a_tail_and_the_chunk_that_it_became_hold_the_same_block_once() -> None:
@@ -192,10 +197,10 @@ def test_a_tail_and_the_chunk_that_it_became_hold_the_same_block_once() -> None:
     announced.know(block(1), chunk((1,), 1))
     announced.know(block(*FIRST), chunk(FIRST, 2))
     announced.changed([change((1,), "cpu", True), change(FIRST, "cpu", True)])
-    assert announced.take() == [Stored("CPU", chunk((1,), 1), 0), Stored("CPU", chunk(FIRST, 2), 1)]
+    assert announced.take() == [chunk((1,), 1).stored("CPU", 0), chunk(FIRST, 2).stored("CPU", 1)]
     assert kinds(announced, change((1,), "cpu", False)) == []
     announced.changed([change(FIRST, "cpu", False)])
-    assert announced.take() == [Removed("CPU", 0, [block(1), block(*FIRST)])]
+    assert announced.take() == [removed("CPU", [block(1), block(*FIRST)])]
 
 
 def test_workers_watch_what_is_known_and_no_more() -> None:
@@ -218,9 +223,12 @@ def test_what_is_nowhere_falls_over_the_bound_first() -> None:
 
 def test_after_a_reset_nothing_is_announced() -> None:
     announced = knowing(FIRST, SECOND)
-    assert kinds(announced, change(FIRST, "disk", True), change(SECOND, "cpu", True)) == [Stored, Stored]
+    assert kinds(announced, change(FIRST, "disk", True), change(SECOND, "cpu", True)) == [BlockStored, BlockStored]
     announced.forget_everything()
-    assert [(event.medium, type(event)) for event in announced.take()] == [("STORAGE", Removed), ("CPU", Removed)]
+    assert [(event.medium, type(event)) for event in announced.take()] == [
+        ("STORAGE", BlockRemoved),
+        ("CPU", BlockRemoved),
+    ]
     assert not any(announced.take_watching().values())
     assert kinds(announced, change(FIRST, "cpu", True)) == []
 
@@ -254,13 +262,15 @@ def test_a_router_that_follows_the_events_knows_what_is_there(
         if path in there:
             (there[path].add if is_there else there[path].discard)("CPU" if tier == "cpu" else tier)
         for event in announced.take():
-            if isinstance(event, Stored):
-                hashes = set(event.chunk.hashes[event.first :])
+            if isinstance(event, BlockStored):
+                hashes = set(event.block_hashes)
                 assert hashes and not hashes & router[event.medium]
                 router[event.medium] |= hashes
             else:
-                assert set(event.hashes) <= router[event.medium] and len(set(event.hashes)) == len(event.hashes)
-                router[event.medium] -= set(event.hashes)
+                assert set(event.block_hashes) <= router[event.medium] and len(set(event.block_hashes)) == len(
+                    event.block_hashes
+                )
+                router[event.medium] -= set(event.block_hashes)
         for medium, tiers in (("CPU", {"CPU"}), ("STORAGE", {"disk", "gds"})):
             expected = {value for one in there if there[one] & tiers for value in chunk(one, LENGTHS[one]).hashes}
             assert router[medium] == expected

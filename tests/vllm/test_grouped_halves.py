@@ -55,7 +55,7 @@ class Engine(Scheduled):
         layout = Layout("m", chunk_tokens=32, bytes_per_token=mover.kvs[0].bytes_per_token, block_tokens=TOKENS)
         self.worker = WorkerSide(config, GEOMETRY, layout, mover, name, BlockNames("sha256", TOKENS))
         self.thread = self.worker.thread
-        self.client = LookupClient(name, 1, GEOMETRY, 5.0)
+        self.client = LookupClient(name, 1, GEOMETRY)
         self.side = SchedulerSide(config, GEOMETRY, BlockNames("sha256", TOKENS), self.client, 1)
         self.tables: dict[str, tuple[list[int], ...]] = {}
 

@@ -203,7 +203,6 @@ def test_a_rank_has_its_parts_of_the_heads(wanted: int, ranks: int, rank: int, p
         (heads(4), {"ranks": 2, "kv_heads": 8, "wanted": 3}, "multiple of the 2 .* found 3; 2, 4, 8 would do"),
         (heads(4), {"ranks": 2, "kv_heads": 8, "wanted": 16}, "found 16; 2, 4, 8 would do"),
         (heads(1), {"ranks": 8, "kv_heads": 4, "wanted": 8}, "no fewer than ranks"),
-        (heads(8), {"ranks": 1, "kv_heads": 8, "pipeline_parallel_size": 2, "wanted": 8}, "pipeline parallelism"),
         (heads(8), {"ranks": 1, "kv_heads": 8, "draft": object(), "wanted": 8}, "as many KV heads in all layers"),
         (MLA, {"ranks": 2, "kv_heads": 128, "wanted": 2}, "MLA"),
     ],

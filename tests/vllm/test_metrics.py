@@ -366,7 +366,7 @@ def test_every_name_can_be_registered_and_those_of_vllm_mean_what_they_mean_ther
             ours += 1
             assert (known_as, family.labels) == (type(theirs[name]), tuple(theirs[name].labelnames)), name
             assert family.kind != "histogram" or family.bounds == tuple(theirs[name].buckets), name
-    assert ours > 15
+    assert ours > 10
     assert len(registry._collector_to_names) == len(EXPORTED)
 
 

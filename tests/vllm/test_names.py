@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from tiercache.core.keys import keys_from_hashes, tenant_of, tenant_tag
-from tiercache.integrations.vllm import names as names_module
-from tiercache.integrations.vllm.names import Adapters, BlockNames
+from tiercache.integrations.vllm.names import Adapters, BlockNames, nobodys_key
 from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     HeadParts,
@@ -188,7 +187,9 @@ def later_engine(place_of: Callable[[str], Path | None] = Path) -> Adapters:
 
 
 def key(of: Adapters, adapter: Path) -> bytes:
-    return of.key_of(str(adapter)).result(10)
+    found = of.key_of(str(adapter)).result(10)
+    assert found is not None
+    return found
 
 
 class Hanging:
@@ -244,29 +245,21 @@ def test_a_change_while_the_engine_runs_is_noticed_at_the_next_request(adapter: 
 @pytest.mark.parametrize("there", [True, False])
 def test_nothing_is_ever_found_for_an_adapter_that_cannot_be_read(tmp_path: Path, there: bool) -> None:
     engine = Adapters(lambda path: Path(path) if there else None)
-    assert key(engine, tmp_path / "nowhere") != key(engine, tmp_path / "nowhere")
+    assert engine.key_of(str(tmp_path / "nowhere")).result(10) is None
+    assert nobodys_key() != nobodys_key()
 
 
-def test_whoever_asks_does_not_wait_for_one_that_hangs_nor_for_an_answer_that_nobody_wants(adapter: Path) -> None:
+def test_whoever_asks_does_not_wait_for_one_that_hangs(adapter: Path) -> None:
+    """And those that ask before a check begins share it, so that few wait for a mount that hangs for long."""
     mount = Hanging()
     engine = later_engine(mount.place)
-    first, unwanted, second = (engine.key_of(str(adapter)) for _ in range(3))
-    assert not first.done() and not second.done()
-    assert unwanted.cancel()
-    mount.go_on.set()
-    assert first.result(10) == second.result(10) == key(later_engine(), adapter)
-
-
-def test_only_so_many_wait_for_one_that_hangs(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names_module, "_MOST_WAITING", 2)
-    mount = Hanging()
-    engine = later_engine(mount.place)
-    answering = engine.key_of(str(adapter))
+    running = engine.key_of(str(adapter))
     assert mount.hangs.wait(10)
-    waiting = [engine.key_of(str(adapter)) for _ in range(2)]
-    assert engine.key_of(str(adapter)).result(0) != engine.key_of(str(adapter)).result(0)
+    first, second = (engine.key_of(str(adapter)) for _ in range(2))
+    assert not running.done() and not first.done()
+    assert first is second is not running
     mount.go_on.set()
-    assert {answering.result(10)} == {future.result(10) for future in waiting} == {key(later_engine(), adapter)}
+    assert running.result(10) == first.result(10) == key(later_engine(), adapter)
 
 
 def test_many_may_ask_at_once(adapter: Path) -> None:

@@ -412,7 +412,7 @@ def test_after_its_end_there_are_misses_and_no_errors(make: Make) -> None:
 def test_what_a_request_says_is_needed_again_and_what_vllm_touches_is_in_memory_by_then(make: Make) -> None:
     engine = make()
     stored(engine)
-    engine.find(NAMES, engine.request("second", session="chat", ended="user", next_in_s=0.0))
+    engine.find(NAMES, engine.request("second", session="chat", next_in_s=0.0))
     engine.forget_memory()
     engine.finish("second")
     engine.until_hot(len(NAMES))

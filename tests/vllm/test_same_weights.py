@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.vllm.engines import assert_hits, assert_wrong_hits, drive, same_answer, tiercache_settings
 from tests.vllm.models import SHORTENED_LAYERS
-from tiercache.integrations.vllm import names
+from tiercache.integrations.model_files import GRAIN_NS
 
 
 def test_the_same_weights_elsewhere_hit_what_was_stored_and_others_do_not(
@@ -67,7 +67,7 @@ def save_adapter(directory: Path, seed: int) -> None:
 def until_it_is_older_than_any_engine(directory: Path) -> None:
     """What was written as an engine began may have been written after it was loaded, and is shared with nobody."""
     newest_ns = max(path.stat().st_ctime_ns for path in directory.iterdir())
-    while time.time_ns() <= newest_ns + names._CLOCK_GRAIN_NS:
+    while time.time_ns() <= newest_ns + GRAIN_NS:
         time.sleep(0.02)
 
 

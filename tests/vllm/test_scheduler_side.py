@@ -38,7 +38,7 @@ class Engine(Scheduled):
         config = Config(**({"max_local_cpu_size": 0.01} | settings))
         self.thread = CacheThread(config, layout)
         self.server = LookupServer(name, 0, self.thread, geometry)
-        self.client = LookupClient(name, 1, geometry, 5.0)
+        self.client = LookupClient(name, 1, geometry)
         self.side = SchedulerSide(config, geometry, BlockNames("sha256", TOKENS), self.client, 1, role=role)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ def test_what_the_engine_has_itself_is_not_waited_for(
 ) -> None:
     """Operators find the request's line all the same."""
     caplog.set_level(logging.INFO, "tiercache.vllm")
-    never = Lookup([])
+    never = Lookup([], "never")
     monkeypatch.setattr(engine.client, "begin", lambda *_: never)
     request = engine.arrives(132)
     assert engine.side.matched_tokens(request, 112) == (None, False)
@@ -160,7 +160,7 @@ def test_an_answer_is_waited_for_half_a_millisecond_a_step(engine: Engine, monke
         engine.side.matched_tokens(request, 0)
     assert [engine.finds(request) for request in requests] == [(96, False)] * 2
     monkeypatch.setattr(Lookup, "wait", lambda _, timeout_s: waited.append(timeout_s))
-    monkeypatch.setattr(engine.client, "begin", lambda *_: Lookup([]))
+    monkeypatch.setattr(engine.client, "begin", lambda *_: Lookup([], "never"))
     engine.steps()
     for number in range(3):
         engine.side.matched_tokens(engine.arrives(132, str(number)), 0)
@@ -185,20 +185,19 @@ def test_nothing_is_held_for_a_request_that_loads_nothing(engine: Engine) -> Non
     assert engine.enters(computed, computed=96) == (0, False)
     assert engine.finds(aborted) == (96, False)
     assert engine.ends(aborted)[0] is False
-    assert engine.side.has_news
-    assert {claim.partition("#")[0] for claim in engine.steps().released} == {"computed", "aborted"}
+    assert engine.claims() == 0 and not engine.side.has_news
 
 
 def test_what_is_let_go_of_one_lookup_is_not_what_the_next_one_holds(engine: Engine) -> None:
-    """Of a request that was put back: the first is let go with a step that begins after the second lookup."""
+    """Of a request that was put back: the first is let go as the second begins."""
     engine.holds(6)
     request = engine.arrives(132)
     assert engine.enters(request) == (96, False)
-    first = engine.steps((request, 36)).loads[0].claim
+    (load,) = engine.steps((request, 36)).loads
     assert engine.finds(request) == (96, False)
-    released = engine.steps().released
-    engine.server.release(released)
-    assert first in released and engine.claims() == 3
+    engine.server.release(load.claim)
+    engine.steps()
+    assert engine.claims() == 3
 
 
 def test_what_another_engine_is_storing_is_waited_for(engine: Engine) -> None:
@@ -220,6 +219,16 @@ def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(made: Cal
     request = engine.arrives(132, kv_transfer_params={"tiercache.expect_tokens": 96})
     assert engine.finds(request) == (32, False)
     assert time.monotonic() - began_s >= 0.3
+
+
+def test_a_worker_that_hangs_costs_the_time_limit(made: Callable[..., Engine]) -> None:
+    engine = made(lookup_timeout_ms=100)
+    engine.holds(6)
+    go_on = engine.stops_its_loop()
+    assert engine.finds(engine.arrives(132)) == (0, False)
+    go_on.set()
+    engine.steps()
+    assert engine.claims() == 0
 
 
 def test_short_hits_are_not_loaded_and_who_wants_no_cached_kv_gets_none(made: Callable[..., Engine]) -> None:
@@ -357,7 +366,7 @@ def test_after_a_reset_nothing_stored_before_is_found(engine: Engine) -> None:
     engine.side.reset()
     assert engine.side.has_news
     work = engine.steps((running, 16))
-    assert work.forget_hot and len(work.generation) == 16
+    assert len(work.generation) == 16
     assert saved(engine.steps((running, 1))) == []
     request = engine.arrives(100)
     assert engine.enters(request) == (0, False)
@@ -382,7 +391,7 @@ def test_generated_tokens_are_saved_and_unimportant_requests_are_not(made: Calla
 def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine: Engine) -> None:
     """The prompt's full chunks at the beginning; at the end those that are stored, the generated tokens' too. Of a request
     that says nothing of a session it is told nothing."""
-    says = {"tiercache.session": "s", "tiercache.step": "plan", "tiercache.ended": "tool"}
+    says = {"tiercache.session": "s", "tiercache.session_over": True}
     silent = engine.arrives(100, "silent", kv_transfer_params={"do_remote_prefill": False})
     assert not engine.side.has_news
     request = engine.arrives(100, kv_transfer_params=says)
@@ -396,7 +405,7 @@ def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine
     assert not engine.side.has_news
     engine.ends(request)
     assert engine.side.has_news
-    assert engine.steps().turns == [RequestEnded("r", Wishes("s", "plan", "tool"), NAMES[1:6:2])]
+    assert engine.steps().turns == [RequestEnded("r", Wishes("s", session_over=True), NAMES[1:6:2])]
 
 
 def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.engines import assert_hits, assert_wrong_hits, close_answer, drive, tiercache_settings
-from tiercache.integrations.vllm.versions import TESTED, check_version
+from tiercache.integrations.needed import TESTED_VLLM, check_version
 
 OTHERS = sorted(Path(sys.prefix).glob("vllm-*"))
 """`make test-setup` puts the oldest one that the connector works with there."""
@@ -42,7 +42,7 @@ def test_another_version_answers_as_its_own_prefix_cache_does_and_hits_what_this
     assert not close_answer(wrong, oracle[0]), "with wrong KV this has to fail, or it proves nothing"
 
 
-@pytest.mark.parametrize(("version", "known"), [(f"{TESTED[0]}.1+cpu", True), ("0.99.0", False), ("1.0", False)])
+@pytest.mark.parametrize(("version", "known"), [(f"{TESTED_VLLM[0]}.1+cpu", True), ("0.99.0", False), ("1.0", False)])
 def test_untested_version_says_so(version: str, known: bool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "tiercache.vllm"):
         check_version(version)

@@ -201,7 +201,7 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     """The end says at once that the session may come back, whether its last chunk is stored yet or not."""
     go_on = worker.stops_its_loop()
     worker.side.save(StepWork(turns=[RequestBegan("s", [FIRST.name])]))
-    ended = RequestEnded("r", Wishes("s", ended="tool"), [FIRST.name])
+    ended = RequestEnded("r", Wishes("s"), [FIRST.name])
     worker.side.save(StepWork(saves=[Save("r", [FIRST], 64)], turns=[ended]))
     worker.side.save(StepWork(turns=[RequestBegan("s", [FIRST.name])]))
     go_on.set()
@@ -287,7 +287,7 @@ def test_what_was_saved_is_there_after_a_restart(made: Callable[..., Worker], tm
     first.saves(FIRST, SECOND)
     first.side.close()
     second = made(**settings)
-    match = second.thread.submit(second.side._lookups.find(NAMES[:5])).result(10)
+    match = second.thread.submit(second.side._lookups.find(NAMES[:5], "r")).result(10)
     assert match.blocks == 4 and match.tokens_by_tier["gds"] == 64
     second.loads(into(FIRST, 20, 21), into(SECOND, 30, 1))
     assert torch.equal(second.content(20, 21, 30, 1), expected)

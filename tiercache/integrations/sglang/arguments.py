@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tiercache.integrations.vllm.identity import NothingToRead, identity_of_adapter, identity_of_model
+from tiercache.integrations.model_files import NothingToRead, identity_of_adapter, identity_of_model
 
 _BY_CONTENT = (
     "model_path", "revision", "download_dir", "speculative_draft_model_path", "speculative_draft_model_revision",

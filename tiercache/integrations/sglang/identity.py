@@ -16,22 +16,22 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config import Config
-from tiercache.control.server import socket_path
 from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
-from tiercache.integrations.sglang.arguments import arguments_in_effect, digest_of
-from tiercache.integrations.sglang.pools import HostPool
-from tiercache.integrations.vllm.identity import (
+from tiercache.integrations.model_files import (
+    GRAIN_NS,
     NothingToRead,
     adapter_files,
     identity_of_adapter,
     identity_of_model,
+    place_of,
+    stamp_of,
 )
+from tiercache.integrations.sglang.arguments import arguments_in_effect, digest_of
+from tiercache.integrations.sglang.pools import HostPool
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -40,25 +40,14 @@ logger = logging.getLogger("tiercache.sglang")
 
 TESTED = ("0.5.23",)
 """Versions whose pools, cache controllers and back-end factory are tested in tests/sglang."""
-_GRAIN_NS = 2_000_000_000
-"""Largest assumed error of file system clocks."""
 
 
-def for_process(config: Config, storage: HiCacheStorageConfig) -> Config:
-    """Return the configuration with a separate socket and shared memory for each process of a server.
-
-    Pages move through host memory, so no device is used unless a tier needs it.
-    """
+def ranks_of(storage: HiCacheStorageConfig) -> list[tuple[int, int]]:
+    """Return the (rank, ranks) that tell the processes of a server apart where the layout does not."""
     ranks = [(storage.dp_rank, storage.dp_rank + 1)]
     if storage.is_mla_model:  # otherwise the layout separates ranks
         ranks.append((storage.tp_rank, storage.tp_size))
-    if config.control_socket is not None:
-        config = replace(config, control_socket=str(socket_path(config.control_socket, *ranks)))
-    if config.shm_name is not None:
-        config = replace(config, shm_name=str(socket_path(config.shm_name, *ranks)))
-    if config.device == "auto" and not config.gds_path and not config.weka_path:
-        config = replace(config, device="none")
-    return config
+    return ranks
 
 
 def make_layout(
@@ -125,7 +114,7 @@ def _weights(model: str, revision: str | None, load_format: str, server: Mapping
     if load_format == "dummy":
         return f"dummy, seed {server.get('random_seed')}, {model}"
     name = f"name {model} {revision or ''}"
-    place = _place_of(model, revision, server.get("download_dir"))
+    place = place_of(model, revision, server.get("download_dir"))
     if place is None:
         logger.warning("the weights of %s are not files here, so its name stands for them; see model_id", model)
         return name
@@ -139,20 +128,6 @@ def _weights(model: str, revision: str | None, load_format: str, server: Mapping
         raise ConfigError(f"the weights of {model} cannot be identified: {error}; set model_id") from error
     logger.info("the identity of %s is %s", model, identity)
     return f"content {identity} {read}"
-
-
-def _place_of(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """Return the file or directory, or the snapshot in the Hugging Face cache if `model` is a name. Contacts no server."""
-    place = Path(model).expanduser()
-    if place.exists():
-        return place
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
-        return None
 
 
 def identity_of_adapters(lora_paths: Sequence[Mapping[str, Any]] | None, cache: str | None, since_ns: int) -> str:
@@ -171,12 +146,11 @@ def identity_of_adapters(lora_paths: Sequence[Mapping[str, Any]] | None, cache: 
 
 
 def _content(path: str, cache: str | None, since_ns: int) -> str:
-    place = _place_of(path, None, cache)
+    place = place_of(path, None, cache)
     if place is None:
         raise ValueError(f"the LoRA adapter {path} is not files here")
     for name, file in adapter_files(place).items():
-        stat = file.stat()
-        if max(stat.st_mtime_ns, stat.st_ctime_ns) > since_ns - _GRAIN_NS:
+        if max(stamp_of(file.stat())[1:3]) > since_ns - GRAIN_NS:
             raise ValueError(f"{name} of the LoRA adapter {path} was changed after the engine began")
     return identity_of_adapter(place)
 

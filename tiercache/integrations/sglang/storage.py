@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
@@ -31,15 +31,14 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError, LayoutError, TierUnavailable
-from tiercache.integrations.sglang.identity import for_process, make_layout
+from tiercache.integrations.lending import Lending
+from tiercache.integrations.settings import for_process, warn_of_unread
+from tiercache.integrations.sglang.identity import make_layout, ranks_of
 from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, look_up
 from tiercache.integrations.sglang.pools import FlatPool, HostPool, StoredPool, make_pool, shares_pages
-from tiercache.integrations.unread import warn_of_unread
-from tiercache.integrations.vllm.blocks import Lending
 from tiercache.payloads import Sink, Source, sink_of, source_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 logger = logging.getLogger("tiercache.sglang")
@@ -77,7 +76,11 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         """True if pages of the KV are passed by indices; otherwise as tensors, whose order differs."""
         overrides = {key: value for key, value in extra.items() if key not in _SGLANGS_OWN}
         is_first = storage_config.tp_rank == 0
-        self._config = for_process(Config.load(overrides=overrides, quiet=not is_first), storage_config)
+        config = Config.load(overrides=overrides, quiet=not is_first)
+        self._config = for_process(config, *ranks_of(storage_config))
+        if config.device == "auto" and not config.gds_path and not config.weka_path:
+            # Pages move through host memory, so no device is used unless a tier needs it.
+            self._config = replace(self._config, device="none")
         if is_first:
             warn_of_unread(self._config, logger, "SGLang")
         self._storage = storage_config
@@ -249,7 +252,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         """Load pages, and return the length of the prefix that was loaded."""
 
         def load(pool: HostPool, keys: list[ChunkKey], lending: Lending) -> Coroutine[Any, Any, int]:
-            lent = [partial(_lent, lending, sink) for sink in sinks(pool)]
+            lent = [lending.writing(sink) for sink in sinks(pool)]
             return self._open.cache.get_to(keys, lent, deadline_s=self._limit_s)
 
         return self._move(name, hashes, self._loads, load)
@@ -364,8 +367,3 @@ def _flat(pool: HostPool, tensors: Any) -> Any:
     if not isinstance(pool, FlatPool):
         raise LayoutError("interface_v1 is set: pages are stored by their indices (batch_get_v1, batch_set_v1) only")
     return tensors
-
-
-def _lent(lending: Lending, sink: Sink, chunk: np.ndarray) -> None:
-    with lending:
-        sink(chunk)

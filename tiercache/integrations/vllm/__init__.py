@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tiercache.integrations.vllm.versions import TESTED, needed_vllm
+from tiercache.integrations.needed import TESTED_VLLM, needed_vllm
 
 if TYPE_CHECKING:
     from tiercache.integrations.vllm.connector import TierCacheConnector
@@ -23,6 +23,6 @@ def __getattr__(name: str) -> Any:
     """Import on first use: importing vLLM takes many seconds, and planning and block copies work without it."""
     if name != "TierCacheConnector":
         raise AttributeError(f"module 'tiercache.integrations.vllm' has no attribute {name!r}")
-    with needed_vllm(name, TESTED):
+    with needed_vllm(name, TESTED_VLLM):
         from tiercache.integrations.vllm.connector import TierCacheConnector
     return TierCacheConnector

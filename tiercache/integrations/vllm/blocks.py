@@ -37,9 +37,9 @@ from tiercache.core.keys import ChunkKey
 from tiercache.device.driver import CudaDriver, Driver, Event, Stream, Tensor
 from tiercache.device.paged import PagedChunk, PagedKv
 from tiercache.errors import ConfigError, DeviceError, LayoutError
+from tiercache.integrations.lending import Lending
 from tiercache.integrations.vllm.planning import BlockTransfer, HeadParts, KvGroup
 from tiercache.memory.slots import Lease
-from tiercache.payloads import Source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,16 +61,6 @@ def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvG
     if not groups:
         raise LayoutError("expected layers whose KV can be found by the tokens before it, found none")
     return groups if len(found) > 1 else (replace(groups[0], layers=()),)
-
-
-def what_they_keep(groups: tuple[KvGroup, ...]) -> str:
-    """Return a text for the log about the groups that keep less than every token."""
-    windows = [group.window_tokens for group in groups if group.window_tokens is not None and not group.recurrent]
-    states = sum(group.recurrent for group in groups)
-    sizes = ", ".join(map(str, sorted(set(windows))))
-    said = f", {len(windows)} of which keep a window ({sizes} tokens)" if windows else ""
-    said += f", {states} of which keep a recurrent state, so that chunks are single blocks" if states else ""
-    return f"{said}: a hit loads from them what the next token needs" if said else ""
 
 
 def block_sizes(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
@@ -117,7 +107,6 @@ def _group_of(index: int, group: Any) -> KvGroup:
 
 def _check_state(spec: Any) -> None:
     """Raise LayoutError unless the engine leaves recurrent states at the ends of blocks, where they can be found."""
-    from vllm.v1.core.sched import output
     from vllm.v1.kv_cache_interface import MambaSpec
 
     if not isinstance(spec, MambaSpec):
@@ -132,9 +121,6 @@ def _check_state(spec: Any) -> None:
             "expected recurrent states that are there when a step's forward pass ends, found speculative decoding, with "
             "which they come later; this was not verified with this connector"
         )
-    state = getattr(output, "KVConnectorBlockState", None)
-    if "boundary_state_offloads" not in getattr(state, "__annotations__", getattr(state, "_fields", ())):
-        raise LayoutError("expected vLLM 0.32 or newer: older ones do not say where a model's recurrent states are")
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -182,8 +168,6 @@ def head_parts(config: VllmConfig, groups: Sequence[KvGroup], wanted: int) -> He
         raise ConfigError(
             "kv_head_parts: expected as many KV heads in all layers, and no fewer than ranks; leave it out"
         )
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError("kv_head_parts: expected all layers in every rank; leave it out with pipeline parallelism")
     if wanted % ranks or heads % wanted:
         fitting = [parts for parts in range(ranks, heads + 1, ranks) if heads % parts == 0]
         raise ConfigError(
@@ -388,55 +372,6 @@ class DeviceKvBlocks(_LayerTensors):
 
 def _kind(tensor: Any) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
-
-
-class TakenBack(Exception):
-    """Raised if the engine has taken its blocks back: they must not be read or written any more."""
-
-
-class Lending:
-    """Lends the engine's blocks to copying threads for one transfer. Each copy runs inside `with lending`.
-
-    After `take_back` no copy begins. A late copy would write into a block that the engine has given to another request,
-    or store that request's bytes under this transfer's key.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._copying = 0
-        self._taken_back = False
-
-    def __enter__(self) -> None:
-        with self._condition:
-            if self._taken_back:
-                raise TakenBack
-            self._copying += 1
-
-    def __exit__(self, *raised: object) -> None:
-        with self._condition:
-            self._copying -= 1
-            self._condition.notify_all()
-
-    def reading(self, source: Source) -> Source:
-        """Return `source`, which reads the lent blocks, as a source that raises TakenBack if they are taken back."""
-
-        def fill(slot: np.ndarray) -> None:
-            with self:
-                source(slot)
-                self.check()
-
-        return fill
-
-    def check(self) -> None:
-        """Raise TakenBack if the blocks were taken back: bytes that were just read may have been overwritten."""
-        if self._taken_back:
-            raise TakenBack
-
-    def take_back(self, wait_s: float) -> bool:
-        """Let no copy begin, and wait for running ones. Return False if one still runs after `wait_s` seconds."""
-        with self._condition:
-            self._taken_back = True
-            return self._condition.wait_for(lambda: not self._copying, max(0.0, wait_s))
 
 
 class Move:

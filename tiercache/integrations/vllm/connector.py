@@ -24,23 +24,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
-from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover, what_they_keep
+from tiercache.integrations.needed import check_version
+from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, make_mover
 from tiercache.integrations.vllm.events import KvEvents
 from tiercache.integrations.vllm.identity import beside_others, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
-from tiercache.integrations.vllm.metadata import ResidencyChanges, StepReport, StepWork
+from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.metrics import TierCachePromMetrics, TierCacheStats
 from tiercache.integrations.vllm.names import BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, empty_part, fitted, in_parts
+from tiercache.integrations.vllm.planning import BlockGeometry, fitted, in_parts
 from tiercache.integrations.vllm.scheduler import SchedulerSide
-from tiercache.integrations.vllm.versions import check_version, source_of
 from tiercache.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -68,8 +68,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Only the scheduler's half warns of settings without effect; every worker would repeat it.
         quiet = role != KVConnectorRole.SCHEDULER
         self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}), quiet=quiet)
-        parallel = vllm_config.parallel_config
-        self._config = beside_others(self._config, parallel.data_parallel_index, parallel.data_parallel_size)
+        self._config = beside_others(self._config, vllm_config.parallel_config)
         self._engine = str(transfer.engine_id)
         self._groups = find_groups(vllm_config, kv_cache_config)
         block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)
@@ -94,14 +93,14 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._geometry.block_tokens,
                 ", no longer than the shortest window needs" if not self._geometry.plain else "",
             )
-        if self._geometry.parts is not None:
-            logger.info("KV heads are stored in %d parts: hits are whole chunks", self._geometry.parts.all)
         if not self._geometry.plain:
+            parts, states = self._geometry.parts, sum(group.recurrent for group in self._groups)
             logger.info(
-                "%d groups of layers%s%s",
+                "%d groups of layers%s%s: hits are whole chunks%s",
                 len(self._groups),
-                what_they_keep(self._groups),
-                "; save_unfull_chunk is off: hits are whole chunks" if self._config.save_unfull_chunk else "",
+                f", {states} of which keep a recurrent state, so that chunks are single blocks" if states else "",
+                f", KV heads in {parts.all} parts" if parts is not None else "",
+                ", and save_unfull_chunk is off" if self._config.save_unfull_chunk else "",
             )
         if transfer.kv_load_failure_policy != "recompute":
             # vLLM reads this after it has made the connector. "fail" would end a request if a chunk is missing.
@@ -111,7 +110,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not names.from_engine:
             logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
-        client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
+        client = LookupClient(self._engine, workers, self._geometry)
         events = KvEvents(self._geometry, self._hash_tokens) if self._tells_routers else None
         return SchedulerSide(self._config, self._geometry, names, client, workers, events, transfer.kv_role)
 
@@ -147,10 +146,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._names(),
             kv_events=self._tells_routers,
         )
-        if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs]):
-            logger.info(
-                "chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * empty
-            )
         logger.info(
             "rank %d: chunks of %d tokens, %.2f MiB each; %s",
             layout.rank,
@@ -178,12 +173,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.save(self._step_work())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        sent, received = self._worker.finished()
-        return sent or None, received or None
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
@@ -195,11 +184,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_progress() if self._worker is not None else None
-
-    @survives(lambda: None)
-    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
-        report = self._worker.take_residency() if self._worker is not None else None
-        return ResidencyChanges(report) if report is not None else None
 
     def _step_work(self) -> StepWork:
         work = self._get_connector_metadata()
@@ -236,15 +220,13 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.received(connector_output.finished_recving)
         if isinstance(connector_output.kv_connector_worker_meta, StepReport):
             self._scheduler.progress(connector_output.kv_connector_worker_meta)
-        if self._scheduler.kv_events is not None and isinstance(connector_output.kv_cache_events, ResidencyChanges):
-            self._scheduler.kv_events.reported(connector_output.kv_cache_events.get_all_events())
 
     @survives(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the BlockStored and BlockRemoved events of this host's tiers since the last call."""
         if self._scheduler is None or self._scheduler.kv_events is None:
             return ()
-        return self._scheduler.kv_events.take()
+        return self._scheduler.kv_events.announced.take()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -264,8 +246,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def has_pending_push_work(self) -> bool:
-        """Return True if another step is needed: to pass hints, released claims or a reset to the workers, or to report
-        the chunks of the tiers to routers.
+        """Return True if another step is needed: to pass hints or a reset to the workers, or to report the chunks of the
+        tiers to routers.
         """
         if self._scheduler is None:
             return False
@@ -278,7 +260,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         sources: Counter[CacheHitSource] = Counter()
         for tier, tokens in self._scheduler.tokens_by_tier(request, num_external_tokens).items():
-            sources[source_of(tier)] += tokens
+            sources[_source_of(tier)] += tokens
         return dict(+sources)
 
     # Figures
@@ -322,6 +304,15 @@ def _saves_tails(config: Config, role: str) -> bool | None:
     """Return `save_unfull_chunk`; unset means False where no later request of this engine would find a tail."""
     unset = config.save_unfull_chunk is None
     return False if unset and (role != "kv_both" or not config.local_cpu) else config.save_unfull_chunk
+
+
+def _source_of(tier: str) -> CacheHitSource:
+    """Return vLLM's name for the source of a hit in `tier`. Only vLLM 0.32 and later have such names, and ask."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    if tier in ("cpu", "shared_memory"):
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if tier in ("disk", "gds", "weka") else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 # Inside a MultiConnector, vLLM looks up the class of the figures by its name alone.

@@ -1,7 +1,7 @@
 """KV events: tell routers which blocks of the engine our tiers hold.
 
 The workers report which chunks come and go in which tier (`Residency`, `Change`). The scheduler's half knows the blocks
-of a chunk (`ChunkBlocks`) from the request that stored or loaded it. `AnnouncedBlocks` combines both into as few events as
+of a chunk (`KnownChunk`) from the request that stored or loaded it. `AnnouncedBlocks` combines both into as few events as
 a router needs: a block is announced as stored in a medium when the first chunk that contains it is there on all ranks, and
 as removed when the last such chunk is gone.
 """
@@ -18,15 +18,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.logs import survives
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup, keys_of, suffix_of
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, keys_of, suffix_of
 from tiercache.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ _MOST_AT_ONCE = 8192
 """Limit of the changes reported with one step; the rest follows with the next."""
 _LINGER_S = 1.0
 """How long after the last report further steps are requested while a worker is busy."""
-_FIELDS = frozenset(BlockStored.__struct_fields__)
-_LOCALITY = {"locality": "LOCAL"} if "locality" in _FIELDS else {}
-"""Events of older vLLMs have no such field."""
+_LOCALITY = "LOCAL"
 
 
 class Change(NamedTuple):
@@ -67,45 +66,45 @@ class Report(NamedTuple):
     """More changes may follow soon without a request, since chunks are being written."""
 
 
-@dataclass(frozen=True)
-class ChunkBlocks:
-    """The engine's blocks in a chunk, as vLLM's own events have them."""
+@dataclass
+class KnownChunk:
+    """A chunk, as the engine's blocks in it, and where it is."""
 
-    hashes: tuple[bytes, ...]
-    """The engine's hash of each block, which is not the name under which tiercache stores it."""
-    parent: bytes | None
+    hashes: tuple[Any, ...]
+    """The hash of each block in vLLM's own events. It is not the name under which tiercache stores the block."""
+    parent: Any
     """The hash of the block before the first; None at the start of a prompt."""
     tokens: array[int]
     block_tokens: int
     group: int = 0
+    kind: str | None = None
+    """vLLM's name for the kind of the group's blocks."""
     lora_id: int | None = None
     lora_name: str | None = None
-    extra_keys: tuple[Any, ...] | None = None
-    """Inputs of vLLM's hash of each block besides its tokens: images, cache salt, adapter."""
-
-
-@dataclass
-class Stored:
-    medium: str
-    chunk: ChunkBlocks
-    first: int
-    """Index of the first block to announce; earlier blocks are announced already."""
-
-
-@dataclass
-class Removed:
-    medium: str
-    group: int
-    hashes: list[bytes]
-
-
-@dataclass
-class _Chunk:
-    blocks: ChunkBlocks
+    extra_keys: tuple[Any, ...] = ()
+    """Inputs of vLLM's hash of each block besides its tokens: images, cache salt, adapter. Empty if no block has any."""
     ranks: dict[str, dict[int, int]] = field(default_factory=dict)
     """The part that each rank has, by tier and rank."""
     media: set[str] = field(default_factory=set)
     """The media in which the chunk is announced."""
+
+    def stored(self, medium: str, first: int = 0) -> BlockStored:
+        """Return the event for the blocks from `first` on; those before are announced already."""
+        untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)  # vLLM 0.30 has no tags
+        return BlockStored(
+            block_hashes=list(self.hashes[first:]),
+            parent_block_hash=self.hashes[first - 1] if first else self.parent,
+            token_ids=self.tokens[first * self.block_tokens :].tolist(),
+            block_size=self.block_tokens,
+            lora_id=self.lora_id,
+            medium=medium,
+            lora_name=self.lora_name,
+            # One entry per block, as in the engine's own events; None if a block has no extra keys.
+            extra_keys=untagged(self.extra_keys[first:] or [None] * (len(self.hashes) - first)),
+            group_idx=self.group,
+            kv_cache_spec_kind=self.kind,
+            locality=_LOCALITY,
+        )
 
 
 class AnnouncedBlocks:
@@ -117,10 +116,10 @@ class AnnouncedBlocks:
 
     def __init__(self, most: int = MOST_CHUNKS) -> None:
         self._most = most
-        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
+        self._chunks: OrderedDict[bytes, KnownChunk] = OrderedDict()
         self._heads: dict[tuple[int, bytes], list[bytes]] = {}
         """Chunks that begin with the same block: tails of different lengths, and the full chunk that they became."""
-        self._events: list[Stored | Removed] = []
+        self._events: list[BlockStored | BlockRemoved] = []
         self._watching: dict[bytes, bool] = {}
 
     def __len__(self) -> int:
@@ -133,12 +132,12 @@ class AnnouncedBlocks:
         self._chunks.move_to_end(name)
         return True
 
-    def know(self, name: bytes, blocks: ChunkBlocks) -> None:
+    def know(self, name: bytes, chunk: KnownChunk) -> None:
         """Add a chunk that a request stores or loads. The workers will report where it is."""
         if self.knows(name):
             return
-        self._chunks[name] = _Chunk(blocks)
-        self._heads.setdefault((blocks.group, blocks.hashes[0]), []).append(name)
+        self._chunks[name] = chunk
+        self._heads.setdefault((chunk.group, chunk.hashes[0]), []).append(name)
         self._watching[name] = True
         while len(self._chunks) > self._most:
             self._forget(next(iter(self._chunks)))
@@ -167,54 +166,54 @@ class AnnouncedBlocks:
         watching, self._watching = self._watching, {}
         return watching
 
-    def take(self) -> list[Stored | Removed]:
+    def take(self) -> list[BlockStored | BlockRemoved]:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def _settle(self, name: bytes, chunk: _Chunk, medium: str, parts: int) -> None:
+    def _settle(self, name: bytes, chunk: KnownChunk, medium: str, parts: int) -> None:
         """Announce a chunk that came or went. `parts` fits every tier of the medium: all file tiers have the same parts."""
         there = any(MEDIA[tier] == medium and len(set(ranks.values())) == parts for tier, ranks in chunk.ranks.items())
         if there and medium not in chunk.media:
             shared = self._shared(name, chunk, medium)
             chunk.media.add(medium)
-            if shared < len(chunk.blocks.hashes):
-                self._events.append(Stored(medium, chunk.blocks, shared))
+            if shared < len(chunk.hashes):
+                self._events.append(chunk.stored(medium, shared))
         elif not there and medium in chunk.media:
             self._remove(name, chunk, medium)
             if not chunk.media:
                 self._chunks.move_to_end(name, last=False)  # forget it first: it is nowhere
 
-    def _remove(self, name: bytes, chunk: _Chunk, medium: str) -> None:
+    def _remove(self, name: bytes, chunk: KnownChunk, medium: str) -> None:
         chunk.media.discard(medium)
-        gone = chunk.blocks.hashes[self._shared(name, chunk, medium) :]
+        gone = list(chunk.hashes[self._shared(name, chunk, medium) :])
         last = self._events[-1] if self._events else None
-        if isinstance(last, Removed) and (last.medium, last.group) == (medium, chunk.blocks.group):
-            last.hashes.extend(gone)
+        if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (medium, chunk.group):
+            last.block_hashes.extend(gone)
         elif gone:
-            self._events.append(Removed(medium, chunk.blocks.group, list(gone)))
+            self._events.append(BlockRemoved(gone, medium=medium, group_idx=chunk.group, locality=_LOCALITY))
 
     def _forget(self, name: bytes) -> None:
         chunk = self._chunks[name]
         for medium in sorted(chunk.media):
             self._remove(name, chunk, medium)
         del self._chunks[name]
-        head = (chunk.blocks.group, chunk.blocks.hashes[0])
+        head = (chunk.group, chunk.hashes[0])
         self._heads[head].remove(name)
         if not self._heads[head]:
             del self._heads[head]
         self._watching[name] = False
 
-    def _shared(self, name: bytes, chunk: _Chunk, medium: str) -> int:
+    def _shared(self, name: bytes, chunk: KnownChunk, medium: str) -> int:
         """Return how many of the chunk's first blocks another chunk holds in that medium."""
         most = 0
-        for other in self._heads[chunk.blocks.group, chunk.blocks.hashes[0]]:
+        for other in self._heads[chunk.group, chunk.hashes[0]]:
             if other != name and medium in self._chunks[other].media:
-                most = max(most, _common(chunk.blocks.hashes, self._chunks[other].blocks.hashes))
+                most = max(most, _common(chunk.hashes, self._chunks[other].hashes))
         return most
 
 
-def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the longest common prefix."""
     for position, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
@@ -230,7 +229,6 @@ class KvEvents:
         self.announced = AnnouncedBlocks()
         self._geometry = geometry
         self._hash_tokens = hash_tokens
-        self._kinds = {group.index: _kind_of(group) for group in geometry.groups}
         self._busy: set[int] = set()
         """Ranks that may soon report more changes."""
         self._reported_s = 0.0
@@ -266,19 +264,16 @@ class KvEvents:
                 blocks = transfer.chunk_blocks * group.block_tokens // geometry.block_tokens
                 self.announced.know(transfer.name, self._described(request, transfer.group, end - blocks, end))
 
-    def take(self) -> list[KVCacheEvent]:
-        return [
-            _removed(event) if isinstance(event, Removed) else _stored(event, self._kinds[event.chunk.group])
-            for event in self.announced.take()
-        ]
-
-    def _described(self, request: Request, position: int, start: int, end: int) -> ChunkBlocks:
+    def _described(self, request: Request, position: int, start: int, end: int) -> KnownChunk:
         """Describe the geometry's blocks `start` .. `end` as blocks of the group."""
         group = self._geometry.groups[position]
         first_token, end_token = start * self._geometry.block_tokens, end * self._geometry.block_tokens
         step = group.block_tokens // self._hash_tokens
         first, stop = first_token // group.block_tokens, end_token // group.block_tokens
-        hashes = request.block_hashes
+
+        def hash_of(block: int) -> Any:
+            return kv_cache_utils.maybe_convert_block_hash(request.block_hashes[(block + 1) * step - 1])
+
         lora = request.lora_request
         extra = [
             kv_cache_utils.generate_block_hash_extra_keys(
@@ -286,50 +281,17 @@ class KvEvents:
             )[0]
             for block in range(first, stop)
         ]
-        return ChunkBlocks(
-            tuple(hashes[(block + 1) * step - 1] for block in range(first, stop)),
-            hashes[first * step - 1] if first else None,
+        return KnownChunk(
+            tuple(map(hash_of, range(first, stop))),
+            hash_of(first - 1) if first else None,
             array("I", request.all_token_ids[first_token:end_token]),
             group.block_tokens,
             group.index,
+            get_kv_cache_spec_kind(group.spec).value,
             lora.adapter_id if lora is not None else None,
             lora.name if lora is not None else None,
-            tuple(extra) if any(extra) else None,
+            tuple(extra) if any(extra) else (),
         )
-
-
-def _kind_of(group: KvGroup) -> dict[str, str]:
-    """Return the fields by which vLLM's events describe the kind of the group's blocks."""
-    if group.spec is None or "kv_cache_spec_kind" not in _FIELDS:
-        return {}
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
-
-    return {"kv_cache_spec_kind": get_kv_cache_spec_kind(group.spec).value}
-
-
-def _stored(event: Stored, kind: dict[str, str]) -> KVCacheEvent:
-    chunk, first = event.chunk, event.first
-    parent = chunk.hashes[first - 1] if first else chunk.parent
-    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)  # older vLLMs have no tags
-    return BlockStored(
-        block_hashes=[kv_cache_utils.maybe_convert_block_hash(value) for value in chunk.hashes[first:]],
-        parent_block_hash=None if parent is None else kv_cache_utils.maybe_convert_block_hash(parent),
-        token_ids=chunk.tokens[first * chunk.block_tokens :].tolist(),
-        block_size=chunk.block_tokens,
-        lora_id=chunk.lora_id,
-        medium=event.medium,
-        lora_name=chunk.lora_name,
-        # One entry per block, as in the engine's own events; None if a block has no extra keys.
-        extra_keys=untagged(chunk.extra_keys[first:] if chunk.extra_keys else [None] * (len(chunk.hashes) - first)),
-        group_idx=chunk.group,
-        **kind,
-        **_LOCALITY,
-    )
-
-
-def _removed(event: Removed) -> KVCacheEvent:
-    hashes = [kv_cache_utils.maybe_convert_block_hash(value) for value in event.hashes]
-    return BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=event.group, **_LOCALITY)
 
 
 class ChunkWatch:
@@ -339,14 +301,13 @@ class ChunkWatch:
     change of a chunk between two calls of `take` is kept, so memory is bounded by the number of watched chunks.
     """
 
-    def __init__(self, thread: CacheThread, place_of: Callable[[Tier], str], most: int | None = None) -> None:
+    def __init__(self, thread: CacheThread, place_of: Callable[[Tier], str]) -> None:
         """`place_of` names a tier; tiers with the same name count as one place.
 
-        Only the `most` chunks that were watched last are tracked. Older ones are reported as gone.
+        Only the `MOST_CHUNKS` chunks that were watched last are tracked. Older ones are reported as gone.
         """
         self._thread = thread
         self._place_of = place_of
-        self._most = most
         self._names: OrderedDict[ChunkKey, bytes] = OrderedDict()
         self._there: dict[ChunkKey, set[str]] = {}
         self._tiers: list[Tier] = []
@@ -371,10 +332,10 @@ class ChunkWatch:
         """Report all chunks as gone, wherever they are, since no request finds them any more."""
         self._call(self._shrink, 0)
 
-    def take(self, most: int | None = None) -> dict[tuple[bytes, str], bool]:
-        """Return up to `most` changes since the last call: True if the named chunk is now in the place."""
+    def take(self) -> dict[tuple[bytes, str], bool]:
+        """Return changes since the last call, at most `_MOST_AT_ONCE`: True if the named chunk is now in the place."""
         with self._lock:
-            taken = dict(islice(self._changes.items(), most))
+            taken = dict(islice(self._changes.items(), _MOST_AT_ONCE))
             for change in taken:
                 del self._changes[change]
         return taken
@@ -393,8 +354,7 @@ class ChunkWatch:
             self._names[key] = name
             self._names.move_to_end(key)
             self._look(key)
-        if self._most is not None:
-            self._shrink(self._most)
+        self._shrink(MOST_CHUNKS)
 
     def _drop(self, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
@@ -448,6 +408,7 @@ class Residency:
             self._chunks.drop(keys)  # a chunk that is watched again is reported again
             self._chunks.watch({key: name for key, name in zip(keys, watching, strict=True) if watching[name]})
 
+    @survives(lambda: None)
     def take(self, *, is_storing: bool) -> Report | None:
         """Return changes since the last call, at most `_MOST_AT_ONCE`; None if there is no news.
 
@@ -463,6 +424,6 @@ class Residency:
         shared = own if layout.parts else (layout.shard, layout.shards)
         changes = [
             Change(name, tier, there, layout.rank, *(own if tier == "cpu" else shared))
-            for (name, tier), there in self._chunks.take(_MOST_AT_ONCE).items()
+            for (name, tier), there in self._chunks.take().items()
         ]
         return Report(layout.rank, changes, is_busy or self._chunks.has_news)

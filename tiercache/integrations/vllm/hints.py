@@ -39,10 +39,6 @@ class Wishes(msgspec.Struct, frozen=True):
 
     session: _Name = ""
     """An id chosen by the program. Turns of a session predict one another."""
-    step: _Name = ""
-    """Accepted without effect."""
-    ended: _Name = ""
-    """Accepted without effect."""
     next_in_s: _Seconds | None = None
     """The time in seconds after which the request's KV is needed again."""
     pin_s: _Seconds | None = None
@@ -84,33 +80,22 @@ class RequestEnded:
 Turn = RequestBegan | RequestEnded
 
 
-def said_by(request: Any) -> dict[str, Any]:
-    """Return the request's hints. `kv_transfer_params` override `kv_hints`, and these override `session_id`."""
-    said: dict[str, Any] = {}
+def wishes_of(request: Any, warned: set[str]) -> Wishes:
+    """Return the request's hints. `kv_transfer_params` override `kv_hints`, and these override `session_id`.
+
+    An invalid hint is ignored with one warning, and never fails a request. `warned` holds the names that were warned about.
+    """
+    said: dict[Any, Any] = {}
     if session := getattr(request, "session_id", None):
         said[PREFIX + "session"] = session
     for action in getattr(getattr(request, "kv_hints", None), "actions", ()):
-        said |= {name: value for name, value in action.payload.items() if _is_ours(name)}
+        said |= action.payload
     parameters = getattr(request, "kv_transfer_params", None)
     if isinstance(parameters, Mapping):
-        said |= {name: value for name, value in parameters.items() if _is_ours(name)}
-    return said
-
-
-def _is_ours(name: Any) -> bool:
-    return isinstance(name, str) and name.startswith(PREFIX)
-
-
-def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
-    """Return the hints in valid parameters. An invalid one is ignored with one warning, and never fails a request.
-
-    `warned` holds the names of parameters that were warned about.
-    """
+        said |= parameters
     found: dict[str, Any] = {}
-    if not isinstance(parameters, Mapping):
-        return Wishes()
-    for name, value in parameters.items():
-        if not _is_ours(name):
+    for name, value in said.items():
+        if not isinstance(name, str) or not name.startswith(PREFIX):
             continue
         field = name.removeprefix(PREFIX)
         try:

@@ -1,9 +1,7 @@
-"""The identity of a model, and the layout that names its KV, from vLLM's configuration.
+"""The layout that names the KV, from vLLM's configuration and layers, and the content of the model's files.
 
-*The model.* Two directories have the same identity if the files that determine the KV have the same names and bytes:
-all weights, the indices that map tensors to files, and the files that tell how weights and images are read. Names of
-commits, times, paths, tokenizers and licences do not count. `config.json` does not count either: the configuration that
-vLLM makes of it, with overrides, is part of the layout.
+*The model.* Its files are known by their content (`model_files.py`), except for `config.json`: the configuration that vLLM
+makes of it, with overrides, is part of the layout.
 
 *The settings.* Every field of the relevant parts of vLLM's configuration counts, except those known to change nothing,
 so fields of new versions count by default. A field at its default does not count, so a version with an additional field
@@ -19,41 +17,26 @@ they may not be derived yet.
   are named after, up to rounding, which differs between batches as well. Nested models (such as the language model of
   one that reads images) are created by name, and are not covered.
 
-*Digests of weights* (`digests_of`) are kept beside the files, or in the user's cache if that directory is not writable. A
-kept digest is valid for a file with the same size, modification time, change time and inode. The kernel sets the change
-time whenever a file is written, and no program can set it back. A file that was changed within the resolution of the file
-system's clock before it was read is not kept. Files of the Hugging Face cache are named by their SHA-256 and are not read.
-Several processes may hash the same files. Each reads them in a random order, takes over the digests that others have
-published, and publishes its own with a rename; the last process to end has all digests.
-
 Engines that serve the same model in parallel (data parallelism) have one configuration and one layout.
 """
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import hashlib
 import inspect
 import json
 import logging
-import os
 import platform
-import random
-import re
 import sys
-import threading
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from enum import Enum
-from fnmatch import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
-from tiercache.control.server import socket_path
 from tiercache.core.layout import Layout
+from tiercache.integrations.model_files import NothingToRead, identity_of_model, place_of
+from tiercache.integrations.settings import for_process
 from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, replicas_of
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, part_blocks
 
@@ -69,27 +52,18 @@ _NOT_THE_MODELS_OWN = ("interfaces", "interfaces_base", "utils", "adapters")
 """Modules that load, split, adapt and pool models."""
 
 
-def byte_format(layers: Mapping[str, Any], tensors: Mapping[str, Any], computed_in: Any, parts: int = 1) -> str | None:
-    """Return a digest of the bytes that the back ends write for known K and V; None if they cannot be inspected.
+def byte_format(layers: Mapping[str, Any], tensors: Mapping[str, Any], computed_in: Any, parts: int = 1) -> str:
+    """Return a digest of the bytes that the back ends write for known K and V.
+
+    Raises any error of a back end, and AttributeError for recurrent states, which have none.
 
     `layers` are attention layers, `tensors` their KV by the same names, (kernel blocks, heads, tokens, K and V of a
     token). `computed_in` is torch's dtype of K and V before they are stored, which may take fewer bits. With `parts`
     the digest covers one part of the heads, and all parts must get the same bytes. Writes to the null block and
     restores it; no step may be in flight.
     """
-    formats: dict[str, str] = {}
-    try:
-        for name, layer in layers.items():
-            implementation = layer.impl
-            kind = f"{type(implementation).__qualname__} {getattr(implementation, 'kv_cache_dtype', '')}"
-            if kind not in formats:
-                formats[kind] = _written(layer, tensors[name], computed_in, parts)
-    except Exception as error:
-        logger.info(
-            "a back end does not show its byte format, so KV is shared within this version of vLLM only: %r", error
-        )
-        return None
-    return digest(sorted(formats.values())) if formats else None
+    kinds = {(type(layer.impl), getattr(layer.impl, "kv_cache_dtype", "")): name for name, layer in layers.items()}
+    return digest(sorted(_written(layers[name], tensors[name], computed_in, parts) for name in kinds.values()))
 
 
 def _written(layer: Any, tensor: Any, computed_in: Any, parts: int) -> str:
@@ -116,19 +90,11 @@ def _written(layer: Any, tensor: Any, computed_in: Any, parts: int) -> str:
     return hashlib.sha256(first.contiguous().numpy().tobytes()).hexdigest()
 
 
-def code_of_model(model_config: Any) -> str | None:
+def code_of_model(model_config: Any) -> str:
     """Return a digest of the model's own source text, and of the rotary embeddings that this process has made.
 
-    Returns None if the source is missing or has an unexpected form.
+    Raises any error if the source is missing or has an unexpected form.
     """
-    try:
-        return _code_of_model(model_config)
-    except Exception as error:
-        logger.info("a model does not show its code, so KV is shared within this version of vLLM only: %r", error)
-        return None
-
-
-def _code_of_model(model_config: Any) -> str:
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import get_model_cls
 
@@ -183,287 +149,6 @@ def digest(values: Any) -> str:
     return hashlib.blake2b(repr(values).encode(), digest_size=12).hexdigest()
 
 
-KEPT = ".tiercache-digests.json"
-_KEPT_FORMAT = 1
-_PART_BYTES = 1 << 20
-_MOST_THREADS = 16
-_STALL_S = 30.0
-"""Seconds without a byte after which the files' mount is assumed to hang."""
-_GRAIN_NS = 2_000_000_000
-"""Coarsest resolution of a file system's clock that is still in use: two seconds."""
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-Stamp = tuple[int, int, int, int]
-"""Size in bytes, modification and change time in ns, inode."""
-
-
-class FileChanged(OSError):
-    """Raised if a file was written to while it was read, so that it has no digest."""
-
-
-def digests_of(files: Mapping[str, Path], directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each of `files`, as hex. Reads the files without a kept digest, once, in threads.
-
-    `files` lie below `directory`, and digests are kept by their names in the mapping. Raises OSError if a file cannot
-    be read, FileChanged if it is written to meanwhile, and TimeoutError if no bytes arrive for 30 s.
-    """
-    return _Digests(files, directory).all()
-
-
-class _Digests:
-    def __init__(self, files: Mapping[str, Path], directory: Path) -> None:
-        self._files = files
-        self._places = list(_places(directory))
-        self._found: dict[str, str] = {}
-        self._stamps: dict[str, Stamp] = {}
-        """The stamps of files whose digests may be kept."""
-        self._lock = threading.Lock()
-        self._left: list[str] = []
-        self._failed: OSError | None = None
-        self._bytes_read = 0
-        """Sum over all threads. It does not grow while a mount hangs."""
-
-    def all(self) -> dict[str, str]:
-        for name, path in self._files.items():
-            if (digest := _name_of_blob(path)) is not None:
-                self._found[name] = digest
-        self._take_kept()
-        unknown = self._files.keys() - self._found.keys()
-        if unknown:
-            self._left = random.sample(sorted(unknown), len(unknown))
-            self._read_all()
-        kept = self._kept()
-        if any(kept.get(name) != (stamp, self._found[name]) for name, stamp in self._stamps.items()):
-            # Another process has replaced the file without our digests.
-            self._keep()
-        return self._found
-
-    def _read_all(self) -> None:
-        began_s = time.monotonic()
-        count = min(len(self._left), len(os.sched_getaffinity(0)), _MOST_THREADS)
-        # Daemon threads, since a hanging mount must not block the engine's exit.
-        threads = [threading.Thread(target=self._read, name="tiercache-digest", daemon=True) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        seen_bytes, moved_s = -1, time.monotonic()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.5)
-                if self._bytes_read != seen_bytes:
-                    seen_bytes, moved_s = self._bytes_read, time.monotonic()
-                elif time.monotonic() - moved_s > _STALL_S:
-                    raise TimeoutError(f"not a byte of {', '.join(sorted(self._files))} came for {_STALL_S:.0f} s")
-        if self._failed is not None:
-            raise self._failed
-        took_s = time.monotonic() - began_s
-        logger.info("read %.2f GB of weights for their identity in %.1f s", self._bytes_read / 1e9, took_s)
-
-    def _read(self) -> None:
-        """Read the remaining files one by one, in a thread, until none is left or one has failed."""
-        while True:
-            with self._lock:
-                if self._failed is not None or not self._left:
-                    return
-                name = self._left.pop()
-                self._take_kept()
-                if name in self._found:
-                    continue
-            try:
-                digest, stamp, settled = self._sha256(self._files[name])
-            except OSError as error:
-                with self._lock:
-                    self._failed = self._failed or error
-                return
-            with self._lock:
-                self._found[name] = digest
-                if settled:
-                    self._stamps[name] = stamp
-                    self._keep()
-
-    def _sha256(self, path: Path) -> tuple[str, Stamp, bool]:
-        """Return the file's digest, its stamp, and True if every later change would change the stamp."""
-        part = memoryview(bytearray(_PART_BYTES))
-        digest = hashlib.sha256()
-        with path.open("rb", buffering=0) as file:
-            before = stamp_of(os.fstat(file.fileno()))
-            settled = time.time_ns() - max(before[1:3]) >= _GRAIN_NS
-            while read := file.readinto(part):
-                digest.update(part[:read])
-                self._bytes_read += read
-            if stamp_of(os.fstat(file.fileno())) != before:
-                raise FileChanged(f"{path} was written to while it was read for the model's identity")
-        return digest.hexdigest(), before, settled
-
-    def _take_kept(self) -> None:
-        for name, (stamp, digest) in self._kept().items():
-            if name in self._files and name not in self._found and stamp_of(self._files[name].stat()) == stamp:
-                self._found[name], self._stamps[name] = digest, stamp
-
-    def _kept(self) -> dict[str, tuple[Stamp, str]]:
-        """Return the digests that are kept in all places. Earlier places have precedence."""
-        kept: dict[str, tuple[Stamp, str]] = {}
-        for place in reversed(self._places):
-            kept |= _read_kept(place)
-        return kept
-
-    def _keep(self) -> None:
-        """Add the known digests to the first place that is writable."""
-        for place in self._places:
-            known = _read_kept(place)
-            ours = {name: (stamp, self._found[name]) for name, stamp in self._stamps.items()}
-            try:
-                _write_kept(place, known | ours)
-            except OSError as error:
-                logger.debug("digests cannot be kept as %s: %s", place, error)
-            else:
-                return
-        logger.info("digests of the model's files can be kept nowhere: each start reads them; model_id spares that")
-
-
-def _places(directory: Path) -> Iterator[Path]:
-    yield directory / KEPT
-    with contextlib.suppress(RuntimeError):  # no home directory
-        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        name = hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32]
-        yield Path(cache) / "tiercache" / "digests" / f"{name}.json"
-
-
-def _read_kept(place: Path) -> dict[str, tuple[Stamp, str]]:
-    """Return the digests kept in a file; empty if it is missing, or not in the form that `_write_kept` writes."""
-    try:
-        kept = json.loads(place.read_bytes())
-        files = kept["files"]
-        if kept["format"] != _KEPT_FORMAT or kept["check"] != _check(files):
-            return {}
-        return {name: (tuple(stamp), digest) for name, (stamp, digest) in files.items() if _SHA256.fullmatch(digest)}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return {}
-
-
-def _write_kept(place: Path, kept: Mapping[str, tuple[Stamp, str]]) -> None:
-    files = {name: [list(stamp), digest] for name, (stamp, digest) in sorted(kept.items())}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    making = place.with_name(f"{place.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    try:
-        making.write_text(json.dumps({"format": _KEPT_FORMAT, "files": files, "check": _check(files)}, indent=1))
-        making.replace(place)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            making.unlink()
-        raise
-
-
-def _check(files: object) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def stamp_of(status: os.stat_result) -> Stamp:
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-
-
-def _name_of_blob(path: Path) -> str | None:
-    """Return the SHA-256 in the name of a Hugging Face file (snapshots/COMMIT/NAME links to blobs/SHA256), or None.
-
-    Follows one link only: a blob may itself be a link to a file that is named by another hash.
-    """
-    try:
-        blob = path.parent / os.readlink(path)
-        # The link was made when the blob was complete. A newer blob was written to since, so its name may be wrong.
-        newer = path.stat().st_mtime_ns - path.lstat().st_mtime_ns > _GRAIN_NS
-    except OSError:
-        return None
-    if newer or blob.parent.name != "blobs" or not _SHA256.fullmatch(blob.name):
-        return None
-    return blob.name
-
-
-_SAFETENSORS = "*.safetensors"
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.gguf", "*.tensors")
-_NO_WEIGHTS = ("adapter_model.*", "training_args.bin", "optimizer.*", "scheduler.pt", "scaler.pt")
-"""Files of a LoRA beside the model, and of training. vLLM also excludes the latter by name."""
-_READ_BESIDE = ("*.safetensors.index.json", "*quant*config.json", "*processor_config.json", "tekken.json")
-"""Files that map tensors to shards, or tell how weights are quantised and how images and sound become embeddings."""
-_OF_ADAPTER = ("adapter_model.*", "adapter_config.json", "*.safetensors", "*.bin", "*.pt", "*.tensors")
-_CHECKPOINTS = ("checkpoint-*", "global_step*")
-_SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer")
-"""vLLM's load formats that read no other weights if there are safetensors."""
-
-
-class NothingToRead(OSError):
-    """Raised if a place has no weights."""
-
-
-def identity_of_model(model: Path, load_format: str = "auto", *, with_code: bool = False) -> str:
-    """Return 32 hex digits for `model`, a directory or a single file (GGUF). With `with_code` its Python modules count.
-
-    Reads all weights without a known digest, at the speed of the disk or of SHA-256 (see `digests_of`). Raises OSError
-    if that fails, NothingToRead if there are no weights.
-    """
-    if model.is_file():
-        return _identity_of_file(model)
-    files = dict(_below(model))
-    candidates = files.keys() - _matching(files, _NO_WEIGHTS)
-    weights = _matching(candidates, (_SAFETENSORS,))
-    if load_format not in _SAFETENSORS_FORMATS or all("/" in name for name in weights):
-        weights |= _matching(candidates, _OTHER_WEIGHTS)
-    if not weights:
-        raise NothingToRead(f"no weights in {model}")
-    beside = _matching(files, (*_READ_BESIDE, *(("*.py",) if with_code else ()))) - weights
-    return _identity(model, files, weights, beside)
-
-
-def identity_of_adapter(directory: Path) -> str:
-    """Return 32 hex digits for a LoRA's directory. Raises the same errors as `identity_of_model`."""
-    files = adapter_files(directory)
-    if not files:
-        raise NothingToRead(f"no adapter in {directory}")
-    beside = _matching(files, ("*.json",))
-    return _identity(directory, files, files.keys() - beside, beside)
-
-
-def adapter_files(directory: Path) -> dict[str, Path]:
-    """Return the files of a LoRA, by name. Raises OSError."""
-    files = {path.name: path for path in directory.iterdir()}
-    return {name: files[name] for name in _matching(files, _OF_ADAPTER)}
-
-
-def _identity_of_file(model: Path) -> str:
-    """Return the identity of a model file of any name, with its split parts and mmproj files (llama.cpp's names)."""
-    prefix, parts = model.name, {model.name: model}
-    if split := re.fullmatch(r"(.+)-\d{5}(-of-\d{5}\.gguf)", model.name):
-        prefix = split[1]
-        parts = {path.name: path for path in model.parent.glob(f"{glob.escape(prefix)}-?????{split[2]}")}
-    beside = {path.name: path for path in model.parent.glob("mmproj*.gguf")}
-    digests = digests_of(beside | parts, model.parent)
-    return _combined({name.removeprefix(prefix): digest for name, digest in digests.items()})
-
-
-def _identity(directory: Path, files: dict[str, Path], large: Iterable[str], small: Iterable[str]) -> str:
-    digests = digests_of({name: files[name] for name in large}, directory)
-    # Read these each time, since that takes no longer than to check them for changes.
-    digests |= {name: hashlib.sha256(files[name].read_bytes()).hexdigest() for name in small}
-    return _combined(digests)
-
-
-def _combined(digests: dict[str, str]) -> str:
-    return hashlib.blake2b(json.dumps(sorted(digests.items())).encode(), digest_size=16).hexdigest()
-
-
-def _below(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the names and paths of files in `directory` and its subdirectories, where some models have parts."""
-    for path in sorted(directory.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if not path.is_dir():
-            yield path.name, path
-        elif not any(fnmatch(path.name, pattern) for pattern in _CHECKPOINTS):
-            yield from ((f"{path.name}/{file.name}", file) for file in sorted(path.iterdir()) if file.is_file())
-
-
-def _matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
-    return {name for name in names for pattern in patterns if fnmatch(name.rpartition("/")[2], pattern)}
-
-
 _FROM_DISK = (
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "runai_streamer",
     "runai_streamer_sharded", "sharded_state",
@@ -499,27 +184,6 @@ def model_of(config: VllmConfig, model: ModelConfig, load: LoadConfig) -> str:
     return content
 
 
-def place_of(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """Return the file or directory, or the snapshot in the Hugging Face cache if `model` is a name, or None.
-
-    Contacts no server.
-    """
-    from vllm import envs
-
-    place = Path(model).expanduser()
-    if place.exists():
-        return place
-    if envs.VLLM_USE_MODELSCOPE:
-        return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
-        return None
-
-
 def effective_config(model: ModelConfig) -> str:
     """Return a digest of the model's configuration in effect: config.json with overrides and vLLM's changes.
 
@@ -542,8 +206,8 @@ def _without_names(value: Any, name: str) -> Any:
 
 _OF_CACHE = frozenset({
     # Sizes of the cache, and its share of the machine.
-    "cpu_kvcache_space_bytes", "cpu_offload_gb", "gpu_memory_utilization", "kv_cache_memory_bytes",
-    "kv_offloading_backend", "kv_offloading_size", "num_gpu_blocks_override", "swap_space", "swap_space_bytes",
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "kv_offloading_backend", "kv_offloading_size",
+    "num_gpu_blocks_override",
     # Hits of vLLM's own cache, and how long it keeps KV.
     "enable_prefix_caching", "prefix_cache_retention_interval",
     # Separate entries of the layout, or parts of the names of blocks.
@@ -602,7 +266,7 @@ def settings_of(config: VllmConfig, *, states_are_known: bool) -> dict[str, str]
     """
     model, cache = config.model_config, config.cache_config
     return {
-        "additional": digest(_comparable(config.additional_config)) if config.additional_config else "",
+        "additional": digest(_written_out(config.additional_config)) if config.additional_config else "",
         "attention_settings": _changed(config.attention_config, _OF_ATTENTION),
         "cache_dtype": str(cache.cache_dtype),
         "cache_settings": _changed(cache, _OF_CACHE | _OF_STATES if states_are_known else _OF_CACHE),
@@ -641,7 +305,7 @@ def _changed(part: Any, harmless: Collection[str]) -> str:
         return ""
     given = {field.name: field for field in fields(part) if field.init and field.name not in harmless}
     changed = [
-        (name, _comparable(getattr(part, name)))
+        (name, _written_out(getattr(part, name)))
         for name, field in sorted(given.items())
         if getattr(part, name) != _default_of(field)
     ]
@@ -656,21 +320,17 @@ def _default_of(field: Field[Any]) -> Any:
     return described(call_default_factory=True) if described is not None else field.default
 
 
-def _comparable(value: Any) -> Any:
-    """Return a value that has the same `repr` in every process: sets in order, and no addresses."""
-    if isinstance(value, Mapping):
-        return {str(name): _comparable(one) for name, one in sorted(value.items(), key=lambda item: str(item[0]))}
-    if isinstance(value, (list, tuple)):
-        return [_comparable(one) for one in value]
+def _written_out(value: Any) -> str:
+    """Return a text of a setting that is the same in every process: sets in order, and no addresses."""
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    if isinstance(value, Enum):
-        return value.name
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _comparable(getattr(value, field.name)) for field in fields(value)}
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return value
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
 
 
 def make_layout(
@@ -700,11 +360,8 @@ def make_layout(
     layers = {name: config.compilation_config.static_forward_context.get(name) for name in tensors}
     # The order of a block in CPU kernels depends on the instruction set that vLLM chose (AMX, AVX-512, NEON, ...).
     backends = sorted({f"{_backend(layer)} {getattr(layer, 'isa', '')}" for layer in layers.values()})
-    states = {name for group in groups if group.recurrent for name in group.layers}
-    # The byte format of recurrent states cannot be probed.
     here = parts.here if parts is not None else 1
-    written = byte_format(layers, tensors, model.dtype, here) if not states else None
-    code = code_of_model(model)
+    written = _or_version("a back end", lambda: byte_format(layers, tensors, model.dtype, here))
     scales = [(getattr(layer, "_k_scale_float", 1), getattr(layer, "_v_scale_float", 1)) for layer in layers.values()]
     return Layout(
         model=f"id {model_id}" if model_id else model_of(config, model, config.load_config),
@@ -716,12 +373,12 @@ def make_layout(
         head_size=spec.head_size if spec is not None else 1,
         block_tokens=geometry.block_tokens,
         byte_format=kv.describe(),
-        engine=f"vllm {written or _vllm_version()}",
+        engine=f"vllm {written}",
         rank=parallel.rank,
         world_size=parallel.world_size,
         extra=(
             ("attention", ", ".join(backends)),
-            ("code", code or _vllm_version()),
+            ("code", _or_version("a model", lambda: code_of_model(model))),
             ("kv_scales", digest(scales)),
             ("layers", digest(list(tensors))),
             ("parallel", f"pp {parallel.pipeline_parallel_size}"),
@@ -733,11 +390,15 @@ def make_layout(
     )
 
 
-def _vllm_version() -> str:
-    """Return vLLM's version and the kind of machine, which stand for back ends and models that cannot be inspected."""
-    import vllm
+def _or_version(what: str, look: Callable[[], str]) -> str:
+    """Return what `look` finds, or vLLM's version and the kind of machine if `what` cannot be inspected."""
+    try:
+        return look()
+    except Exception as error:
+        import vllm
 
-    return f"{vllm.__version__} {platform.machine()}"
+        logger.info("%s cannot be inspected, so KV is shared within this version of vLLM only: %r", what, error)
+        return f"{vllm.__version__} {platform.machine()}"
 
 
 def _described_groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> list[tuple[str, str]]:
@@ -758,14 +419,10 @@ def _backend(layer: Any) -> str:
     return str(backend.get_name()) if backend is not None else "unknown"
 
 
-def beside_others(config: Config, index: int, engines: int) -> Config:
-    """Return `config` with a control socket and shared memory name of its own for the engine of that index.
+def beside_others(config: Config, parallel: Any) -> Config:
+    """Return `config` for one of several engines side by side. `parallel` is vLLM's or its offloading's.
 
-    vLLM tells each engine of a dense model that it is the only one (`engines` is 1), so `index` alone may differ.
+    vLLM tells each engine of a dense model that it is the only one, so the index alone may differ.
     """
-    engine = (index, max(engines, index + 1))
-    if config.control_socket is not None:
-        config = replace(config, control_socket=str(socket_path(config.control_socket, engine)))
-    if config.shm_name is not None:
-        config = replace(config, shm_name=str(socket_path(config.shm_name, engine)))
-    return config
+    index = parallel.data_parallel_index
+    return for_process(config, (index, max(parallel.data_parallel_size, index + 1)))

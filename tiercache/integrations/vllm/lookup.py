@@ -2,7 +2,8 @@
 
 `LookupClient` sends all questions of a step at once: to the worker's loop if that is in this process, else through a Unix
 socket to each worker. With several workers the answer is the hit that all of them have. Questions are sent together
-because each wake-up of another thread makes the scheduler's thread compete for Python's lock.
+because each wake-up of another thread makes the scheduler's thread compete for Python's lock. What the scheduler lets go
+goes the same way, so that it comes after its question.
 
 `LookupServer` answers in a worker. `Claims` keep the promised chunks in the hot cache (or mapped) until they are loaded.
 With several groups a load that fails in part sends its request back to the first token, so a lookup promises only chunks
@@ -19,13 +20,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -44,7 +45,6 @@ from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     HitSearch,
     Match,
-    Sibling,
     agreed,
     all_names,
     full_chunks,
@@ -77,12 +77,26 @@ local: dict[tuple[str, int], LookupServer] = {}
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """A question about one request. A message is a list of questions, or a list of answers."""
+    """A question about one request."""
 
-    number: int
-    """Identifies the question in its connection, since answers come in any order."""
+    claim: str
+    """Names the question, since answers come in any order, and the chunks that are held for it."""
     names: list[bytes]
-    claim: str = ""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """What the scheduler sends to a worker."""
+
+    questions: list[Question]
+    released: list[str]
+    """Claims of earlier questions after which nothing will be loaded."""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a question. A worker sends lists of them."""
+
+    claim: str
+    match: Match
 
 
 class Lookup:
@@ -93,8 +107,8 @@ class Lookup:
 
     __slots__ = ("_wake", "answers", "claim", "given_up", "match", "names")
 
-    def __init__(self, names: list[bytes], claim: str = "") -> None:
-        """`names` has one name per block."""
+    def __init__(self, names: list[bytes], claim: str) -> None:
+        """`names` has one name per block. `claim` is as for `Question`, and no other lookup has it."""
         self.names = names
         self.claim = claim
         self.answers: dict[int, Match] = {}
@@ -126,14 +140,6 @@ class Lookup:
     def give_up(self) -> None:
         """Drop the answer, which is no longer wanted. A lookup that was not sent yet is never sent."""
         self.given_up = True
-
-
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    number: int
-    blocks: int
-    tokens_by_tier: dict[str, int]
-    held: bool = False
-    sibling: Sibling | None = None
 
 
 async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
@@ -186,8 +192,8 @@ class LookupServer:
         self._geometry = geometry
         self._key = (engine, rank)
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._finding: set[asyncio.Task[None]] = set()
-        """Lookups that the scheduler in this process began."""
+        self._finding: dict[str, asyncio.Task[Match]] = {}
+        """Running lookups, by claim."""
         local[self._key] = self
         cache = thread.cache
         # With several groups, every chunk must pass through the hot cache to be held.
@@ -199,12 +205,12 @@ class LookupServer:
             self._siblings = Siblings(geometry.blocks_per_chunk, most, tails=geometry.save_tails)
         self._server = thread.submit(self._start()).result(10)
 
-    async def find(self, names: Sequence[bytes], claim: str = "") -> Match:
+    async def find(self, names: Sequence[bytes], claim: str) -> Match:
         """Return the match that `locate` finds for a waiting request. A lookup that fails is a miss.
 
-        With a `claim`, the chunks found are in the hot cache when this returns and are held for the request, as far as room
-        and time allow. Otherwise they are prefetched, so that reading overlaps with the request's wait in the engine's
-        queue. Chunks that a tier reads directly into the device are not prefetched.
+        If this worker has `claims`, the chunks found are in the hot cache when this returns and are held under the `claim`,
+        as far as room and time allow. Otherwise they are prefetched, so that reading overlaps with the request's wait in
+        the engine's queue. Chunks that a tier reads directly into the device are not prefetched.
         """
         try:
             return await self._find(names, claim)
@@ -219,7 +225,7 @@ class LookupServer:
         return [tier for tier in cache.tiers if tier.serves_device] if cache.parts.on_device is not None else []
 
     async def _find(self, names: Sequence[bytes], claim: str) -> Match:
-        cache, geometry, claims = self.thread.cache, self._geometry, self.claims if claim else None
+        cache, geometry, claims = self.thread.cache, self._geometry, self.claims
         until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
         match, found = await locate(cache, names, geometry)
         if self._siblings is not None:
@@ -258,15 +264,18 @@ class LookupServer:
                 break
         siblings.add(names)
 
-    def ask(self, asked: Sequence[Lookup]) -> None:
-        """Begin lookups. Called by the scheduler's thread in this process. Raises RuntimeError if the loop is closed."""
-        self.thread.loop.call_soon_threadsafe(self._begin, asked)
+    def ask(self, asked: Sequence[Lookup], released: Iterable[str]) -> None:
+        """Begin lookups, and end earlier ones. Called by the scheduler's thread in this process.
 
-    def release(self, claims: Iterable[str]) -> None:
-        """Release chunks that are loaded or no longer wanted. Called by the engine's thread."""
-        if self.claims is not None and (over := tuple(claims)):
+        Raises RuntimeError if the loop is closed.
+        """
+        self.thread.loop.call_soon_threadsafe(self._ask, asked, released)
+
+    def release(self, claim: str) -> None:
+        """Release the chunks of a load that has ended. Called by the engine's thread."""
+        if self.claims is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is held
-                self.thread.loop.call_soon_threadsafe(self.claims.release, *over)
+                self.thread.loop.call_soon_threadsafe(self.claims.release, claim)
 
     @property
     def held(self) -> Mapping[ChunkKey, Lease]:
@@ -279,18 +288,28 @@ class LookupServer:
             self.thread.submit(self._stop()).result(5)
         self._path.unlink(missing_ok=True)
 
-    def _begin(self, asked: Sequence[Lookup]) -> None:
+    def _ask(self, asked: Sequence[Lookup], released: Iterable[str]) -> None:
         for one in (one for one in asked if one.is_open):
-            task = self.thread.loop.create_task(self._find_for(one))
-            self._finding.add(task)
-            task.add_done_callback(self._finding.discard)
+            self._begin(one.claim, one.names, one.give)
+        self._release(released)
 
-    async def _find_for(self, one: Lookup) -> None:
-        match = Match(failed=True)
-        try:
-            match = await self.find(one.names, one.claim)
-        finally:
-            one.give(match)
+    def _begin(self, claim: str, names: Sequence[bytes], answer: Callable[[Match], None]) -> None:
+        """Begin a lookup. `answer` is called with its match, which is a failed one if it is cancelled."""
+
+        def ended(task: asyncio.Task[Match]) -> None:
+            self._finding.pop(claim, None)
+            answer(Match(failed=True) if task.cancelled() else task.result())
+
+        self._finding[claim] = task = self.thread.loop.create_task(self.find(names, claim))
+        task.add_done_callback(ended)
+
+    def _release(self, released: Iterable[str]) -> None:
+        """End the lookups of these claims, and release what is held under them."""
+        for claim in released:
+            if (task := self._finding.get(claim)) is not None:
+                task.cancel()
+            if self.claims is not None:
+                self.claims.release(claim)
 
     async def _start(self) -> asyncio.Server:
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -302,7 +321,7 @@ class LookupServer:
         self._server.close()
         if self.claims is not None:
             self.claims.close()
-        for task in self._finding:
+        for task in self._finding.values():
             task.cancel()
         for writer in self._connections.values():
             writer.close()
@@ -310,7 +329,6 @@ class LookupServer:
             await asyncio.wait(list(self._connections), timeout=2.0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        answering: set[asyncio.Task[None]] = set()
         serving = asyncio.current_task()
         assert serving is not None
         self._connections[serving] = writer
@@ -318,22 +336,15 @@ class LookupServer:
         try:
             while True:
                 await writer.drain()
-                packed = await receive(reader, LARGEST_MESSAGE_BYTES)
-                for question in msgspec.msgpack.decode(packed, type=list[Question]):
-                    task = asyncio.create_task(self._answer(answers, question))
-                    answering.add(task)
-                    task.add_done_callback(answering.discard)
+                message = msgspec.msgpack.decode(await receive(reader, LARGEST_MESSAGE_BYTES), type=Message)
+                for question in message.questions:
+                    self._begin(question.claim, question.names, partial(answers.add, question.claim))
+                self._release(message.released)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ControlError):
             pass  # the scheduler's process ended, or another program connected
         finally:
-            for task in answering:
-                task.cancel()
             writer.close()
             del self._connections[serving]
-
-    async def _answer(self, answers: _Answers, question: Question) -> None:
-        match = await self.find(question.names, question.claim)
-        answers.add(Answer(question.number, match.blocks, match.tokens_by_tier, match.held, match.sibling))
 
 
 class _Answers:
@@ -343,10 +354,10 @@ class _Answers:
         self._writer = writer
         self._unsent: list[Answer] = []
 
-    def add(self, answer: Answer) -> None:
+    def add(self, claim: str, match: Match) -> None:
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._send)
-        self._unsent.append(answer)
+        self._unsent.append(Answer(claim, match))
 
     def _send(self) -> None:
         answers, self._unsent = self._unsent, []
@@ -360,43 +371,44 @@ def socket_path(engine: str, rank: int) -> Path:
     return Path(tempfile.gettempdir()) / f"tiercache-{os.getuid()}" / f"{name}.{rank}.sock"
 
 
-_NAMES_A_MESSAGE = 1 << 14
-"""Names per message, half a megabyte: unpacking a longer message would hold up the worker's loop."""
-
-
 class LookupClient:
-    """Asks all workers. The scheduler's thread calls `begin`, `send` and `close`, and polls the lookups."""
+    """Asks all workers. The scheduler's thread calls `begin`, `release`, `send` and `close`, and polls the lookups."""
 
-    def __init__(self, engine: str, ranks: int, geometry: BlockGeometry, timeout_s: float) -> None:
+    def __init__(self, engine: str, ranks: int, geometry: BlockGeometry) -> None:
         self._engine = engine
         self._ranks = ranks
         self._geometry = geometry
-        self._timeout_s = timeout_s
         self._unsent: list[Lookup] = []
+        self._released: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._connections: dict[int, _Connection] = {}
 
-    def begin(self, names: Sequence[bytes], claim: str = "") -> Lookup:
-        """Return a lookup that the next `send` sends.
+    def begin(self, names: Sequence[bytes], claim: str) -> Lookup:
+        """Return a lookup that the next `send` sends. The chunks found may be held under the `claim` until it is released.
 
-        It always gets an answer: a failed Match if a worker does not answer in time. With a `claim`, the chunks found may be
-        held for the request until `LookupServer.release`.
+        The answer is a failed Match if a worker is gone. A worker that hangs never answers: give up the lookup then.
         """
         one = Lookup(list(names), claim)
         self._unsent.append(one)
         return one
 
+    def release(self, one: Lookup) -> None:
+        """Give up the lookup. The next `send` releases the chunks that it holds or may still hold."""
+        one.give_up()
+        self._released.append(one.claim)
+
     def send(self) -> None:
-        """Send all lookups begun since the last call. Never waits."""
-        if not self._unsent:
+        """Send all that was begun and released since the last call. Never waits."""
+        if not self._unsent and not self._released:
             return
         asked, self._unsent = [one for one in self._unsent if one.is_open], []
+        released, self._released = self._released, []
         try:
             if self._ranks == 1 and (worker := local.get((self._engine, 0))) is not None:
-                worker.ask(asked)
+                worker.ask(asked, released)
                 return
-            self._running().call_soon_threadsafe(self._ask, asked)
+            self._running().call_soon_threadsafe(self._ask, asked, released)
         except RuntimeError as error:  # no thread could be started, or the loop is closed
             _miss(asked, error)
 
@@ -426,21 +438,12 @@ class LookupClient:
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.stop)  # the transports close in the same round, before the loop stops
 
-    def _ask(self, asked: list[Lookup]) -> None:
-        asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, asked)
+    def _ask(self, asked: list[Lookup], released: list[str]) -> None:
         for rank in range(self._ranks):
-            self._ask_rank(rank, asked)
-
-    def _ask_rank(self, rank: int, asked: list[Lookup]) -> None:
-        connection = self._connections.get(rank)
-        if connection is None or connection.broken:
-            connection = self._connections[rank] = _Connection(self, rank, socket_path(self._engine, rank))
-        connection.ask(asked)
-
-    def _give_up(self, asked: list[Lookup]) -> None:
-        _miss(asked, TimeoutError())
-        for connection in self._connections.values():
-            connection.forget_ended()
+            connection = self._connections.get(rank)
+            if connection is None or connection.broken:
+                connection = self._connections[rank] = _Connection(self, rank, socket_path(self._engine, rank))
+            connection.send(asked, released)
 
     def answered(self, rank: int, one: Lookup, match: Match) -> None:
         one.answers[rank] = match
@@ -454,8 +457,7 @@ class LookupClient:
         # Windows are needed at the end of this exact hit, and a worker with a longer hit may lack them: ask again.
         one.names = one.names[: least.blocks]
         one.answers.clear()
-        for again in range(self._ranks):
-            self._ask_rank(again, [one])
+        self._ask([one], [])
 
 
 class _Connection:
@@ -465,50 +467,35 @@ class _Connection:
         self._client = client
         self._rank = rank
         self._path = path
-        self._numbers = itertools.count()
-        self._waiting: dict[int, Lookup] = {}
+        self._waiting: dict[str, Lookup] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._serving = asyncio.create_task(self._serve())
         self.broken = False
 
-    def ask(self, asked: list[Lookup]) -> None:
-        numbered = {next(self._numbers): one for one in asked}
-        self._waiting |= numbered
+    def send(self, asked: Sequence[Lookup], released: list[str]) -> None:
+        """Send now, or when the connection is made, to which no claim is known before."""
+        # This worker may never answer lookups that were given up.
+        self._waiting = {one.claim: one for one in (*self._waiting.values(), *asked) if one.is_open}
         if self._writer is not None:
-            self._send(numbered)
+            self._write(asked, released)
 
-    def forget_ended(self) -> None:
-        """Forget lookups that are answered or given up, since this worker may never answer them."""
-        self._waiting = {number: one for number, one in self._waiting.items() if one.is_open}
+    def _write(self, asked: Iterable[Lookup], released: list[str]) -> None:
+        assert self._writer is not None
+        self._writer.write(frame(Message([Question(one.claim, one.names) for one in asked], released)))
 
     async def close(self) -> None:
         self._serving.cancel()
         await asyncio.wait([self._serving])
 
-    def _send(self, numbered: dict[int, Lookup]) -> None:
-        assert self._writer is not None
-        questions: list[Question] = []
-        names = 0
-        for number, one in numbered.items():
-            questions.append(Question(number, one.names, one.claim))
-            names += len(one.names)
-            if names >= _NAMES_A_MESSAGE:
-                self._writer.write(frame(questions))
-                questions, names = [], 0
-        if questions:
-            self._writer.write(frame(questions))
-
     async def _serve(self) -> None:
         try:
             check_private(self._path.parent)
             reader, self._writer = await connect(self._path)
-            self._send(self._waiting)
+            self._write(self._waiting.values(), [])
             while True:
-                packed = await receive(reader, LARGEST_MESSAGE_BYTES)
-                for found in msgspec.msgpack.decode(packed, type=list[Answer]):
-                    if (one := self._waiting.pop(found.number, None)) is not None:
-                        match = Match(found.blocks, found.tokens_by_tier, held=found.held, sibling=found.sibling)
-                        self._client.answered(self._rank, one, match)
+                for found in msgspec.msgpack.decode(await receive(reader, LARGEST_MESSAGE_BYTES), type=list[Answer]):
+                    if (one := self._waiting.pop(found.claim, None)) is not None:
+                        self._client.answered(self._rank, one, found.match)
         except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, TierCacheError) as error:
             _miss(list(self._waiting.values()), error)
         finally:
@@ -531,9 +518,6 @@ def _miss(asked: Sequence[Lookup], error: Exception) -> None:
 _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0
 """Longest time that chunks are held for a request, which may still wait for blocks, or have ended unnoticed."""
-_OVER_FOR_S = 10.0
-"""How long a released name is remembered beyond a lookup's time limit. A lookup that comes later holds its chunks until
-they expire as above."""
 HELD_FOR_S = 30.0
 """How long after the question the scheduler relies on held chunks. The load has as long again to begin."""
 
@@ -552,8 +536,6 @@ class Claims:
         self._reader = cache.parts.reader
         self._geometry = geometry
         self._claims: dict[str, _Claim] = {}
-        self._over: dict[str, float] = {}
-        """Released names, each with the loop time until which it is remembered; oldest first."""
         self._times: dict[ChunkKey, int] = {}
         """The number of claims on each chunk."""
         self.leases: dict[ChunkKey, Lease] = {}
@@ -568,10 +550,9 @@ class Claims:
         """Bring consecutive chunks into the hot cache and hold them for the request. Return how many of the first are held.
 
         That is not all of them if a chunk cannot be read, or if computing has become quicker than waiting. Returns None and
-        holds nothing if there is no room for all, if `until_s` (a loop time) has passed, or if `name` was released, even
-        before this call. Holds nothing if cancelled.
+        holds nothing if there is no room for all, or if `until_s` (a loop time) has passed. Holds nothing if cancelled.
         """
-        self._drop(name)
+        self.release(name)
         if len(self.leases) + sum(key not in self.leases for key in keys) > self._most:
             return None
         loop = asyncio.get_running_loop()
@@ -587,15 +568,15 @@ class Claims:
         if len(taken) < len(keys) and (self._reader.has_at_hand(keys[len(taken)]) or loop.time() >= until_s):
             self._let_go(taken)
             return None
-        return len(taken) if self._remember(name, taken) else None
+        self._remember(name, taken)
+        return len(taken)
 
     async def claim(self, name: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
         """Bring the chunks of `match` into the hot cache and hold them for the request. Return the match that is there.
 
-        Chunks that are not there by `until_s` (a loop time) shorten the match. Holds nothing if cancelled, or if `name` was
-        released.
+        Chunks that are not there by `until_s` (a loop time) shorten the match. Holds nothing if cancelled.
         """
-        self._drop(name)
+        self.release(name)
         geometry = self._geometry
         search = HitSearch(match.blocks // geometry.blocks_per_chunk, geometry)
         taken: list[ChunkKey] = []
@@ -613,35 +594,21 @@ class Claims:
         self._remember(name, [key for key in taken if key in needed])
         return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
 
-    def release(self, *names_of_claims: str) -> None:
-        """Release all chunks held under these names. Lookups of these claims that have not ended hold nothing later."""
-        now_s = asyncio.get_running_loop().time()
-        longest_s = self._cache.config.lookup_timeout_ms / 1000
-        while self._over and next(iter(self._over.values())) <= now_s:
-            del self._over[next(iter(self._over))]
-        for name in names_of_claims:
-            self._drop(name)
-            self._over.setdefault(name, now_s + longest_s + _OVER_FOR_S)
-
-    def close(self) -> None:
-        for name in list(self._claims):
-            self._drop(name)
-
-    def _remember(self, name: str, taken: list[ChunkKey]) -> bool:
-        """Keep `taken` under the name. Return False and hold nothing if the name was released meanwhile."""
-        if name in self._over:
-            self._let_go(taken)
-            return False
-        if taken:
-            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self._drop, name)
-            self._claims[name] = _Claim(taken, expiry)
-        return True
-
-    def _drop(self, name: str) -> None:
+    def release(self, name: str) -> None:
+        """Release the chunks held under this name."""
         claim = self._claims.pop(name, None)
         if claim is not None:
             claim.expiry.cancel()
             self._let_go(claim.keys)
+
+    def close(self) -> None:
+        for name in list(self._claims):
+            self.release(name)
+
+    def _remember(self, name: str, taken: list[ChunkKey]) -> None:
+        if taken:
+            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self.release, name)
+            self._claims[name] = _Claim(taken, expiry)
 
     async def _take(self, keys: Sequence[ChunkKey], taken: list[ChunkKey], until_s: float) -> int:
         """Return how many of the first `keys` may be promised. Add the keys now held to `taken`."""

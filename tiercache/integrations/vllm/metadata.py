@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from tiercache.integrations.vllm.events import Report
@@ -50,11 +48,8 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """Blocks that requests get in this step, if windows free blocks of running requests: saves from these must have
     ended.
     """
-    released: set[str] = field(default_factory=set)
-    """Claims of lookups after which nothing will be loaded."""
-    forget_hot: bool = False
     generation: bytes = b""
-    """The new generation of names, if `forget_hot` is set; see `BlockNames`."""
+    """The new generation of names after a reset, which also empties the hot cache; see `BlockNames`."""
     token_s: float | None = None
     """Seconds that the engine takes to compute one more token; None if that has not changed."""
     watching: dict[bytes, bool] = field(default_factory=dict)
@@ -65,42 +60,17 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Saves and loads that have ended since the last step."""
+    """Saves and loads that have ended since the last step, and what routers are to be told."""
 
     saves: dict[str, int]
     """The number of `Save`s of each request, summed over workers."""
     loads: set[str]
     """Requests whose synchronous load has ended or failed. Every worker ends it in the same step."""
+    residency: list[Report] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
         saves = dict(self.saves)
         for request_id, count in other.saves.items():
             saves[request_id] = saves.get(request_id, 0) + count
-        return StepReport(saves, self.loads | other.loads)
-
-
-class ResidencyChanges(KVConnectorKVEvents):  # type: ignore[misc]
-    """Reports that workers send with a step. No report waits for those of other workers."""
-
-    def __init__(self, report: Report) -> None:
-        self._reports: list[Report] = [report]
-        self._workers = 1
-
-    def add_events(self, events: list[Any]) -> None:
-        self._reports += events
-
-    def aggregate(self) -> ResidencyChanges:
-        return self
-
-    def increment_workers(self, count: int = 1) -> None:
-        self._workers += count
-
-    def get_all_events(self) -> list[Any]:
-        return self._reports
-
-    def get_number_of_workers(self) -> int:
-        return self._workers
-
-    def clear_events(self) -> None:
-        self._reports.clear()
+        return StepReport(saves, self.loads | other.loads, self.residency + other.residency)

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from tiercache.bridge import CacheThread
-from tiercache.control.families import FAMILIES, Family, Figures, Labels, Row, figures_of, reads_by_tier
+from tiercache.control.families import FAMILIES, Family, Figures, Labels, Row, figures_of
 from tiercache.core.breaker import BreakerState
 from tiercache.core.estimate import Distribution
 from tiercache.integrations.vllm.logs import survives
@@ -70,59 +70,32 @@ LOADS = Family(
 )
 
 
-def _below(part: str, key: str) -> Callable[[Figures], Iterator[Row]]:
+def _below(key: str) -> Callable[[Figures], Iterator[Row]]:
     """Return rows of the tiers below the hot cache, which is the primary tier in vLLM's words."""
 
     def rows(figures: Figures) -> Iterator[Row]:
-        for tier, values in figures["statistics"][part].items():
+        for tier, values in figures["statistics"]["tiers"].items():
             if tier != CpuTier.name:
                 yield (tier,), values[key]
 
     return rows
 
 
-def _reads(value: Callable[[Any], float]) -> Callable[[Figures], Iterator[Row]]:
-    return lambda figures: (((tier,), value(read)) for tier, read in reads_by_tier(figures).items())
-
-
-def _write_time(figures: Figures) -> Iterator[Row]:
-    for tier, values in figures["statistics"]["writers"].items():
-        yield (tier,), sum(values["seconds"]["sums"])
-
-
-def _unwritten(figures: Figures) -> Iterator[Row]:
-    for tier, values in figures["statistics"]["writers"].items():
-        yield (tier,), values["queued"] + values["writing"]
-
-
-def _tiering(name: str, kind: Any, text: str, rows: Callable[[Figures], Iterator[Row]]) -> Family:
-    return Family(f"{_OFFLOAD}tiering_{name}", kind, text, ("tier",), rows)
-
-
 SAMPLED = (
     *FAMILIES,
-    _tiering("read_bytes", "counter", "Bytes read from a tier below the hot cache.", _below("tiers", "read_bytes")),
-    _tiering(
-        "read_time", "counter", "Time of reads from such a tier, in seconds.", _reads(lambda read: read["seconds"].sum)
-    ),
-    _tiering(
-        "write_bytes", "counter", "Bytes written to a tier below the hot cache.", _below("tiers", "written_bytes")
-    ),
-    _tiering("write_time", "counter", "Time of writes to such a tier, in seconds.", _write_time),
-    _tiering(
-        "promotion_job_failures", "counter", "Reads of such a tier that failed.", _reads(lambda read: read["failed"])
-    ),
-    _tiering(
-        "cascade_job_failures", "counter", "Writes to such a tier that were given up.", _below("writers", "dropped")
-    ),
-    _tiering("active_promotion_jobs", "gauge", "Reads in flight.", _reads(lambda read: read["reading"])),
-    _tiering("active_cascade_jobs", "gauge", "Chunks that wait to be written, or are being written.", _unwritten),
     Family(
-        f"{_OFFLOAD}allocation_failure",
+        f"{_OFFLOAD}tiering_read_bytes",
         "counter",
-        "Chunks not stored: no memory came free in time.",
-        (),
-        lambda figures: [((), figures["statistics"]["puts_skipped"])],
+        "Bytes read from a tier below the hot cache.",
+        ("tier",),
+        _below("read_bytes"),
+    ),
+    Family(
+        f"{_OFFLOAD}tiering_write_bytes",
+        "counter",
+        "Bytes written to a tier below the hot cache.",
+        ("tier",),
+        _below("written_bytes"),
     ),
 )
 """Figures that are read from a worker's cache; see `WorkerFigures`."""
@@ -391,9 +364,10 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 if (metric := self._metric(name, engine_idx, labels)) is not None:
                     metric.inc(amount)
         for name, distributions in transfer_stats_data["distributions"].items():
-            for labels, (amounts, sums) in distributions.items():
+            for labels, (counts, sums) in distributions.items():
                 if (metric := self._metric(name, engine_idx, labels)) is not None:
-                    _observe_all(metric, EXPORTED[name].bounds, amounts, sums)
+                    for amount in amounts(EXPORTED[name], counts, sums):
+                        metric.observe(amount)
         if transfer_stats_data["gauges"]:
             self._set_gauges(transfer_stats_data["gauges"], engine_idx)
 
@@ -433,11 +407,10 @@ class TierCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return metric
 
 
-def _observe_all(metric: Any, bounds: tuple[float, ...], counts: list[int], sums: list[float]) -> None:
-    """Observe the mean of each bucket, as often as the bucket counts: a metric takes one amount at a time.
+def amounts(family: Family, counts: Sequence[int], sums: Sequence[float]) -> Iterator[float]:
+    """Yield the mean of each bucket, as often as the bucket counts: vLLM's histograms take one amount at a time.
 
     The mean lies in the bucket, so counts and sums are right.
     """
-    for bound, count, total in zip((*bounds, math.inf), counts, sums, strict=True):
-        for _ in range(count):
-            metric.observe(min(total / count, bound))  # rounding may put it above
+    for bound, count, total in zip((*family.bounds, math.inf), counts, sums, strict=True):
+        yield from [min(total / count, bound)] * count if count else ()  # rounding may put it above

@@ -19,18 +19,24 @@ import hashlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from tiercache.core.keys import tenant_tag
-from tiercache.integrations.vllm.identity import Stamp, adapter_files, identity_of_adapter, place_of, stamp_of
+from tiercache.integrations.model_files import (
+    GRAIN_NS,
+    Stamp,
+    adapter_files,
+    identity_of_adapter,
+    place_of,
+    stamp_of,
+)
 from tiercache.integrations.vllm.planning import NAME_BYTES
 
 if TYPE_CHECKING:
@@ -39,28 +45,6 @@ if TYPE_CHECKING:
 _AT_ONCE = 32
 """Blocks that are named in a row before other tasks of the loop may run."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
-
-
-@dataclass
-class _Adapter:
-    lora_name: str
-    lora_path: str
-
-
-@dataclass
-class _Announced:
-    """A request that is still to come, with the fields that vLLM's hashing reads."""
-
-    all_token_ids: list[int]
-    cache_salt: str | None
-    lora_request: _Adapter | None
-    block_hashes: list[bytes] = field(default_factory=list)
-    mm_features: tuple[()] = ()
-    prompt_embeds: None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
 
 
 class BlockNames:
@@ -109,9 +93,22 @@ class BlockNames:
             resolve_none_hash_seed,
         )
 
-        adapter = await asyncio.wrap_future(self.adapters.key_of(lora[1])) if lora else b""
+        adapter = b""
+        if lora:
+            # Requests share the future, so a caller that is cancelled must not cancel it.
+            known: bytes | None = await asyncio.shield(asyncio.wrap_future(self.adapters.key_of(lora[1])))
+            adapter = known or nobodys_key()
         size = self._hash_tokens
-        request: Any = _Announced(list(tokens), cache_salt or None, lora and _Adapter(*lora))
+        # The fields that vLLM's hashing reads.
+        request: Any = SimpleNamespace(
+            all_token_ids=list(tokens),
+            num_tokens=len(tokens),
+            cache_salt=cache_salt or None,
+            lora_request=SimpleNamespace(lora_name=lora[0], lora_path=lora[1]) if lora else None,
+            block_hashes=[],
+            mm_features=(),
+            prompt_embeds=None,
+        )
         if self.from_engine:
             hash_function = get_hash_fn_by_name(self._algorithm)
             before = hash_function(resolve_none_hash_seed(hash_function))
@@ -149,10 +146,6 @@ class BlockNames:
         return hashlib.blake2b(content, digest_size=NAME_BYTES).digest()
 
 
-_CLOCK_GRAIN_NS = 2_000_000_000
-"""Largest error that is assumed of a file system's clock."""
-_MOST_WAITING = 10_000
-"""Limit of the requests that wait for the thread, since none of them ends while a mount hangs."""
 Stamps = tuple[tuple[str, Stamp], ...]
 
 
@@ -166,56 +159,54 @@ class Adapters:
         self._secret = os.urandom(16)
         self._known: dict[str, tuple[Stamps, bytes]] = {}
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[str, Future[bytes]]] = deque()
+        self._waiting: dict[str, Future[bytes | None]] = {}
+        """Checks that have not begun, by path. All requests for the adapter share one, so a mount that hangs holds few."""
         self._is_answering = False
 
-    def key_of(self, path: str) -> Future[bytes]:
+    def key_of(self, path: str) -> Future[bytes | None]:
         """Return a future for the key that enters the names of the adapter's blocks besides vLLM's hash.
 
-        The future never has an exception. It has no result while the adapters' mount hangs: wait with a time limit.
+        The key is None for an adapter that cannot be read. The future never has an exception, and must not be cancelled.
+        It has no result while the adapters' mount hangs: wait with a time limit.
         """
-        future: Future[bytes] = Future()
         with self._lock:
-            if len(self._waiting) >= _MOST_WAITING:
-                future.set_result(nobodys_key())
-                return future
-            self._waiting.append((path, future))
+            if (future := self._waiting.get(path)) is None:
+                future = self._waiting[path] = Future()
             if not self._is_answering:
                 try:
                     threading.Thread(target=self._answer, name="tiercache-adapters", daemon=True).start()
                     self._is_answering = True
                 except RuntimeError:  # no more threads
-                    self._waiting.pop()
-                    future.set_result(nobodys_key())
+                    self._waiting.pop(path).set_result(None)
         return future
 
     def _answer(self) -> None:
-        """Answer until no request waits."""
+        """Check one adapter after the other, until no request waits."""
         while True:
             with self._lock:
                 if not self._waiting:
                     self._is_answering = False
                     return
-                path, future = self._waiting.popleft()
+                path = next(iter(self._waiting))
+                future = self._waiting.pop(path)
             try:
                 key = self._find(path)
-            except Exception:  # an adapter that cannot be read is unknown
-                key = nobodys_key()
-            if future.set_running_or_notify_cancel():
-                future.set_result(key)
+            except Exception:
+                key = None
+            future.set_result(key)
 
-    def _find(self, path: str) -> bytes:
+    def _find(self, path: str) -> bytes | None:
         place = self._place_of(path)
         if place is None:
-            return nobodys_key()
+            return None
         stamps = _stamps(place)
-        if any(max(stamp[1:3]) > self._since_ns - _CLOCK_GRAIN_NS for _, stamp in stamps):
+        if any(max(stamp[1:3]) > self._since_ns - GRAIN_NS for _, stamp in stamps):
             return hashlib.blake2b(repr((path, stamps)).encode(), digest_size=24, key=self._secret).digest()
         known = self._known.get(path)
         if known is None or known[0] != stamps:
             known = stamps, b"adapter " + bytes.fromhex(identity_of_adapter(place))
             if _stamps(place) != stamps:
-                return nobodys_key()
+                return None
             self._known[path] = known
         return known[1]
 

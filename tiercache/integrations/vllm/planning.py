@@ -222,7 +222,6 @@ _TAGGED_BYTES = NAME_BYTES + TAG_BYTES
 """The length of a block's name with its tenant's tag."""
 _SUFFIX_BYTES = 2
 """The length of the group's number at the end of a chunk's name."""
-_MOST_EMPTY = 0.1
 _LEAST_PART = 4
 """Largest divisor of the configured `chunk_size`, since small chunks cost more per token."""
 
@@ -375,36 +374,17 @@ def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
     return max(len(part_of(group, chunk * step, (chunk + 1) * step, geometry)) for chunk in range(2))
 
 
-def empty_part(geometry: BlockGeometry, block_bytes: Sequence[int]) -> float:
-    """Return the fraction of the hot cache that stays empty if it holds equally many chunks of each group.
-
-    Every slot is as large as the largest chunk. `block_bytes` has the size of each group's block.
-    """
-    stored = [part_blocks(group, geometry) * size for group, size in zip(geometry.groups, block_bytes, strict=True)]
-    return 1 - sum(stored) / (max(stored) * len(stored)) if stored else 0.0
-
-
 def fitted(geometry: BlockGeometry) -> BlockGeometry:
-    """Return the geometry with chunks halved until hardly any of the hot cache stays empty.
+    """Return the geometry with chunks halved until the shortest window holds one, at most to `_LEAST_PART`.
 
-    A group with a window shorter than a chunk stores only the chunk's end, and the rest of its slot stays empty. If halving
-    does not suffice, the result is the size with the least empty space.
+    A group with a window shorter than a chunk stores only the chunk's end, and the rest of its slot stays empty.
     """
-    block_bytes = [_block_bytes(group) for group in geometry.groups]
-    parts = [
-        replace(geometry, blocks_per_chunk=geometry.blocks_per_chunk // part)
-        for part in (1, 2, _LEAST_PART)
-        if geometry.blocks_per_chunk >= part
-    ]
-    for smaller in parts:
-        if empty_part(smaller, block_bytes) <= _MOST_EMPTY:
-            return smaller
-    return min(parts, key=lambda smaller: empty_part(smaller, block_bytes))
-
-
-def _block_bytes(group: KvGroup) -> int:
-    """Return the bytes of a block in all layers. If the engine gives no size, a block counts 1 per layer."""
-    return getattr(group.spec, "page_size_bytes", 1) * max(1, len(group.layers))
+    shortest = min((group.window_tokens for group in geometry.groups if group.window_tokens is not None), default=0)
+    blocks = geometry.blocks_per_chunk
+    least = max(1, blocks // _LEAST_PART)
+    while shortest and blocks > least and blocks * geometry.block_tokens > shortest:
+        blocks //= 2
+    return replace(geometry, blocks_per_chunk=blocks)
 
 
 def plan_loads(

@@ -10,14 +10,14 @@ import concurrent.futures
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
 from tiercache.core.estimate import PrefillCost
 from tiercache.integrations.vllm.events import KvEvents
-from tiercache.integrations.vllm.hints import EXPECT_TOKENS, RequestBegan, RequestEnded, Wishes, said_by, wishes_of
+from tiercache.integrations.vllm.hints import EXPECT_TOKENS, RequestBegan, RequestEnded, Wishes, wishes_of
 from tiercache.integrations.vllm.logs import add_span, trace_of
 from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient
 from tiercache.integrations.vllm.metadata import Load, Save, StepReport, StepWork
@@ -50,8 +50,6 @@ class TrackedRequest:
     request: Request
     names: list[bytes] = field(default_factory=list)
     lookup: Lookup | None = None
-    claim: str = ""
-    """The name under which the lookup's chunks may be held."""
     asked_at_s: float = 0.0
     ask_again_at_s: float = 0.0
     """The earliest time of the next lookup, if more is expected than was found."""
@@ -75,7 +73,7 @@ class TrackedRequest:
     saves_ended: int = 0
     wishes: Wishes = field(default_factory=Wishes)
     arrived_s: float = field(default_factory=time.monotonic)
-    adapter: concurrent.futures.Future[bytes] | None = None
+    adapter: concurrent.futures.Future[bytes | None] | None = None
     adapter_key: bytes = b""
     """The key of its LoRA adapter in the names of its blocks; empty until the first are given."""
     began: bool = False
@@ -102,14 +100,11 @@ class Asking:
         geometry: BlockGeometry,
         names: BlockNames,
         client: LookupClient,
-        release: Callable[[str], None],
     ) -> None:
-        """`release` is called with the `TrackedRequest.claim` of each lookup that will not be loaded."""
         self._config = config
         self._geometry = geometry
         self._names = names
         self._client = client
-        self._release = release
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
         self._begun: list[Lookup] = []
@@ -139,7 +134,8 @@ class Asking:
     def names_of(self, tracked: TrackedRequest) -> list[bytes]:
         """Return the names of the full blocks that it has so far."""
         if tracked.adapter is not None and not tracked.adapter_key:
-            tracked.adapter_key = tracked.adapter.result() if tracked.adapter.done() else nobodys_key()
+            known = tracked.adapter.result() if tracked.adapter.done() else None
+            tracked.adapter_key = known or nobodys_key()
         return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
 
     def begin(self, tracked: TrackedRequest) -> None:
@@ -157,8 +153,8 @@ class Asking:
             tracked.match = Match()
             return
         # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
-        tracked.claim = f"{tracked.request.request_id}#{next(self._numbers)}"
-        tracked.lookup = self._client.begin(names, tracked.claim)
+        claim = f"{tracked.request.request_id}#{next(self._numbers)}"
+        tracked.lookup = self._client.begin(names, claim)
         self._begun.append(tracked.lookup)
         if len(self._begun) == 1:
             self._client.send()
@@ -181,8 +177,7 @@ class Asking:
     def let_go(self, tracked: TrackedRequest) -> None:
         """Give up a lookup that will not be loaded, and release the chunks that it holds or may still hold."""
         if tracked.lookup is not None:
-            tracked.lookup.give_up()
-            self._release(tracked.claim)
+            self._client.release(tracked.lookup)
 
     def forget(self, tracked: TrackedRequest) -> None:
         """Forget the lookup and its answer."""
@@ -250,7 +245,7 @@ class SchedulerSide:
         self._warned: set[str] = set()
         self._prefill = PrefillCost()
         self._hit_tokens = geometry.block_tokens if geometry.plain else geometry.chunk_tokens
-        self._asking = Asking(config, geometry, names, client, lambda request_id: self._work.released.add(request_id))
+        self._asking = Asking(config, geometry, names, client)
 
     # Loading
 
@@ -317,7 +312,8 @@ class SchedulerSide:
             return
         end = tracked.load_from + external_tokens
         wanted = self._to_be_filled(tables, tracked.load_from, end)
-        load = Load(request.request_id, [], tracked.loads_later, tracked.claim, trace=trace_of(request))
+        claim = tracked.lookup.claim if tracked.lookup is not None else ""
+        load = Load(request.request_id, [], tracked.loads_later, claim, trace=trace_of(request))
         try:
             load.transfers = plan_loads(
                 self._asking.names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry,
@@ -383,6 +379,8 @@ class SchedulerSide:
 
     def progress(self, progress: StepReport) -> None:
         self._unconfirmed -= progress.loads
+        if self.kv_events is not None and progress.residency:
+            self.kv_events.reported(progress.residency)
         for request_id, count in progress.saves.items():
             tracked = self._requests.get(request_id) or self._finishing.get(request_id)
             if tracked is not None:
@@ -418,6 +416,7 @@ class SchedulerSide:
         request = tracked.request
         if not tracked.admitted:
             self._asking.let_go(tracked)
+            self.client.send()  # no step may follow
         if tracked.receiving:
             # The engine holds the blocks for the load already, and there is nothing to save: none was computed.
             self._say_end(tracked)
@@ -444,7 +443,7 @@ class SchedulerSide:
     @property
     def has_news(self) -> bool:
         """Return True if the workers have to be told something, even if there is nothing to compute."""
-        return bool(self._work.turns or self._work.released) or self._work.forget_hot
+        return bool(self._work.turns or self._work.generation)
 
     def reset(self) -> None:
         """Let no request find chunks stored so far: the engine resets caches when its weights have changed."""
@@ -453,7 +452,6 @@ class SchedulerSide:
             tracked.names = []
             self._asking.forget(tracked)
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
-        self._work.forget_hot = True
         if self.kv_events is not None:
             self.kv_events.announced.forget_everything()
 
@@ -470,7 +468,6 @@ class SchedulerSide:
         stored. Chunks left out now are stored with a later step.
         """
         state: Any = output.kv_connector_block_state
-        states: dict[str, Any] = getattr(state, "boundary_state_offloads", {})
         cached = output.scheduled_cached_reqs
         computed = [(scheduled.req_id, scheduled.num_computed_tokens) for scheduled in output.scheduled_new_reqs]
         for request_id, tokens in (*computed, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)):
@@ -482,7 +479,7 @@ class SchedulerSide:
                     tokens + output.num_scheduled_tokens[request_id],
                     lambda request_id=request_id: state.get_block_ids(request_id),
                     last=False,
-                    states=states.get(request_id, ()),
+                    states=state.boundary_state_offloads.get(request_id, ()),
                 )
 
     def _plan_save(
@@ -521,8 +518,8 @@ class SchedulerSide:
     def _say_beginning(self, tracked: TrackedRequest) -> None:
         """Read the request's wishes and report the beginning of its turn; once, when its blocks can be named."""
         began, tracked.began = tracked.began, True
-        if not began and (said := said_by(tracked.request)):
-            tracked.wishes = wishes_of(said, self._warned)
+        if not began:
+            tracked.wishes = wishes_of(tracked.request, self._warned)
             if tracked.wishes.session:
                 names = self._asking.names_of(tracked)
                 full = held_names(names, self.geometry.whole_chunks(len(names)), self.geometry)

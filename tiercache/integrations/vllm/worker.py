@@ -21,7 +21,7 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.blocks import Move, Mover
-from tiercache.integrations.vllm.events import Report, Residency
+from tiercache.integrations.vllm.events import Residency
 from tiercache.integrations.vllm.hints import SessionTurns
 from tiercache.integrations.vllm.logs import add_span
 from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupServer
@@ -105,10 +105,9 @@ class WorkerSide:
 
     def load(self, work: StepWork) -> None:
         """Begin the step's loads, and wait for the synchronous ones until their time limit."""
-        if work.forget_hot:
+        if work.generation:
             self._names.follow(work.generation)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
-        self._lookups.release(work.released)
         if work.token_s is not None:
             # Groups with a window or a state need few chunks for a whole prefix, so each is worth at least as much.
             whole = sum(group.window_tokens is None for group in self.geometry.groups)
@@ -170,15 +169,13 @@ class WorkerSide:
         return failed
 
     def take_progress(self) -> StepReport | None:
-        if not self._saves_ended and not self._loads_ended:
+        """Return what has ended since the last call, and which chunks have come to tiers or left them; None if nothing."""
+        residency = self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
+        if not self._saves_ended and not self._loads_ended and residency is None:
             return None
-        progress = StepReport(dict(self._saves_ended), self._loads_ended)
+        progress = StepReport(dict(self._saves_ended), self._loads_ended, [residency] if residency else [])
         self._saves_ended, self._loads_ended = Counter(), set()
         return progress
-
-    def take_residency(self) -> Report | None:
-        """Return the chunks added to and removed from tiers since the last call; None without news or KV events."""
-        return self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
 
     def close(self) -> None:
         """Write the running and queued saves, for up to `close_timeout_s`, and close the cache. Idempotent."""
@@ -201,18 +198,14 @@ class WorkerSide:
     # Loading
 
     def _begin_load(self, load: Load) -> _Loading:
-        limit_s = float(self.config.blocking_timeout_secs)
-        began_s = time.monotonic()
+        limit_s, began_s = float(self.config.blocking_timeout_secs), time.monotonic()
+        if not load.asynchronous:
+            limit_s = max(limit_s, _COPY_WAIT_S)  # held chunks only need to be copied, and this must not fail
         loading = _Loading(load, began_s, began_s + limit_s + _MARGIN_S)
         try:
             keys = keys_of(self._namespace, [transfer.name for transfer in load.transfers], self.geometry)
-            if load.asynchronous:
-                loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s)
-            else:
-                # Held chunks only need to be copied. This must not fail, so allow more time.
-                loading.until_s = began_s + max(limit_s, _COPY_WAIT_S) + _MARGIN_S
-                held = self._lookups.held
-                loading.move = self.mover.get(self.thread, keys, load.transfers, max(limit_s, _COPY_WAIT_S), held)
+            held = None if load.asynchronous else self._lookups.held
+            loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s, held)
         except Exception as error:
             logger.warning("loading for request %s could not be begun: %r", load.request_id, error)
         return loading
@@ -229,7 +222,7 @@ class WorkerSide:
             self._take_back(move)
             logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
         took_s = time.monotonic() - loading.began_s
-        self._lookups.release([load.claim])
+        self._lookups.release(load.claim)
         whole = arrived == len(load.transfers) and not load.impossible
         outcome = "whole" if whole else "part" if arrived else "failed"
         payload_bytes = self._bytes_of(load.transfers[:arrived])
@@ -265,7 +258,9 @@ class WorkerSide:
         keys = keys_of(self._namespace, [transfer.name for transfer in save.transfers], self.geometry)
         if save.to_be_forgotten:
             self._turns.stores(save.request_id, keys)
-        tails = [key for key, transfer in zip(keys, save.transfers, strict=True) if is_hot_only(transfer, self.geometry)]
+        tails = [
+            key for key, transfer in zip(keys, save.transfers, strict=True) if is_hot_only(transfer, self.geometry)
+        ]
         move = self.mover.put(self.thread, keys, save.transfers, wait_s, tails)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
         self._saving.append(_Saving(save, until_s, move, blocks))

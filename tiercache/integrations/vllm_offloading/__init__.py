@@ -17,7 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, needed_vllm
+from tiercache.integrations.needed import TESTED_OFFLOADING, needed_vllm
 
 if TYPE_CHECKING:
     from tiercache.integrations.vllm_offloading.cpu_spec import CpuTieringSpec

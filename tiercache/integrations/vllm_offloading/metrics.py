@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from tiercache.control.families import FAMILIES, Family
-from tiercache.integrations.vllm.metrics import TierCacheStats
+from tiercache.integrations.vllm.metrics import TierCacheStats, amounts
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -27,10 +27,8 @@ def as_offloading_stats(ours: TierCacheStats) -> OffloadingConnectorStats:
     for name, distributions in ours.data["distributions"].items():
         if name in _KNOWN:
             for labels, (counts, sums) in distributions.items():
-                for count, total in zip(counts, sums, strict=True):
-                    # vLLM accepts single values only. The mean of a bucket lies within it.
-                    for _ in range(count):
-                        stats.observe_histogram(_name(name), total / count, labels)
+                for amount in amounts(_KNOWN[name], counts, sums):
+                    stats.observe_histogram(_name(name), amount, labels)
     for families in ours.data["gauges"].values():
         for name, values in families.items():
             if name in _KNOWN:
@@ -39,7 +37,7 @@ def as_offloading_stats(ours: TierCacheStats) -> OffloadingConnectorStats:
     return stats
 
 
-_KNOWN = {family.name for family in FAMILIES}
+_KNOWN = {family.name: family for family in FAMILIES}
 
 
 def _name(family: str) -> str:

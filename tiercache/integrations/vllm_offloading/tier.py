@@ -38,20 +38,19 @@ from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import CacheClosed, TierCacheError
-from tiercache.integrations.unread import warn_of_unread
-from tiercache.integrations.vllm.events import MEDIA, MOST_CHUNKS, ChunkWatch
+from tiercache.integrations.needed import TESTED_OFFLOADING, check_version
+from tiercache.integrations.settings import warn_of_unread
+from tiercache.integrations.vllm.events import MEDIA, ChunkWatch
 from tiercache.integrations.vllm.hints import (
     EXPECT_TOKENS,
     RequestBegan,
     RequestEnded,
     SessionTurns,
-    said_by,
     wishes_of,
 )
 from tiercache.integrations.vllm.identity import beside_others
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.metrics import WorkerFigures
-from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout, say_whose_quotas
 from tiercache.integrations.vllm_offloading.metrics import as_offloading_stats, definitions
 from tiercache.integrations.vllm_offloading.requests import Name, TieredRequest
@@ -112,8 +111,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         engine = engine_config(offloading.engine_id)
         check_hashes(engine)
         config = Config.load(config_file, overrides=settings)
-        parallel = offloading.parallel
-        config = beside_others(config, parallel.data_parallel_index, parallel.data_parallel_size)
+        config = beside_others(config, offloading.parallel)
         warn_of_unread(config, logger, "vLLM's offloading")
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
         say_whose_quotas(config)
@@ -140,7 +138,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._closed = False
         self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._watch = ChunkWatch(self.thread, lambda tier: "", MOST_CHUNKS) if tells else None
+        self._watch = ChunkWatch(self.thread, lambda tier: "") if tells else None
         # An engine that exits without `shutdown` would not write its last chunks.
         atexit.register(self.shutdown)
         logger.info("chunks of %.2f MiB below vLLM's CPU tier; %s", self.block_size_bytes / 2**20, cache.describe())
@@ -148,7 +146,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        wishes = wishes_of(said_by(req_context), self._warned)
+        wishes = wishes_of(req_context, self._warned)
         if wishes.expect_tokens and EXPECT_TOKENS not in self._warned:
             self._warned.add(EXPECT_TOKENS)
             logger.warning("what a request says: %s is not honoured below vLLM's offloading", EXPECT_TOKENS)

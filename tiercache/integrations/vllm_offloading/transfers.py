@@ -17,6 +17,7 @@ import numpy as np
 
 from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
+from tiercache.integrations.lending import Lending
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -51,56 +52,31 @@ class Ended:
     seconds: float
 
 
-class _Copies:
-    """Copies between rows and the memory of the cache, on the cache's threads."""
-
-    def __init__(self, rows: Sequence[np.ndarray]) -> None:
-        self.done = [False] * len(rows)
-        self._rows = rows
-        self._in_flight: set[int] = set()
-
-    def into_row(self, position: int, chunk: np.ndarray) -> None:
-        self._copy(position, self._rows[position], chunk)
-
-    def from_row(self, position: int, slot: np.ndarray) -> None:
-        self._copy(position, slot, self._rows[position])
-
-    def _copy(self, position: int, into: np.ndarray, source: np.ndarray) -> None:
-        self._in_flight.add(position)
-        try:
-            np.copyto(into, source)
-            self.done[position] = True
-        finally:
-            self._in_flight.discard(position)
-
-    async def ended(self) -> None:
-        """Wait until no copy is in flight. The cache leaves a copy behind only if the machine hangs in it."""
-        while self._in_flight:  # noqa: ASYNC110 - copies end on threads, and hardly ever after the call that began them
-            await asyncio.sleep(_POLL_S)
-
-
 async def store(cache: TierCache, keys: Sequence[ChunkKey], rows: Sequence[np.ndarray], *, is_prefix: bool) -> Ended:
     """Copy rows into the cache, which writes them to the tiers below later. Raises only CancelledError.
 
     `rows` are uint8 vectors, one per key, that no other code writes to. With `is_prefix` each chunk follows the one
     before it in the prompt.
     """
-    began_s = time.monotonic()
-    copies = _Copies(rows)
-    done = copies.done
+    began_s, lending = time.monotonic(), Lending()
+    done = [False] * len(keys)
+
+    def fill(position: int, slot: np.ndarray) -> None:
+        np.copyto(slot, rows[position])
+        done[position] = True
+
     try:
         items = [
-            (key, row.nbytes, partial(copies.from_row, position))
+            (key, row.nbytes, lending.reading(partial(fill, position)))
             for position, (key, row) in enumerate(zip(keys, rows, strict=True))
         ]
         # Waiting longer for a free slot is not worth holding vLLM's memory.
-        stored = await cache.put_from(items, deadline_s=cache.config.queue_wait_s, prefix=is_prefix)
-        if stored == len(items):
-            done = [True] * stored  # chunks that were already present were not copied
+        if await cache.put_from(items, deadline_s=cache.config.queue_wait_s, prefix=is_prefix) == len(items):
+            done = [True] * len(items)  # chunks that were already present were not copied
     except Exception as error:
         logger.warning("storing %d chunks failed: %r", len(keys), error)
     finally:
-        await copies.ended()
+        await _ended(lending)
     return Ended(done, time.monotonic() - began_s)
 
 
@@ -109,18 +85,29 @@ async def load(cache: TierCache, keys: Sequence[ChunkKey], rows: Sequence[np.nda
 
     `rows` are as for `store`; no other code uses them until the transfer has ended. Raises only CancelledError.
     """
-    began_s = time.monotonic()
+    began_s, lending = time.monotonic(), Lending()
     until_s = began_s + cache.config.blocking_timeout_secs
-    copies = _Copies(rows)
+    done = [False] * len(keys)
+
+    def take(position: int, chunk: np.ndarray) -> None:
+        np.copyto(rows[position], chunk)
+        done[position] = True
+
     left = list(range(len(keys)))
     try:
         while left and (left_s := until_s - time.monotonic()) > 0:
-            sinks = [partial(copies.into_row, position) for position in left]
+            sinks = [lending.writing(partial(take, position)) for position in left]
             found = await cache.get_to([keys[position] for position in left], sinks, deadline_s=left_s)
             # The first chunk not found is missing. Later chunks may be present, and may have been copied already.
-            left = [position for position in left[found + 1 :] if not copies.done[position]]
+            left = [position for position in left[found + 1 :] if not done[position]]
     except Exception as error:
         logger.warning("loading %d chunks failed: %r", len(keys), error)
     finally:
-        await copies.ended()
-    return Ended(copies.done, time.monotonic() - began_s)
+        await _ended(lending)
+    return Ended(done, time.monotonic() - began_s)
+
+
+async def _ended(lending: Lending) -> None:
+    """Wait until no copy is in flight. The cache leaves a copy behind only if the machine hangs in it."""
+    while not lending.take_back(0.0):  # noqa: ASYNC110 - copies end on threads, hardly ever after the call that began them
+        await asyncio.sleep(_POLL_S)

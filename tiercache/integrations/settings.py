@@ -1,11 +1,13 @@
-"""Settings that only vLLM's connector reads, and the warning of the other integrations about them."""
+"""Settings of a cache in an engine: those that each process needs for itself, and those that only vLLM's connector reads."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 from tiercache.config import Config
+from tiercache.control.server import socket_path
 
 _OF_THE_CONNECTOR = (
     "chunk_size",
@@ -17,6 +19,13 @@ _OF_THE_CONNECTOR = (
     "save_unfull_chunk",
 )
 """Settings that an engine decides itself if it hands over whole blocks or pages."""
+
+
+def for_process(config: Config, *ranks: tuple[int, int]) -> Config:
+    """Return `config` with a control socket and shared memory of its own for the process with these (rank, ranks)."""
+    names = {name: getattr(config, name) for name in ("control_socket", "shm_name")}
+    own: dict[str, Any] = {name: str(socket_path(value, *ranks)) for name, value in names.items() if value is not None}
+    return replace(config, **own)
 
 
 def warn_of_unread(config: Config, logger: logging.Logger, whose: str) -> None:

@@ -174,19 +174,26 @@ async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) 
             break
         await store(node, [key], places)
         await asyncio.sleep(2.0)
-    await store(node, keys, places)
-    for directory, tier in [
-        (directory, found) for _, found in file_tiers(node.cache) for directory in found.directories.all
-    ]:
-        place = place_of(directory, places)
-        lowest = _LOWEST_SHARED_FILL if is_followed(tier) else _LOWEST_FILL
-        lowest_bytes = place.cap_bytes * lowest - 3 * FILE_BYTES
+    if _not_full(node, places):
+        await store(node, keys, places)
+    for place in _not_full(node, places):
         found = place.look()
-        if found.occupied_bytes < lowest_bytes and place.disk.free_blocks * 4096 >= 3 * FILE_BYTES:
-            raise Violation(
-                f"{place.disk.root}: {place.cap_bytes} bytes may be used, and no more than {found.occupied_bytes} are: "
-                f"{found.counted_bytes} are counted"
-            )
+        raise Violation(
+            f"{place.disk.root}: {place.cap_bytes} bytes may be used, and no more than {found.occupied_bytes} are: "
+            f"{found.counted_bytes} are counted"
+        )
+
+
+def _not_full(node: Node, places: Sequence[Place]) -> list[Place]:
+    found = []
+    for _, tier in file_tiers(node.cache):
+        lowest = _LOWEST_SHARED_FILL if is_followed(tier) else _LOWEST_FILL
+        for directory in tier.directories.all:
+            place = place_of(directory, places)
+            has_room = place.disk.free_blocks * 4096 >= 3 * FILE_BYTES
+            if has_room and place.look().occupied_bytes < place.cap_bytes * lowest - 3 * FILE_BYTES:
+                found.append(place)
+    return found
 
 
 async def check_reopened(

@@ -270,17 +270,24 @@ class Expected:
     def _losses(self, keys: Sequence[int]) -> tuple[int, ...]:
         """By the server and by each tier: an eviction that is given up must not make up for one elsewhere."""
         lost = 0 if self.server is None else sum(self.server.lost[self.keys[key]] for key in keys)
-        return (lost, *(_evicted(tier) + tier.statistics().corrupt for tier in self.cache.tiers))
+        return (lost, *(_evicted(tier) + _corrupt(tier) for tier in self.cache.tiers))
 
 
 def _evicted(tier: Tier) -> int:
-    """Chunks that were evicted, and those that are being evicted: an elected instance counts them when they are deleted."""
-    leaving = sum(len(directory._leaving) for directory in tier.directories.all) if isinstance(tier, FileTier) else 0
-    return tier.statistics().evicted + leaving
+    """Chunks that were evicted, and those that are being evicted."""
+    if isinstance(tier, FileTier):  # no copy of all its statistics: this is asked at each operation
+        return tier.directories.evicted + sum(len(directory._leaving) for directory in tier.directories.all)
+    return 0 if isinstance(tier, RemoteTier) else tier.statistics().evicted
+
+
+def _corrupt(tier: Tier) -> int:
+    if isinstance(tier, FileTier):
+        return tier.directories.counters.corrupt
+    return tier.counters.corrupt if isinstance(tier, RemoteTier) else tier.statistics().corrupt
 
 
 def _counted_as_lost(writer: TierWriter) -> int:
     """What it has not written, and said so; of a tier on files, also what it wrote and found unreadable later."""
     counters = writer.counters
-    unreadable = 0 if isinstance(writer.tier, RemoteTier) else writer.tier.statistics().corrupt
+    unreadable = 0 if isinstance(writer.tier, RemoteTier) else _corrupt(writer.tier)
     return counters.dropped + counters.skipped + counters.replaced + counters.declined + unreadable

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import xxhash
 
@@ -307,7 +309,7 @@ class Stage:
             values["max_hf3fs_size"] = cap
         if plugins:
             values["remote_storage_plugins"] = ",".join(plugins)
-        return Config.load(environ={}, overrides=values)
+        return _loaded(tuple(values.items()))
 
     def faults(self) -> bool:
         now_s = self.world.now_s
@@ -334,3 +336,8 @@ class Stage:
         self.last_fault_s = self.world.now_s
         if fails:
             self._last_failure_s = self.world.now_s
+
+
+@functools.lru_cache(64)
+def _loaded(values: tuple[tuple[str, Any], ...]) -> Config:
+    return Config.load(environ={}, overrides=dict(values))

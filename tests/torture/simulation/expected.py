@@ -217,6 +217,7 @@ class Expected:
         disturbed = began.callers != self.begun or began.orphans or self.on_device or cpu._order.policy != "LRU"
         # What a prefetch keeps, or has brought since, takes the place of what was used.
         disturbed = disturbed or ahead.held > 0 or self._promoted > 0
+        disturbed = disturbed or bool(self.cache.parts.reader.mapped)  # what is mapped is not promoted
         self._promoted = 0
         if groups is None or disturbed or not cpu.keep or not self._is_open():
             self.recent.clear()

@@ -172,6 +172,11 @@ class File(Inode):
         found = bytes(memoryview(self.data)[offset:end])
         return found if len(found) >= end - offset else found.ljust(end - offset, b"\0")
 
+    def whole(self) -> bytearray:
+        """All bytes. Who keeps a view of them sees what is written there later; the file does not grow meanwhile."""
+        self.data.extend(bytes(self._size - len(self.data)))
+        return self.data
+
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fills as much of `view` as there is."""
         end = offset + view.nbytes

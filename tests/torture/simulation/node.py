@@ -298,9 +298,10 @@ class Node:
 
     def check_reads(self) -> None:
         """Check that each chunk that a tier has read is a hit or kept, unless it was forgotten meanwhile."""
-        if self.calls.device is not None:
+        reader = self.cache.parts.reader
+        if self.calls.device is not None or reader.mapped:  # a lease on what is mapped counts as a read
             return
-        counters = self.cache.parts.reader.counters
+        counters = reader.counters
         read = sum(tier.statistics().reads for tier in self.cache.tiers)
         of_use = sum(counters.hits.values()) - counters.hits[self.cache.cpu.name] + counters.kept
         if read > of_use + self.calls.overtaken:

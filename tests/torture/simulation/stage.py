@@ -16,6 +16,7 @@ import xxhash
 from tests.torture.simulation import remote
 from tests.torture.simulation.coverage import Coverage
 from tests.torture.simulation.files import Disk, FileCalls
+from tests.torture.simulation.fittings import MEMORY
 from tests.torture.simulation.machine import Machine, disks_of, place_of
 from tests.torture.simulation.node import Node
 from tests.torture.simulation.oracle import Truth, Violation
@@ -113,7 +114,7 @@ class Stage:
                     f"{ROOT}/{name}",
                     self.setting.capacity_chunks * FILE_BYTES + _BESIDE_BYTES,
                     self.wall_s,
-                    can_lose_power=self.setting.power and tier != "hf3fs",  # it is no disk of this machine
+                    can_lose_power=self.setting.power and tier not in ("hf3fs", MEMORY),  # no disks of this machine
                 )
 
     def wall_s(self) -> float:
@@ -307,6 +308,8 @@ class Stage:
             values["max_gds_size"] = cap
         if "hf3fs" in setting.tiers:
             values["max_hf3fs_size"] = cap
+        if MEMORY in setting.tiers:
+            values |= {"shared_memory_path": f"{self.disks[MEMORY].root}/kv", "max_shared_memory_size": cap}
         if plugins:
             values["remote_storage_plugins"] = ",".join(plugins)
         return _loaded(tuple(values.items()))

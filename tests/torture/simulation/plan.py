@@ -20,7 +20,6 @@ from tests.torture.simulation.weather import KINDS_OF_DISKS
 from tiercache.core.eviction import POLICIES
 
 CHUNK_BYTES = 4096
-SLOT_BYTES = CHUNK_BYTES
 FILE_BYTES = 2 * 4096
 """A chunk in a file, with its header."""
 

@@ -144,7 +144,7 @@ class Stage:
         self.hash.update(text.encode())
         self.trace.append(text)
 
-    def _heard(self, number: int, line: str) -> None:
+    def heard(self, number: int, line: str) -> None:
         self.note(f"{number}: {line}")
         node = self.nodes.get(number)
         if node is not None and node.state == "open" and self.faults():
@@ -200,12 +200,7 @@ class Stage:
         self.numbers += 1
         process = Process(self.world, self.numbers, self._entered)
         process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
-        node = Node(
-            process, config or self.config(number), self.layout, self.truth, self.keys,
-            lambda line: self._heard(number, line), faults=self.faults, start_may_fail=self._start_may_fail,
-            machine=self.machine,
-            server=self.server, tiers=self.setting.tiers, alone=self.setting.processes == 1, prefix=self.setting.prefix,
-        )  # fmt: skip
+        node = Node(self, number, process, config or self.config(number))
         self.nodes[number] = node
         self.all_nodes.append(node)
         if no_threads_s:
@@ -325,7 +320,7 @@ class Stage:
         """Return False for a second directory that no cache has in its configuration: it is not made anew."""
         return name != "disk2b" or any(node.calls.reaches_all for node in self.nodes.values())
 
-    def _start_may_fail(self) -> bool:
+    def start_may_fail(self) -> bool:
         """A device that is merely full is no reason, nor are those who died or what they left."""
         now_s = self.world.now_s
         if len(self.places) < len(self.disks):

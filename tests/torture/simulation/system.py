@@ -109,7 +109,6 @@ class System:
                 Lock=threads.Lock,
                 RLock=threads.RLock,
                 Event=threads.Event,
-                Condition=threads.Condition,
                 Semaphore=threads.Semaphore,
                 BoundedSemaphore=threads.BoundedSemaphore,
                 local=threads.local,

@@ -79,6 +79,8 @@ class Stage:
         own = setting.fittings.own.partition(":")[0]
         if own:
             importlib.import_module(own)
+        if setting.fittings.device_slots:
+            importlib.import_module("torch")  # within the run it would keep simulated calls of `os` for good
         self.system = System(self.world, self.calls, self._stumble, [own] if own else [])
         self.director = Process(self.world, 1)
         self.nodes: dict[int, Node] = {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pages:
-    """In the place of the shared memory tier's `_Pages`. The file keeps its blocks until the last view is gone."""
+    """Stands in for `_Pages` of the shared memory tier. The file keeps its blocks until the last view is gone."""
 
     __slots__ = ("__array_interface__", "_opened", "_view", "_with_others")
 
@@ -37,7 +37,7 @@ class Pages:
 
 
 class Mappings:
-    """Those of all processes of a machine."""
+    """The mapped files of all processes of a machine."""
 
     def __init__(self, world: World) -> None:
         self.calls: FileCalls

@@ -358,13 +358,6 @@ def test_holes_take_no_room(made: Calls) -> None:
     assert calls.pread(descriptor, 3, 10 * 4096 - 1) == b"\0x\0" and disk.occupied_bytes == 2 * 4096
 
 
-def test_without_direct_io_opening_says_so_and_leaves_the_file_that_was_to_be_made() -> None:
-    calls = FileCalls([Disk(ROOT, MEBIBYTE, direct=False)])
-    with pytest.raises(OSError, match="Invalid argument"):
-        calls.open(f"{ROOT}/a", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-    assert calls.listdir(ROOT) == ["a"]
-
-
 def test_direct_io_wants_whole_blocks(made: Calls) -> None:
     _, calls = made
     descriptor = calls.open(f"{ROOT}/a", os.O_RDWR | os.O_CREAT | os.O_DIRECT)

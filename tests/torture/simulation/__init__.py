@@ -9,7 +9,8 @@ next timer when none can run, so a deadline is exact, and a run that takes too m
 - `disk.py`, `files.py`, `descriptors.py` and `inodes.py` are a file system in memory, which a property test compares
   with a real tmpfs. Each call is a point at which other greenlets may run and a fault may strike. `remote.py` is a
   server in memory.
-- `fittings.py` and `machine.py` are an accelerator, a Weka mount and a 3FS mount with its daemon.
+- `fittings.py` and `machine.py` are an accelerator, a Weka mount, a 3FS mount with its daemon, and shared memory that
+  processes map (`mappings.py`).
 - `plan.py` chooses operations by seed, `happenings.py` and `weather.py` are faults, `calls.py` and `node.py` are
   callers.
 - `oracle.py` and `expected.py` know what may be true after each operation; `works_again.py`, `settling.py` and

@@ -15,6 +15,7 @@ from tiercache.tiers.files.index import RelistingLookup
 from tiercache.tiers.files.scanning import Directory
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.files import RegisteredFiles
+from tiercache.tiers.shared_memory import MappingIO
 
 _SCANNED_S = 5.0
 _TRIMMED_S = 1.0
@@ -25,7 +26,7 @@ it open, which closes it before the next put."""
 _RECOUNTED_S = 30.0
 """How long a process may keep all from writing for the sake of a recount, and a scan."""
 _SWEPT_S = 6.0
-"""How long an instance may keep a file of 3FS or of cuFile open that another one has removed."""
+"""How long an instance may keep a file of 3FS or of cuFile open, or mapped, that another one has removed."""
 _LOWEST_FILL, _LOWEST_SHARED_FILL = 31 / 32, 0.85
 _PUTS_IN_QUIET = 12
 """A full directory may count a 32nd of the cap more than there is, and a shared one what its instances have reserved and do
@@ -138,8 +139,8 @@ async def _swept(node: Node) -> None:
 
 
 def _keeps_files_open(node: Node) -> bool:
-    tiers = [tier for _, tier in file_tiers(node.cache)]
-    return any(isinstance(getattr(tier.directories.io, "files", None), RegisteredFiles) for tier in tiers)
+    backends = [tier.directories.io for _, tier in file_tiers(node.cache)]
+    return any(isinstance(io, MappingIO) or isinstance(getattr(io, "files", None), RegisteredFiles) for io in backends)
 
 
 async def _read(node: Node, key: int, *, there: bool) -> None:
@@ -174,19 +175,26 @@ async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) 
             break
         await store(node, [key], places)
         await asyncio.sleep(2.0)
-    await store(node, keys, places)
-    for directory, tier in [
-        (directory, found) for _, found in file_tiers(node.cache) for directory in found.directories.all
-    ]:
-        place = place_of(directory, places)
-        lowest = _LOWEST_SHARED_FILL if is_followed(tier) else _LOWEST_FILL
-        lowest_bytes = place.cap_bytes * lowest - 3 * FILE_BYTES
+    if _not_full(node, places):
+        await store(node, keys, places)
+    for place in _not_full(node, places):
         found = place.look()
-        if found.occupied_bytes < lowest_bytes and place.disk.free_blocks * 4096 >= 3 * FILE_BYTES:
-            raise Violation(
-                f"{place.disk.root}: {place.cap_bytes} bytes may be used, and no more than {found.occupied_bytes} are: "
-                f"{found.counted_bytes} are counted"
-            )
+        raise Violation(
+            f"{place.disk.root}: {place.cap_bytes} bytes may be used, and no more than {found.occupied_bytes} are: "
+            f"{found.counted_bytes} are counted"
+        )
+
+
+def _not_full(node: Node, places: Sequence[Place]) -> list[Place]:
+    found = []
+    for _, tier in file_tiers(node.cache):
+        lowest = _LOWEST_SHARED_FILL if is_followed(tier) else _LOWEST_FILL
+        for directory in tier.directories.all:
+            place = place_of(directory, places)
+            has_room = place.disk.free_blocks * 4096 >= 3 * FILE_BYTES
+            if has_room and place.look().occupied_bytes < place.cap_bytes * lowest - 3 * FILE_BYTES:
+                found.append(place)
+    return found
 
 
 async def check_reopened(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.torture.simulation.device_calls import DeviceCalls
-from tests.torture.simulation.expected import Expected
-from tests.torture.simulation.oracle import Truth, Violation
+from tests.torture.simulation.oracle import Violation
 from tests.torture.simulation.plan import Operation
-from tiercache.cache import TierCache
-from tiercache.config import Config
 from tiercache.memory.slots import Lease
+
+if TYPE_CHECKING:
+    from tests.torture.simulation.node import Node
 
 
 class Source(Exception):
@@ -24,21 +23,11 @@ class Source(Exception):
 class Calls:
     """One method for each kind of operation. Each says what became of it."""
 
-    def __init__(
-        self,
-        cache: TierCache,
-        config: Config,
-        truth: Truth,
-        keys: list[bytes],
-        expected: Expected,
-        *,
-        is_open: Callable[[], bool],
-        faults: Callable[[], bool],
-    ) -> None:
-        self.cache = cache
-        self.truth = truth
-        self.keys = keys
-        self.expected = expected
+    def __init__(self, node: Node) -> None:
+        self.cache = node.cache
+        self.truth = node.stage.truth
+        self.keys = node.stage.keys
+        self.expected = node.expected
         self.device: DeviceCalls | None = None
         self.leases: set[Lease] = set()
         self.handles: list[Any] = []
@@ -47,20 +36,19 @@ class Calls:
         """Whether its tiers are all there are; else what it forgets may lie in another one."""
         self.overtaken = 0
         """Reads that a forget may have met."""
-        self._config = config
-        self._is_open = is_open
-        self._faults = faults
+        self._node = node
 
     def limit_s(self, operation: Operation) -> float:
         values = operation.values
         if operation.kind == "lookup":
-            return self._config.lookup_timeout_ms / 1000
+            return self._node.config.lookup_timeout_ms / 1000
         if operation.kind in ("statistics", "clear_hot", "prefetch", "cancel_prefetch"):
             return 0.0
         if operation.kind == "flush":
             return float(values["timeout_s"])
-        limit_s = float(values.get("deadline_s", self._config.blocking_timeout_secs)) + float(values.get("for_s", 0.0))
-        if values.get("memory", "host") != "host" and self._faults():
+        deadline_s = values.get("deadline_s", self._node.config.blocking_timeout_secs)
+        limit_s = float(deadline_s) + float(values.get("for_s", 0.0))
+        if values.get("memory", "host") != "host" and self._node.stage.faults():
             limit_s += DeviceCalls.longest_s
         return limit_s
 
@@ -146,7 +134,7 @@ class Calls:
                     self.leases.add(lease)
                     self.truth.check(key, lease.view, floor)
             await asyncio.sleep(operation.values["for_s"] if held else 0.0)
-            if self._is_open():  # a lease ends with its cache
+            if self._node.is_open:  # a lease ends with its cache
                 for key, floor, lease in held:
                     self.truth.check(key, lease.view, floor)
         finally:

@@ -34,7 +34,7 @@ class Coverage:
 
     def end(self, cache: TierCache) -> None:
         """What a cache has counted in its life."""
-        if not hasattr(cache, "_reader"):
+        if cache._parts is None:
             return  # its start had not come so far
         states = self.states
         reader = cache.parts.reader.counters

@@ -73,6 +73,11 @@ class DescriptorCalls:
         opened, _ = self._use("dup", fd)
         return self._table.add(Opened(opened.disk, opened.inode, opened.path, opened.flags))
 
+    def opened_to_map(self, fd: int) -> Opened:
+        """Another one of its file, for mmap(2): it outlives the descriptor."""
+        opened, _ = self._use("mmap", fd)
+        return Opened(opened.disk, opened.inode, opened.path, os.O_RDONLY)
+
     def ioctl(self, fd: int, *arguments: object) -> bytes:
         """One that its file system answers, with zeroes."""
         self._use("ioctl", fd)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.torture.simulation.inodes import File, Inode, failure
+from tests.torture.simulation.inodes import BLOCK_BYTES, File, Inode, failure
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -156,7 +156,7 @@ class Opened:
 
     def _require_aligned(self, together: int) -> None:
         """Offset and lengths, all their bits in one number."""
-        if together & (self.disk.block_bytes - 1):
+        if together & (BLOCK_BYTES - 1):
             raise failure(errno.EINVAL)
 
 

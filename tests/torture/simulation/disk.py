@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import xxhash
 
-from tests.torture.simulation.inodes import Directory, File, Inode, Link, failure
+from tests.torture.simulation.inodes import BLOCK_BYTES, Directory, File, Inode, Link, failure
 from tests.torture.simulation.journal import Journal, Naming
 
 _MOST_LINKS = 40
@@ -22,7 +22,7 @@ class Disk:
     """A file system in memory, mounted at `root`: an absolute path that does not exist for real.
 
     Everything is as for the superuser, on a mount with noatime. Names are listed in the order in which they were made.
-    `direct`: whether it takes O_DIRECT. A directory takes one block, and a file one for each that was written or reserved.
+    It takes O_DIRECT. A directory takes one block, and a file one for each that was written or reserved.
     `now` tells the time in seconds. Nothing here calls `before`: these are the effects of system calls, not the calls.
 
     Set `can_lose_power` before anything is written if there is to be a `cut_power`: it costs a copy of what was synced.
@@ -33,16 +33,12 @@ class Disk:
         root: str,
         capacity_bytes: int,
         now: Callable[[], float] = lambda: 0.0,
-        block_bytes: int = 4096,
-        direct: bool = True,
         *,
         can_lose_power: bool = False,
     ) -> None:
         self.root = root.rstrip("/")
         self.now = now
-        self.block_bytes = block_bytes
-        self.block_count = capacity_bytes // block_bytes
-        self.direct = direct
+        self.block_count = capacity_bytes // BLOCK_BYTES
         self.can_lose_power = can_lose_power
         self.device = 1 << 24 | zlib.crc32(self.root.encode()) & 0xFFFFFF
         self.used_blocks = 0
@@ -70,12 +66,12 @@ class Disk:
 
     @property
     def occupied_bytes(self) -> int:
-        return self.used_blocks * self.block_bytes
+        return self.used_blocks * BLOCK_BYTES
 
     def occupy(self, length_bytes: int) -> None:
         """Let files of another program take this much space from now on, or all that is free."""
         self.foreign_blocks = 0
-        self.foreign_blocks = min(length_bytes // self.block_bytes, self.free_blocks)
+        self.foreign_blocks = min(length_bytes // BLOCK_BYTES, self.free_blocks)
 
     def remove_all(self, path: str) -> None:
         """rm -rf of what is in that directory, if it is there."""

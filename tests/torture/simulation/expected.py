@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.torture.simulation.deletions import Deletions
 from tests.torture.simulation.oracle import Violation
 from tests.torture.simulation.plan import Operation
-from tiercache.cache import TierCache
 from tiercache.core.breaker import BreakerState
 from tiercache.tiers.cpu import StagingTier
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteTier
 
 if TYPE_CHECKING:
-    from tests.torture.simulation.remote import Server
+    from tests.torture.simulation.node import Node
     from tiercache.memory.slots import Lease
     from tiercache.scheduler.writer import TierWriter
     from tiercache.tiers.base import Tier
@@ -57,25 +56,16 @@ class Began:
 class Expected:
     """Of one cache. `begun` and `running` count its callers."""
 
-    def __init__(
-        self,
-        cache: TierCache,
-        keys: list[bytes],
-        *,
-        server: Server | None,
-        alone: bool,
-        prefix: int,
-        is_open: Callable[[], bool],
-        faults: Callable[[], bool],
-    ) -> None:
-        self.cache = cache
-        self.keys = keys
-        self.server = server
-        self.alone = alone
+    def __init__(self, node: Node) -> None:
+        stage = node.stage
+        self.cache = node.cache
+        self.keys = stage.keys
+        self.server = stage.server
+        self.alone = stage.setting.processes == 1
         """Whether no other process uses the same files."""
         self.on_device = False
         """Whether callers use device memory."""
-        self.deletions = Deletions(cache, keys)
+        self.deletions = Deletions(node.cache, stage.keys)
         self.running = 0
         self.begun = 0
         self.forgets: Counter[int] = Counter()
@@ -83,9 +73,8 @@ class Expected:
         """The latest put of each key that stored it, and that no forget has followed."""
         self.recent: list[tuple[int, ...]] = []
         """Prefixes that were stored or read last, the latest last, with nobody else about."""
-        self._prefix = prefix
-        self._is_open = is_open
-        self._faults = faults
+        self._prefix = stage.setting.prefix
+        self._node = node
         self._promoted = 0
         """Chunks that prefetches began to promote since prefixes were last added to `recent`."""
         self._flown: dict[bytes, float] = {}
@@ -145,7 +134,7 @@ class Expected:
 
     def check_stored(self, began: Began, stored: int) -> None:
         """A put stores everything, or finds no room until its deadline, or is overtaken by a forget."""
-        if not self._is_open() or sum(self.forgets[key] for key in began.keys) != began.forgets:
+        if not self._node.is_open or sum(self.forgets[key] for key in began.keys) != began.forgets:
             return
         if stored >= len(set(began.keys)):
             if stored == len(began.keys):  # else one that is named twice may be counted for another
@@ -165,7 +154,7 @@ class Expected:
         now_s = asyncio.get_running_loop().time()
         # Where others wait for memory, a tier is not waited for.
         until_s = min(began.until_s, began.waited_from_s + _PATIENCE_S)
-        if found >= began.there or now_s >= until_s - 1e-6 or not self._is_open() or self._faults():
+        if found >= began.there or now_s >= until_s - 1e-6 or not self._node.is_open or self._node.stage.faults():
             return
         if sum(self.forgets[key] for key in began.keys) != began.forgets or self._losses(began.keys) != began.losses:
             return
@@ -179,7 +168,7 @@ class Expected:
         if not self.alone or not self._knows(writer.tier):
             return
         is_remote = isinstance(writer.tier, RemoteTier)
-        if self._faults() and not is_remote:
+        if self._node.stage.faults() and not is_remote:
             return
         place = self.cache.parts.fan_out.writers.index(writer)
         missing = []
@@ -208,7 +197,7 @@ class Expected:
             return
         hot = [cpu.contains(self.keys[key]) for key in began.keys]
         whole = began.keys[0] % self._prefix == 0
-        if whole and began.callers == self.begun and cpu.keep and self._is_open() and any(hot) and not hot[0]:
+        if whole and began.callers == self.begun and cpu.keep and self._node.is_open and any(hot) and not hot[0]:
             raise Violation(f"the head of a prefix that was just stored is not hot: {hot}")
 
     def used(self, began: Began, groups: list[tuple[int, ...]] | None) -> None:
@@ -217,8 +206,9 @@ class Expected:
         disturbed = began.callers != self.begun or began.orphans or self.on_device or cpu._order.policy != "LRU"
         # What a prefetch keeps, or has brought since, takes the place of what was used.
         disturbed = disturbed or ahead.held > 0 or self._promoted > 0
+        disturbed = disturbed or bool(self.cache.parts.reader.mapped)  # what is mapped is not promoted
         self._promoted = 0
-        if groups is None or disturbed or not cpu.keep or not self._is_open():
+        if groups is None or disturbed or not cpu.keep or not self._node.is_open:
             self.recent.clear()
             return
         self.recent += groups
@@ -270,17 +260,24 @@ class Expected:
     def _losses(self, keys: Sequence[int]) -> tuple[int, ...]:
         """By the server and by each tier: an eviction that is given up must not make up for one elsewhere."""
         lost = 0 if self.server is None else sum(self.server.lost[self.keys[key]] for key in keys)
-        return (lost, *(_evicted(tier) + tier.statistics().corrupt for tier in self.cache.tiers))
+        return (lost, *(_evicted(tier) + _corrupt(tier) for tier in self.cache.tiers))
 
 
 def _evicted(tier: Tier) -> int:
-    """Chunks that were evicted, and those that are being evicted: an elected instance counts them when they are deleted."""
-    leaving = sum(len(directory._leaving) for directory in tier.directories.all) if isinstance(tier, FileTier) else 0
-    return tier.statistics().evicted + leaving
+    """Chunks that were evicted, and those that are being evicted."""
+    if isinstance(tier, FileTier):  # no copy of all its statistics: this is asked at each operation
+        return tier.directories.evicted + sum(len(directory._leaving) for directory in tier.directories.all)
+    return 0 if isinstance(tier, RemoteTier) else tier.statistics().evicted
+
+
+def _corrupt(tier: Tier) -> int:
+    if isinstance(tier, FileTier):
+        return tier.directories.counters.corrupt
+    return tier.counters.corrupt if isinstance(tier, RemoteTier) else tier.statistics().corrupt
 
 
 def _counted_as_lost(writer: TierWriter) -> int:
     """What it has not written, and said so; of a tier on files, also what it wrote and found unreadable later."""
     counters = writer.counters
-    unreadable = 0 if isinstance(writer.tier, RemoteTier) else writer.tier.statistics().corrupt
+    unreadable = 0 if isinstance(writer.tier, RemoteTier) else _corrupt(writer.tier)
     return counters.dropped + counters.skipped + counters.replaced + counters.declined + unreadable

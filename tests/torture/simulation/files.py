@@ -12,7 +12,7 @@ from tests.torture.simulation.descriptor_calls import Before, DescriptorCalls
 from tests.torture.simulation.descriptors import FIRST_DESCRIPTOR, Opened, Torn
 from tests.torture.simulation.disk import Disk
 from tests.torture.simulation.entries import FoundEntries, FoundEntry
-from tests.torture.simulation.inodes import Directory, File, Inode, Link, failure
+from tests.torture.simulation.inodes import BLOCK_BYTES, Directory, File, Inode, Link, failure
 
 __all__ = ["Disk", "FileCalls", "Torn"]
 
@@ -67,7 +67,7 @@ class FileCalls(DescriptorCalls):
             raise failure(errno.ENOTDIR, name)
         elif isinstance(inode, Link):
             raise failure(errno.ELOOP, name)
-        if flags & os.O_DIRECT and not (disk.direct and isinstance(inode, File)):
+        if flags & os.O_DIRECT and not isinstance(inode, File):
             raise failure(errno.EINVAL, name)  # a file that was to be made, is made all the same, as in Linux
         if flags & os.O_TRUNC and isinstance(inode, File):
             inode.truncate(0)
@@ -228,7 +228,7 @@ class FileCalls(DescriptorCalls):
 
     def statvfs(self, path: Name | int) -> os.statvfs_result:
         disk = self._inode("statvfs", path, None, True).disk
-        free, block = disk.free_blocks, disk.block_bytes
+        free, block = disk.free_blocks, BLOCK_BYTES
         return os.statvfs_result(
             (block, block, disk.block_count, free, free, 1 << 30, 1 << 29, 1 << 29, 0, 255, disk.device)
         )

@@ -15,6 +15,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import DeviceIO
 from tiercache.tiers.hf3fs.tier import RingIO
+from tiercache.tiers.shared_memory import MappingIO
 
 
 def check_fittings(cache: TierCache) -> None:
@@ -37,6 +38,14 @@ def check_fittings(cache: TierCache) -> None:
         io = tier.directories.io if isinstance(tier, FileTier) else None
         if isinstance(io, DeviceIO) and (files := io.files) is not None:
             kept[f"pinned buffers of {tier.name}"] = files._threads - files._buffers.qsize()
+        if isinstance(io, MappingIO):
+            entries = list(io.mappings._entries.values())
+            uncounted_bytes = io.mappings.mapped_bytes - sum(entry.length_bytes for entry in entries)
+            kept |= {
+                f"leases on what {tier.name} has mapped": sum(entry.leases > 0 for entry in entries),
+                f"bytes that {tier.name} has mapped and does not find": uncounted_bytes,
+                f"bytes without a name that {tier.name} has mapped": io.mappings.unlinked_bytes,
+            }
         if isinstance(io, RingIO) and io.engine is not None:
             engine = io.engine
             unheard = engine.library.client.unheard  # each costs its place until the rings are made anew

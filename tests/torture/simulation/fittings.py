@@ -1,4 +1,4 @@
-"""Parts of a simulated machine besides a disk: an accelerator, a mount of Weka or 3FS, a third party's tier."""
+"""Parts of a simulated machine besides a disk: an accelerator, a mount of Weka, 3FS or tmpfs, a third party's tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from tests.torture.simulation.weather import KINDS_OF_SERVERS
 KINDS_OF_DEVICES = ("refuses", "slow", "hung", "lost")
 KINDS_OF_RINGS = ("eio", "slow", "hung", "full", "dead", "ring-error", "ring-short", "late", "silent", "stuck")
 KINDS_OF_OWN = ("refused", "unavailable", "lost-answer", "slow", "hung")
-KINDS_BY_PLACE = {"remote": KINDS_OF_SERVERS, "gpu": KINDS_OF_DEVICES, "hf3fs": KINDS_OF_RINGS, "own": KINDS_OF_OWN}
+KINDS_OF_MEMORY = ("full", "no-memory", "slow", "hung")
+MEMORY = "shared_memory"
+"""The tier, and the place where its tmpfs is mounted."""
+KINDS_BY_PLACE = {
+    "remote": KINDS_OF_SERVERS, "gpu": KINDS_OF_DEVICES, "hf3fs": KINDS_OF_RINGS, "own": KINDS_OF_OWN,
+    MEMORY: KINDS_OF_MEMORY,
+}  # fmt: skip
 
 _TIERS = (
     ("weka",),
@@ -23,7 +29,10 @@ _TIERS = (
     ("hf3fs",),
     ("disk", "hf3fs"),
 )
-SHARED = frozenset({"weka", "gds", "hf3fs"})
+_MEMORY_TIERS = ((MEMORY,), (MEMORY,), (MEMORY, "disk"), (MEMORY, "remote"))
+_WITH_MEMORY = frozenset({4, 16, 17, 20})
+"""Seeds with these remainders by 31 have a shared memory tier. None of seeds.txt had one when it came."""
+SHARED = frozenset({"weka", "gds", "hf3fs", MEMORY})
 """Of which several processes may use one directory."""
 
 
@@ -49,6 +58,11 @@ class Fittings:
 def tiers_of(chance: random.Random) -> tuple[str, ...]:
     """The tiers of a setting in which something of all this takes part."""
     return chance.choice(_TIERS)
+
+
+def memory_tiers_of(seed: int) -> tuple[str, ...] | None:
+    """The tiers of a setting with shared memory, for the seeds that have it."""
+    return random.Random(f"shared memory {seed}").choice(_MEMORY_TIERS) if seed % 31 in _WITH_MEMORY else None
 
 
 def fittings_of(chance: random.Random, tiers: tuple[str, ...]) -> Fittings:

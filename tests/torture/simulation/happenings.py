@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 
+from tests.torture.simulation.fittings import MEMORY
+from tests.torture.simulation.machine import place_of
 from tests.torture.simulation.plan import FILE_BYTES, Operation
 from tests.torture.simulation.stage import Stage
 
@@ -69,8 +71,8 @@ class Happenings:
             node.others_deleted(keys)
 
     async def spoil(self, operation: Operation) -> None:
-        """Files can be read no more."""
-        for place in self.stage.of_files:
+        """Files can be read no more, but for those in memory."""
+        for place in [each for each in self.stage.of_files if place_of(each.disk) != MEMORY]:
             spoilt = self.stage.weather_of[place.disk].spoilt
             for file in place.look().chunks.values():
                 if self.stage.world.chance.random() < operation.values["share"]:
@@ -100,6 +102,8 @@ class Happenings:
         for disk in self.stage.disks.values():
             if disk.can_lose_power:
                 disk.cut_power(self.stage.world.chance)
+            elif place_of(disk) == MEMORY:
+                disk.remove_all(disk.root)
         self.stage.machine.cut_power()
         for place in self.stage.places.values():
             place.is_certain = False

@@ -31,7 +31,6 @@ _VIRTUAL = "3fs-virt"
 _SERVES_S = 60e-6
 _SLOW_S = 0.05
 _LATE_S = 15.0
-_STATES = ("dead",)
 
 
 class RingWeather(Weather):

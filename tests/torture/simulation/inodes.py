@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.torture.simulation.descriptors import Opened
     from tests.torture.simulation.disk import Disk
 
+BLOCK_BYTES = 4096
 SECTOR_BYTES = 512
 """What a device writes whole or not at all. A block that was being written has both contents, cut at a multiple of this."""
 
@@ -74,7 +75,7 @@ class Inode:
                     self.mode, self.number, self.disk.device, self.links, self.uid, self.gid, self.size,
                     atime_ns // 1_000_000_000, mtime_ns // 1_000_000_000, ctime_ns // 1_000_000_000,
                     atime_ns / 1e9, mtime_ns / 1e9, ctime_ns / 1e9, atime_ns, mtime_ns, ctime_ns,
-                    self.disk.block_bytes, self.block_count * self.disk.block_bytes // 512, 0,
+                    BLOCK_BYTES, self.block_count * BLOCK_BYTES // 512, 0,
                 )
             )  # fmt: skip
         return self.shown
@@ -103,7 +104,7 @@ class Directory(Inode):
 
     @property
     def size(self) -> int:
-        return self.disk.block_bytes
+        return BLOCK_BYTES
 
     @property
     def block_count(self) -> int:
@@ -171,6 +172,11 @@ class File(Inode):
         end = min(offset + length, self._size)
         found = bytes(memoryview(self.data)[offset:end])
         return found if len(found) >= end - offset else found.ljust(end - offset, b"\0")
+
+    def whole(self) -> bytearray:
+        """All bytes. Who keeps a view of them sees what is written there later; the file does not grow meanwhile."""
+        self.data.extend(bytes(self._size - len(self.data)))
+        return self.data
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fills as much of `view` as there is."""
@@ -244,20 +250,19 @@ class File(Inode):
         before, self.synced = self.synced, None
         if before is None:
             return
-        block_bytes = self.disk.block_bytes
         size = chance.choice((before.size, self._size))
         data, blocks = bytearray(), 0
-        for number in range((size + block_bytes - 1) // block_bytes):
-            start, bit = number * block_bytes, 1 << number
+        for number in range((size + BLOCK_BYTES - 1) // BLOCK_BYTES):
+            start, bit = number * BLOCK_BYTES, 1 << number
             if not (before.blocks | self.blocks) & bit:
-                data += bytes(block_bytes)
+                data += bytes(BLOCK_BYTES)
                 continue
-            old = before.data[start : start + block_bytes].ljust(block_bytes, b"\0")
-            new = bytes(self.data[start : start + block_bytes]).ljust(block_bytes, b"\0")
-            cut = SECTOR_BYTES * chance.randrange(1, block_bytes // SECTOR_BYTES)
+            old = before.data[start : start + BLOCK_BYTES].ljust(BLOCK_BYTES, b"\0")
+            new = bytes(self.data[start : start + BLOCK_BYTES]).ljust(BLOCK_BYTES, b"\0")
+            cut = SECTOR_BYTES * chance.randrange(1, BLOCK_BYTES // SECTOR_BYTES)
             outcomes = [new, old, new[:cut] + old[cut:]]
             if not before.rewritable & bit:
-                outcomes += [bytes(block_bytes), new[:cut].ljust(block_bytes, b"\0")]
+                outcomes += [bytes(BLOCK_BYTES), new[:cut].ljust(BLOCK_BYTES, b"\0")]
             data += chance.choice(outcomes)
             blocks |= bit
         self.data, self._size, self.blocks = data[:size], size, blocks
@@ -265,8 +270,8 @@ class File(Inode):
         self.shown = None
 
     def _span(self, offset: int, length: int) -> int:
-        first = offset // self.disk.block_bytes
-        last = (offset + length - 1) // self.disk.block_bytes
+        first = offset // BLOCK_BYTES
+        last = (offset + length - 1) // BLOCK_BYTES
         return ((2 << (last - first)) - 1) << first
 
     def _allocate(self, offset: int, length: int) -> int:
@@ -287,7 +292,7 @@ class File(Inode):
             fits |= lowest
             rest ^= lowest
         first_missing = (rest & -rest).bit_length() - 1
-        return fits, max(0, min(length, first_missing * self.disk.block_bytes - offset))
+        return fits, max(0, min(length, first_missing * BLOCK_BYTES - offset))
 
     def _put(self, view: memoryview, offset: int) -> None:
         data = self.data

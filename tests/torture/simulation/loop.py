@@ -75,7 +75,7 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         self._running = False
         self._closed = False
         self._stopping = False
-        self.after_each: Callable[[], None] = _nothing
+        self.after_each: Callable[[], None] | None = None
         """Called after each callback."""
         self._shuffle: random.Random | None = world.chance if world.seed % _SHUFFLED == _SHUFFLED - 1 else None
 
@@ -126,7 +126,8 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
                     handle._context.run(callback, *handle._arguments)
                 except Exception as error:
                     self.call_exception_handler({"message": f"Exception in callback {callback!r}", "exception": error})
-                self.after_each()
+                if self.after_each is not None:
+                    self.after_each()
             if others:
                 world.wake(self.strand)
                 world.wait()
@@ -230,10 +231,6 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("Event loop is closed")
-
-
-def _nothing() -> None:
-    """Who watches a loop takes its place."""
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

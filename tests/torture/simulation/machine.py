@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.torture.simulation import own
 from tests.torture.simulation.cufile import make_kvikio
+from tests.torture.simulation.fittings import MEMORY
 from tests.torture.simulation.hf3fs_daemon import Daemon, RingWeather
+from tests.torture.simulation.mappings import Mappings
 from tests.torture.simulation.own import make_own
 from tests.torture.simulation.plan import FILE_BYTES, Setting, places_of
 from tests.torture.simulation.process import Process
@@ -45,6 +47,12 @@ _TOP_LEVELS, _EVERY_TOP_LEVEL = 16, 1 / 16
 a seed. Some seeds do it."""
 
 
+_MOST_MAPPINGS = 24
+"""Of a process: some caps allow more chunks."""
+_REFRESH_S = 1.0
+"""To list shared memory ten times a second would be most of a seed."""
+
+
 class Machine:
     """One for a run. Processes come and go on it."""
 
@@ -55,12 +63,13 @@ class Machine:
         self.weathers = {place: make_weather(world, place, self) for place in places_of(setting)}
         self.twins: dict[Process, SimulatedTwin] = {}
         self.memory = SharedMemory(f"{ROOT}/shm", now)
+        self.mappings = Mappings(world)
         self.daemon: Daemon | None = None
         every = random.Random(f"top levels {world.seed}").random() < _EVERY_TOP_LEVEL
         self._top_levels = TOP_LEVELS if every else TOP_LEVELS[:_TOP_LEVELS]
 
     def attach(self, calls: FileCalls, disks: Mapping[str, Disk]) -> None:
-        self.memory.calls = calls
+        self.memory.calls = self.mappings.calls = calls
         if "hf3fs" in disks:
             weather = self.weathers["hf3fs"]
             assert isinstance(weather, RingWeather)
@@ -113,6 +122,9 @@ class Machine:
                 "fcntl",
                 Stand(sys.modules["tiercache.memory.arena"].fcntl, fcntl=self.memory.fcntl),
             ),
+            ("tiercache.tiers.shared_memory", "_Pages", self.mappings.map),
+            ("tiercache.tiers.shared_memory", "max_mappings", lambda: _MOST_MAPPINGS),
+            ("tiercache.tiers.shared_memory", "_REFRESH_S", _REFRESH_S),
             ("tiercache.tiers.hf3fs.ring", "SHM_DIRECTORY", self.memory.path),
             ("tiercache.tiers.hf3fs.ring", "tempfile", Stand(tempfile, mkstemp=self.memory.mkstemp)),
         ]
@@ -134,6 +146,7 @@ class Machine:
     def die(self, process: Process) -> None:
         """What it had of this goes with it."""
         self.twins.pop(process, None)
+        self.mappings.die(process)
         if self.daemon is not None:
             self.daemon.forget(process)
 
@@ -156,7 +169,7 @@ class Machine:
 
     def left_by(self, process: Process) -> dict[str, Any]:
         """What a process that has closed its cache still holds."""
-        left: dict[str, Any] = {}
+        left: dict[str, Any] = {"mapped files": self.mappings.of(process)}
         if (twin := self.twins.get(process)) is not None and not twin.is_lost:
             left["pinned memory"] = twin.pinned
         if self.daemon is not None and (client := self.daemon.clients.get(process)) is not None:
@@ -175,6 +188,8 @@ class Machine:
         found = [Mount("/", "ext4")]
         if "weka" in self.setting.tiers:
             found.append(Mount(f"{ROOT}/weka", WEKAFS))
+        if MEMORY in self.setting.tiers:
+            found.append(Mount(f"{ROOT}/{MEMORY}", "tmpfs"))
         return found
 
     def _make_twin(self, total_bytes: int) -> SimulatedTwin:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +12,17 @@ from tests.torture.simulation.calls import Calls
 from tests.torture.simulation.device_calls import DeviceCalls
 from tests.torture.simulation.expected import Expected
 from tests.torture.simulation.fitting_checks import check_fittings, watch_errors
-from tests.torture.simulation.machine import Machine
-from tests.torture.simulation.oracle import Truth, Violation, check_idle, check_memory
+from tests.torture.simulation.oracle import Violation, check_idle, check_memory
 from tests.torture.simulation.plan import CHUNK_BYTES, Operation
 from tests.torture.simulation.process import Process
 from tests.torture.simulation.watch import Watch
 from tiercache.cache import TierCache
 from tiercache.config import Config
-from tiercache.core.breaker import BreakerState
-from tiercache.core.layout import Layout
 from tiercache.errors import CacheClosed, ConfigError, DeviceError, TierCacheError, TierUnavailable
 from tiercache.lifecycle import DEVICE_S, FILE_SYSTEMS_S
 
 if TYPE_CHECKING:
-    from tests.torture.simulation.remote import Server
+    from tests.torture.simulation.stage import Stage
     from tiercache.scheduler.writer import FlushReport
 
 _SLACK_S = 0.005
@@ -36,11 +33,10 @@ _START_S = 5.0
 """What a start may take besides the times of its tiers."""
 _CLEANUP_S = 0.2
 """How long a put waits that is made in the clean-up of a cancelled caller."""
+_UNMAPPED_S = 0.1
+"""When a thread has unmapped what was leased until now."""
 _CLOSE_S = 1.2
 """What a close may take beyond its time-out: half a second for what hangs, and the same for what it leaves behind."""
-
-Note = Callable[[str], None]
-
 
 _REMEMBER = frozenset({"put", "put_many", "put_prefix", "get", "get_into", "warm", "lookup", "flush", "statistics"})
 """Operations that leave what was used just before them where it is."""
@@ -49,43 +45,19 @@ _REMEMBER = frozenset({"put", "put_many", "put_prefix", "get", "get_into", "warm
 class Node:
     """Lives as long as its process; made anew after it."""
 
-    def __init__(
-        self,
-        process: Process,
-        config: Config,
-        layout: Layout,
-        truth: Truth,
-        keys: list[bytes],
-        note: Note,
-        *,
-        faults: Callable[[], bool],
-        start_may_fail: Callable[[], bool],
-        server: Server | None,
-        tiers: Sequence[str],
-        alone: bool,
-        prefix: int,
-        machine: Machine,
-    ) -> None:
+    def __init__(self, stage: Stage, number: int, process: Process, config: Config) -> None:
+        self.stage = stage
+        self.number = number
         self.process = process
-        self.truth = truth
-        self.keys = keys
+        self.config = config
+        self.truth = stage.truth
+        self.keys = stage.keys
         self.state = "starting"
-        self.cache = TierCache(config, layout)
+        self.cache = TierCache(config, stage.layout)
         self.counts: Counter[str] = Counter()
         self.failure: BaseException | None = None
-        self.config = config
-        self._tier_names = tiers
-        self._note = note
-        self._faults = faults
-        """Whether something has gone wrong outside of late, so that an error is no surprise."""
-        self._start_may_fail = start_may_fail
-        self._opened: dict[str, tuple[int, float]] = {}
-        """How often breakers of writes were seen to open, and when that was last seen to be less."""
-        self.expected = Expected(
-            self.cache, keys, server=server, alone=alone, prefix=prefix, is_open=self._is_open, faults=faults
-        )
-        self.calls = Calls(self.cache, config, truth, keys, self.expected, is_open=self._is_open, faults=faults)
-        self._machine = machine
+        self.expected = Expected(self)
+        self.calls = Calls(self)
         self._stop = asyncio.Event()
         self._close_s: float | None = None
         self._cancel_close_s: float | None = None
@@ -98,22 +70,22 @@ class Node:
     async def main(self) -> None:
         """Open, serve until `stop`, close."""
         loop = asyncio.get_running_loop()
-        limit_s = FILE_SYSTEMS_S + DEVICE_S + 30.0 * len(self._tier_names) + _START_S
+        limit_s = FILE_SYSTEMS_S + DEVICE_S + 30.0 * len(self.stage.setting.tiers) + _START_S
         late = loop.call_later(limit_s, lambda: self._fail(Violation(f"start takes more than {limit_s:.0f} s")))
-        may_fail = self._start_may_fail()  # another process may set its directories up meanwhile
+        may_fail = self.stage.start_may_fail()  # another process may set its directories up meanwhile
         try:
             await self.cache.start()
         except ConfigError as error:
-            self._note(f"start failed: {error}")
+            self.stage.heard(self.number, f"start failed: {error}")
             self.state = "failed"
-            if not (may_fail or self._start_may_fail()):
+            if not (may_fail or self.stage.start_may_fail()):
                 raise Violation(f"the cache does not start, though nothing fails: {error}") from error
             return
         finally:
             late.cancel()
         watch_errors(self.cache.tiers, self._fail)
         self.expected.watch_reads()
-        if (twin := self._machine.twins.get(self.process)) is not None:
+        if (twin := self.stage.machine.twins.get(self.process)) is not None:
             self.calls.device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
             self.expected.on_device = True
         self.state = "open"
@@ -130,9 +102,12 @@ class Node:
         self.calls.handles.clear()
         if self.calls.device is not None:
             self.calls.device.close()
+        if self.cache.parts.reader.mapped:
+            await asyncio.sleep(_UNMAPPED_S)
         self.state = "closed"
 
-    def _is_open(self) -> bool:
+    @property
+    def is_open(self) -> bool:
         return self.state == "open"
 
     async def on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -180,7 +155,7 @@ class Node:
             raise Violation(f"close: expected {limit_s + _CLOSE_S:.3f} s at most, took {took_s:.3f} s")
         if closing.cancelled() is not was_cancelled:
             raise Violation(f"close: was cancelled: {was_cancelled}, ended cancelled: {closing.cancelled()}")
-        self._note("closed" if was_cancelled else f"closed: {closing.result()}")
+        self.stage.heard(self.number, "closed" if was_cancelled else f"closed: {closing.result()}")
 
     def stop(self, timeout_s: float | None, cancel_s: float | None = None) -> None:
         self._close_s = timeout_s
@@ -215,7 +190,7 @@ class Node:
         except asyncio.CancelledError:
             self.expected.recent.clear()
             late_s = loop.time() - began_s - (operation.cancel_s or 0.0)
-            hangs = operation.values.get("memory", "host") != "host" and self._faults()  # its device uses the memory
+            hangs = operation.values.get("memory", "host") != "host" and self.stage.faults()  # its device uses the memory
             if task not in self._cancelled or (late_s > _CANCELLED_S and not hangs):
                 raise Violation(f"cancelled, and ended {late_s:.3f} s after that") from None
             if "cleanup" in operation.values:
@@ -249,7 +224,7 @@ class Node:
             of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
             lost = isinstance(error, DeviceError) and error.lost  # for good
             expected = operation.kind == "forget" or no_thread or of_device
-            if not (in_vain or (expected and (lost or self._faults()))):
+            if not (in_vain or (expected and (lost or self.stage.faults()))):
                 error.add_note(str(operation))
                 self._fail(error)
         except BaseException as error:
@@ -265,7 +240,7 @@ class Node:
             if operation.kind not in _REMEMBER:
                 self.expected.recent.clear()
             self.counts[f"{operation.kind} {said.split(':')[0]}"] += 1
-            self._note(f"{operation.kind} {operation.keys} -> {said}")
+            self.stage.heard(self.number, f"{operation.kind} {operation.keys} -> {said}")
         self.check()
 
     def check(self) -> None:
@@ -273,24 +248,8 @@ class Node:
         if self.state == "open":
             try:
                 check_memory(self.cache)
-                self._check_pauses()
             except Violation as error:
                 self._fail(error)
-
-    def _check_pauses(self) -> None:
-        """A pause is doubled by a probe that failed, and that one waited for the pause before: it is never longer than the
-        time since the breaker opened, and a second."""
-        now_s = asyncio.get_running_loop().time()
-        for writer in self.cache.parts.fan_out.writers:
-            breaker = writer.breaker
-            opened_count, before_s = self._opened.get(writer.tier.name, (-1, now_s))
-            if breaker.opened_count != opened_count or breaker.state is BreakerState.CLOSED:
-                if opened_count < 0 or breaker.state is BreakerState.CLOSED:
-                    before_s = now_s
-                self._opened[writer.tier.name] = breaker.opened_count, before_s
-            open_s = breaker._opened_s - before_s
-            if opened_count >= 0 and breaker.state is BreakerState.OPEN and breaker._pause_s > open_s + 1.001:
-                raise Violation(f"writes of {writer.tier.name}: a pause of {breaker._pause_s} s after {open_s:.3f} s")
 
     def check_idle(self) -> None:
         check_idle(self.cache, self.calls.leases)
@@ -298,9 +257,10 @@ class Node:
 
     def check_reads(self) -> None:
         """Check that each chunk that a tier has read is a hit or kept, unless it was forgotten meanwhile."""
-        if self.calls.device is not None:
+        reader = self.cache.parts.reader
+        if self.calls.device is not None or reader.mapped:  # a lease on what is mapped counts as a read
             return
-        counters = self.cache.parts.reader.counters
+        counters = reader.counters
         read = sum(tier.statistics().reads for tier in self.cache.tiers)
         of_use = sum(counters.hits.values()) - counters.hits[self.cache.cpu.name] + counters.kept
         if read > of_use + self.calls.overtaken:

@@ -78,9 +78,10 @@ class Place:
         for name, inode in root.names.items():
             if isinstance(inode, Directory) and _TOP.fullmatch(name):
                 found.directories.append(inode)
+                chunks = found.chunks
                 for below, file in inode.names.items():
-                    if isinstance(file, File) and (key := _key_of(below)):
-                        found.chunks[key] = file
+                    if type(file) is File and (key := _key_of(below)):
+                        chunks[key] = file
                     elif not _is_pending(below, file, locks, found):
                         found.others.append(f"{name}/{below}")
             elif isinstance(inode, Directory) and name == "quarantine":

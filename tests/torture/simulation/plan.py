@@ -7,12 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tests.torture.simulation.fittings import KINDS_BY_PLACE, SHARED, Fittings, fittings_of, tiers_of
+from tests.torture.simulation.fittings import (
+    KINDS_BY_PLACE,
+    MEMORY,
+    SHARED,
+    Fittings,
+    fittings_of,
+    memory_tiers_of,
+    tiers_of,
+)
 from tests.torture.simulation.weather import KINDS_OF_DISKS
 from tiercache.core.eviction import POLICIES
 
 CHUNK_BYTES = 4096
-SLOT_BYTES = CHUNK_BYTES
 FILE_BYTES = 2 * 4096
 """A chunk in a file, with its header."""
 
@@ -113,6 +120,7 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
     more = random.Random(f"fittings {seed}")
     if more.random() < _WITH_FITTINGS:
         kinds = tiers_of(more)
+    kinds = memory_tiers_of(seed) or kinds
     if own:
         kinds = more.choice([("own",), ("own",), ("disk", "own")])
     processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs", *SHARED} and not own else 1
@@ -135,12 +143,13 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
     }
     if set(kinds) & {"disk", "disk2", *SHARED}:
         options["max_local_disk_size"] = cap_bytes(cap, 2 if "disk2" in kinds else 1) / 2**30
+    capacity = chance.choice([cap // 2 + 8, 2 * cap, 10 * cap])
     return Setting(
         processes=processes,
         slots=slots,
         tiers=kinds,
         options=options,
-        capacity_chunks=chance.choice([cap // 2 + 8, 2 * cap, 10 * cap]),
+        capacity_chunks=max(cap, capacity) if MEMORY in kinds else capacity,  # no cap above all memory is accepted
         server_evicts=chance.random() < 0.7,
         keys=chance.choice([4, 12, 40, 120]),
         power=chance.random() < 0.2,

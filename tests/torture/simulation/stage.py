@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import xxhash
 
 from tests.torture.simulation import remote
 from tests.torture.simulation.coverage import Coverage
 from tests.torture.simulation.files import Disk, FileCalls
+from tests.torture.simulation.fittings import MEMORY
 from tests.torture.simulation.machine import Machine, disks_of, place_of
 from tests.torture.simulation.node import Node
 from tests.torture.simulation.oracle import Truth, Violation
@@ -76,6 +79,8 @@ class Stage:
         own = setting.fittings.own.partition(":")[0]
         if own:
             importlib.import_module(own)
+        if setting.fittings.device_slots:
+            importlib.import_module("torch")  # within the run it would keep simulated calls of `os` for good
         self.system = System(self.world, self.calls, self._stumble, [own] if own else [])
         self.director = Process(self.world, 1)
         self.nodes: dict[int, Node] = {}
@@ -111,7 +116,7 @@ class Stage:
                     f"{ROOT}/{name}",
                     self.setting.capacity_chunks * FILE_BYTES + _BESIDE_BYTES,
                     self.wall_s,
-                    can_lose_power=self.setting.power and tier != "hf3fs",  # it is no disk of this machine
+                    can_lose_power=self.setting.power and tier not in ("hf3fs", MEMORY),  # no disks of this machine
                 )
 
     def wall_s(self) -> float:
@@ -141,7 +146,7 @@ class Stage:
         self.hash.update(text.encode())
         self.trace.append(text)
 
-    def _heard(self, number: int, line: str) -> None:
+    def heard(self, number: int, line: str) -> None:
         self.note(f"{number}: {line}")
         node = self.nodes.get(number)
         if node is not None and node.state == "open" and self.faults():
@@ -197,12 +202,7 @@ class Stage:
         self.numbers += 1
         process = Process(self.world, self.numbers, self._entered)
         process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
-        node = Node(
-            process, config or self.config(number), self.layout, self.truth, self.keys,
-            lambda line: self._heard(number, line), faults=self.faults, start_may_fail=self._start_may_fail,
-            machine=self.machine,
-            server=self.server, tiers=self.setting.tiers, alone=self.setting.processes == 1, prefix=self.setting.prefix,
-        )  # fmt: skip
+        node = Node(self, number, process, config or self.config(number))
         self.nodes[number] = node
         self.all_nodes.append(node)
         if no_threads_s:
@@ -305,9 +305,11 @@ class Stage:
             values["max_gds_size"] = cap
         if "hf3fs" in setting.tiers:
             values["max_hf3fs_size"] = cap
+        if MEMORY in setting.tiers:
+            values |= {"shared_memory_path": f"{self.disks[MEMORY].root}/kv", "max_shared_memory_size": cap}
         if plugins:
             values["remote_storage_plugins"] = ",".join(plugins)
-        return Config.load(environ={}, overrides=values)
+        return _loaded(tuple(values.items()))
 
     def faults(self) -> bool:
         now_s = self.world.now_s
@@ -320,7 +322,7 @@ class Stage:
         """Return False for a second directory that no cache has in its configuration: it is not made anew."""
         return name != "disk2b" or any(node.calls.reaches_all for node in self.nodes.values())
 
-    def _start_may_fail(self) -> bool:
+    def start_may_fail(self) -> bool:
         """A device that is merely full is no reason, nor are those who died or what they left."""
         now_s = self.world.now_s
         if len(self.places) < len(self.disks):
@@ -334,3 +336,8 @@ class Stage:
         self.last_fault_s = self.world.now_s
         if fails:
             self._last_failure_s = self.world.now_s
+
+
+@functools.lru_cache(64)
+def _loaded(values: tuple[tuple[str, Any], ...]) -> Config:
+    return Config.load(environ={}, overrides=dict(values))

@@ -41,7 +41,6 @@ _FILE_CALLS = (
     *("mkdir", "makedirs", "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink"),
     *("remove", "rename", "replace", "rmdir", "scandir", "stat", "statvfs", "symlink", "unlink", "utime", "write"),
 )
-_AT = ("dir_fd", "src_dir_fd")
 _REPLACED = (asyncio, threading, time, random, fcntl, queue.SimpleQueue)
 _OURS = "tiercache."
 
@@ -110,7 +109,6 @@ class System:
                 Lock=threads.Lock,
                 RLock=threads.RLock,
                 Event=threads.Event,
-                Condition=threads.Condition,
                 Semaphore=threads.Semaphore,
                 BoundedSemaphore=threads.BoundedSemaphore,
                 local=threads.local,
@@ -171,7 +169,10 @@ class System:
                 ours = target.startswith(ROOT)
             else:
                 ours = _is_simulated(target)
-            if ours or (named and any(type(at := named.get(name)) is int and at >= FIRST_DESCRIPTOR for name in _AT)):
+            if not ours and named:
+                at = named.get("dir_fd", named.get("src_dir_fd"))
+                ours = type(at) is int and at >= FIRST_DESCRIPTOR
+            if ours:
                 strand = world.current
                 if strand is not None and not strand.process.alive:
                     raise Killed

@@ -30,9 +30,6 @@ class Threads:
         class Event(_Event):
             _world = world
 
-        class Condition(_Condition):
-            _world = world
-
         class SimpleQueue(_SimpleQueue):
             _world = world
             _stumble = staticmethod(stumble)
@@ -44,7 +41,6 @@ class Threads:
         self.Lock = self.RLock = Lock
         self.Semaphore = self.BoundedSemaphore = BoundedSemaphore
         self.Event = Event
-        self.Condition = Condition
         self.SimpleQueue = SimpleQueue
         self.local = local
 
@@ -180,55 +176,6 @@ class _Event:
         return self._set
 
 
-class _Condition:
-    _world: World
-
-    def __init__(self, lock: Any = None) -> None:
-        if lock is None:
-
-            class Lock(_Lock):
-                _world = self._world
-
-            lock = Lock()
-        self._lock = lock
-        self.acquire = lock.acquire
-        self.release = lock.release
-        self._waiting = _Waiting(self._world)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        until_s = _until_s(self._world, timeout)
-        self._lock.release()
-        try:
-            self._waiting.wait(until_s)
-        finally:
-            self._lock.acquire()
-        return until_s is None or self._world.now_s < until_s
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        until_s = _until_s(self._world, timeout)
-        while not (result := predicate()):
-            left_s = None if until_s is None else until_s - self._world.now_s
-            if left_s is not None and left_s <= 0:
-                break
-            self.wait(left_s)
-        return result
-
-    def notify(self, n: int = 1) -> None:
-        for _ in range(n):
-            self._waiting.wake_one()
-
-    def notify_all(self) -> None:
-        self._waiting.wake_all()
-
-    def __enter__(self) -> bool:
-        return bool(self._lock.acquire())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
-
-
 class _SimpleQueue:
     _world: World
     _stumble: Callable[[], None]
@@ -333,6 +280,3 @@ class _Local:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._values()[name] = value
-
-    def __delattr__(self, name: str) -> None:
-        del self._values()[name]

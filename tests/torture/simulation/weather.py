@@ -135,6 +135,8 @@ class Weather:
         if self.spoilt and name in _READS and self.is_spoilt(disk, _number(disk, target)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         is_small = name in _SMALL_CALLS and isinstance(target, str) and target.endswith(_SMALL)
+        if name == "mmap" and self.strikes("no-memory"):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         if name in _MAY_FAIL and self.strikes("eio"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if name in _WRITES and self.strikes("torn"):

@@ -142,7 +142,8 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
         mark, existing = await workers.submit(files.begin_scan)
         calls_s.append(loop.time() - began_s)
         for top in set(TOP_LEVELS).difference(existing):
-            await merge(index, Scanned(), index.group(int(top, 16)), lambda _: False, cold=True)
+            if known := index.group(int(top, 16)):
+                await merge(index, Scanned(), known, lambda _: False)
         for start in range(0, len(existing), workers.threads):
             tops = existing[start : start + workers.threads]
             before = [index.group(int(top, 16)) for top in tops]

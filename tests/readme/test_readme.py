@@ -289,6 +289,8 @@ ENTRIES: dict[str, Entry] = {
     r"python -m tests\.bench\.vllm\.offloading --pairs \d": with_options("--help"),
     # It starts six servers. Its parts: tests/bench/test_rivals.py.
     rf"python -m tests\.bench\.vllm\.rivals( -{PLAIN})?": with_options("--help"),
+    # It starts two servers twice. Its parts: tests/bench/test_rolling.py.
+    rf"python -m tests\.bench\.vllm\.rolling( -{PLAIN})?": with_options("--help"),
     rf"tiercache replay {PLAIN}\.jsonl(\.gz)? {PLAIN}": replay,
     rf"python -m tests\.torture( -{PLAIN})?": torture,
     r"python -m tests\.docs\.generated": reference,

@@ -33,6 +33,7 @@ ARGUMENTS: dict[str, tuple[object, ...]] = {
     "continued": ([KEY],),
     "remove": (KEY,),
     "statistics": (),
+    "load_library": (),
 }
 """Of every method; `offered` returns what answers as `offers` does."""
 

@@ -28,6 +28,9 @@ class WrappedTier(DeviceTier):
     def use_arena(self, arena: Arena) -> None:
         self.tier.use_arena(arena)
 
+    def load_library(self) -> None:
+        self.tier.load_library()
+
     async def open(self) -> None:
         await self.tier.open()
         self.traits = self.tier.traits

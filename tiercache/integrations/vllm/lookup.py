@@ -85,7 +85,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """What the scheduler sends to a worker."""
+    """A message from the scheduler to a worker."""
 
     questions: list[Question]
     released: list[str]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -38,6 +39,8 @@ from tiercache.integrations.model_files import (
     stamp_of,
 )
 from tiercache.integrations.vllm.planning import NAME_BYTES
+
+logger = logging.getLogger("tiercache.vllm")
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -191,7 +194,8 @@ class Adapters:
                 future = self._waiting.pop(path)
             try:
                 key = self._find(path)
-            except Exception:
+            except Exception as error:
+                logger.warning("adapter %s is not identified, and its requests share no KV: %r", path, error)
                 key = None
             future.set_result(key)
 

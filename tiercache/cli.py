@@ -85,6 +85,32 @@ def verify(
     raise typer.Exit(verify_command(directory, as_json))
 
 
+@app.command("export")
+def export_chunks(
+    directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="A new file; -: standard output.")],
+    layout: Annotated[str, typer.Option(help="The layout, as stat shows it, where the directory has several.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write the chunks of one layout to a tar file, each verified."""
+    from tiercache.commands.moving import export_command
+
+    raise typer.Exit(export_command(directory, output, layout, as_json))
+
+
+@app.command("import")
+def import_chunks(
+    source: Annotated[str, typer.Argument(metavar="FILE", help="A file of export; -: standard input.")],
+    directory: Annotated[Path, typer.Argument(help="The directory of a tier on files, made when missing.")],
+    max_size: Annotated[float, typer.Option(min=0, help="The cap of this directory in GB, as its caches have it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Store exported chunks, each verified. Nothing is replaced or evicted."""
+    from tiercache.commands.moving import import_command
+
+    raise typer.Exit(import_command(source, directory, max_size, as_json))
+
+
 @app.command()
 def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,

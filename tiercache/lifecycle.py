@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tiercache.assembly import arena_settings, make_cpu, make_device, make_fan_out, make_tiers, reader_settings
+from tiercache.assembly import (
+    arena_settings,
+    list_tier,
+    make_cpu,
+    make_device,
+    make_fan_out,
+    make_tiers,
+    reader_settings,
+)
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.core.prefetch import PrefetchPlan
@@ -30,6 +38,7 @@ from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.prefetcher import Prefetcher
 from tiercache.scheduler.reads import Reader
+from tiercache.scheduler.warm_start import WarmStart
 from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier, StagingTier
@@ -406,6 +415,9 @@ async def _connected(
     plan = PrefetchPlan(chunk_bytes, share_bytes, config.prefetch_bytes_per_s)
     ahead = Prefetcher(reader, plan, read_s=reading.deadline_s, on_continued=fan_out.continued)
     closing.push([("prefetching", ahead.close)])
+    if config.preload == "recent":
+        warm_start = WarmStart(list_tier(tiers), layout.namespace(config.tenant_salt), layout.rank, cpu, ahead)
+        closing.push([("warm start", warm_start.close)])
     return Parts(
         loop=loop,
         closing=closing,

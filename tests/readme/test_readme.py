@@ -79,6 +79,12 @@ def stored(command: str, shell: Shell, place: Path) -> str:
     return said
 
 
+def imported(command: str, shell: Shell, place: Path) -> str:
+    stored("tiercache export DIR -o FILE", shell, place)
+    (place / "DIR").rename(place / "OLD")
+    return shell(command).stdout
+
+
 def explain(command: str, shell: Shell, place: Path) -> str:
     (place / command.split()[-1]).write_text(block_of("docs/tiers.md", "Tiers", "yaml").text)
     said = shell(command).stdout
@@ -275,7 +281,8 @@ SERVER = rf"TIERCACHE_CONFIG_FILE=\S+ {VLLM}"
 ENTRIES: dict[str, Entry] = {
     r"tiercache doctor --path (DIR|/dev/shm)": doctor,
     r"tiercache config explain (FILE|your-lmcache\.yaml)": explain,
-    r"tiercache (stat|verify) DIR": stored,
+    r"tiercache (stat|verify|export) DIR( -o FILE)?": stored,
+    r"tiercache import FILE DIR --max-size 100": imported,
     r"tiercache( config)? (?!config)[a-z-]+": with_options("--help"),  # it is only mentioned
     rf"(tiercache bench|python -m tests\.bench) (?!--only vllm)-{PLAIN}": bench,
     r"python -m tests\.bench\.gpu --cpu": with_options("--parts events", "checks passed"),
@@ -283,6 +290,8 @@ ENTRIES: dict[str, Entry] = {
     r"python -m tests\.bench\.vllm\.offloading --pairs \d": with_options("--help"),
     # It starts six servers. Its parts: tests/bench/test_rivals.py.
     rf"python -m tests\.bench\.vllm\.rivals( -{PLAIN})?": with_options("--help"),
+    # It starts two servers twice. Its parts: tests/bench/test_rolling.py.
+    rf"python -m tests\.bench\.vllm\.rolling( -{PLAIN})?": with_options("--help"),
     rf"tiercache replay {PLAIN}\.jsonl(\.gz)? {PLAIN}": replay,
     rf"python -m tests\.torture( -{PLAIN})?": torture,
     r"python -m tests\.docs\.generated": reference,

@@ -82,7 +82,7 @@ async def survey(directory: Path) -> dict[str, Any]:
     """
     found = _Found()
     place = await asyncio.to_thread(found_place, directory)
-    for part in asyncio.as_completed([asyncio.to_thread(_headers, place / top) for top in TOP_LEVELS]):
+    for part in asyncio.as_completed([asyncio.to_thread(headers_in, place / top) for top in TOP_LEVELS]):
         found.add(*await part)
     quarantine = await asyncio.to_thread(_files, place / "quarantine")
     quarantine = [(path, status) for path, status in quarantine if QUARANTINED_NAME.fullmatch(os.path.basename(path))]
@@ -110,7 +110,7 @@ async def survey(directory: Path) -> dict[str, Any]:
     }
 
 
-def _headers(directory: Path) -> tuple[list[tuple[str, os.stat_result, Header | str | None]], int]:
+def headers_in(directory: Path) -> tuple[list[tuple[str, os.stat_result, Header | str | None]], int]:
     """Return the files of a directory with their headers or errors, and the bytes of the directory itself."""
     return [(path, status, _header(path, status)) for path, status in _files(directory)], _own_bytes(directory)
 

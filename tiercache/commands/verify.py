@@ -8,9 +8,11 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 import numpy as np
@@ -109,20 +111,8 @@ def _check(path: Path) -> int | CorruptChunk | OSError:
 
 
 def _read_and_verify(path: Path) -> int:
-    with os.fdopen(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
-        length = os.fstat(file.fileno()).st_size
-        header = file.read(HEADER_BYTES)
-        got = len(header)
-        memory = _memory(4096)
-        # Read the payload only if the header gives this length.
-        if _promised_bytes(header) == length:
-            memory = _memory(aligned(length))
-            while got < length and (more := file.readinto(memory[got - HEADER_BYTES :].data)):
-                got += more
-        # Drop these pages from the page cache, since they are not read again soon.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    raw_header = memoryview(header)[:PACKED_BYTES]
-    found = verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))
+    with opened_once(path) as (file, length):
+        found, memory = read_stored(file, length, str(path), bytes.fromhex(path.name))
     if found.codec is not Codec.PLAIN:
         stored = memory[: found.payload_bytes]
         try:
@@ -131,6 +121,32 @@ def _read_and_verify(path: Path) -> int:
             raise CorruptChunk(f"{path}: {error}") from error
         memory[: stored.nbytes] = stored
     return unpacked(found, memory)
+
+
+@contextmanager
+def opened_once(path: Path) -> Iterator[tuple[FileIO, int]]:
+    """Open a chunk file and yield it with its length. Its pages leave the page cache, since they are not read again soon."""
+    with FileIO(open_regular(path, os.O_RDONLY)) as file:
+        yield file, os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_stored(
+    file: BufferedReader | FileIO, length: int, name: str, key: bytes, fingerprint: bytes | None = None
+) -> tuple[Header, np.ndarray]:
+    """Read a chunk of `length` bytes and verify it as stored. Return its header, and the payload in this thread's buffer:
+    uint8, page-aligned, with padding behind it, valid until the next call.
+
+    The payload is read only if the header gives this length. `fingerprint` None accepts any layout. Raises CorruptChunk.
+    """
+    header = file.read(HEADER_BYTES)
+    got, memory = len(header), _memory(HEADER_BYTES)
+    if _promised_bytes(header) == length:
+        memory = _memory(aligned(length))
+        while got < length and (more := file.readinto(memory[got - HEADER_BYTES : length - HEADER_BYTES].data)):
+            got += more
+    raw_header = memoryview(header)[:PACKED_BYTES]
+    return verify_chunk(name, raw_header, key, fingerprint, got, length, host_checksum(memory)), memory
 
 
 def _promised_bytes(header: bytes) -> int | None:

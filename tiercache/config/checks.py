@@ -48,6 +48,8 @@ def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[P
             yield names, "local_cpu_use_hugepages and shm_name exclude each other: reserved pages are not shared memory"
         if str(foreign.get("enable_p2p", "")).lower() in ("true", "1"):
             yield ("local_cpu_use_hugepages",), "local_cpu_use_hugepages and enable_p2p exclude each other"
+    if values.get("preload") == "recent" and values.get("local_cpu") is False:
+        yield ("preload", "local_cpu"), "preload: recent needs local_cpu: true, which keeps chunks hot"
     mode = values.get("numa_mode")
     if mode is not None and mode not in ("auto", "manual") and not mode.isdecimal():
         yield ("numa_mode",), f"numa_mode: expected auto or the number of a NUMA node, found {hidden('numa_mode', mode)!r}"

@@ -178,6 +178,14 @@ class ConfigFields:
     prefetch_bytes_per_s: float = _key(
         Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: all that demand reads leave", tier="cpu", ours=True
     )
+    preload: str = _key(
+        Choice(("none", "recent")),
+        "none",
+        "recent: after a restart, promote what was hot at the last close, the hottest first, by prefetching and into free "
+        "memory only. A tier on files keeps the list",
+        tier="cpu",
+        ours=True,
+    )
 
     shared_memory_path: str | None = _key(
         Optional(Text("a path")),

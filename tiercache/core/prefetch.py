@@ -1,9 +1,9 @@
 """Decide which chunks to promote into the hot cache before a request needs them, and account for the result.
 
-Requests come from explicit hints, from an engine's queue, and from `SessionPredictor`, which expects a session's next
-turn. `PrefetchPlan` holds them in one heap by priority and deadline and returns the chunk to promote next, within a
-share of the hot cache and a rate. Everything is pure and synchronous: times are seconds of one monotonic clock and are
-passed in, so that the live cache and the replay simulator run the same code.
+Requests come from explicit hints, from an engine's queue, from `SessionPredictor`, which expects a session's next
+turn, and from what was hot before a restart. `PrefetchPlan` holds them in one heap by priority and deadline and returns
+the chunk to promote next, within a share of the hot cache and a rate. Everything is pure and synchronous: times are
+seconds of one monotonic clock and are passed in, so that the live cache and the replay simulator run the same code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import TypeAlias
 from tiercache.core.admission import RateLimit
 from tiercache.core.keys import ChunkKey
 
-HINTS, QUEUE, SESSIONS = SOURCES = ("hints", "queue", "sessions")
+HINTS, QUEUE, SESSIONS, PRELOAD = SOURCES = ("hints", "queue", "sessions", "preload")
+PREDICTIONS = (SESSIONS, PRELOAD)
+"""Sources whose chunks are not pinned: a wrong prediction must cost no room."""
 
 MAX_REQUEST_KEYS = 1 << 14
 """Largest number of keys of a request; the rest is ignored. Dropping this many takes some milliseconds of the event loop."""
@@ -293,6 +295,8 @@ class Promotion:
     """The source under which it is accounted."""
     requests: list[PrefetchRequest]
     """The requests that expect it."""
+    time: int | None = None
+    """The time of its last access, for the order of eviction; None: now."""
     in_flight: bool = True
     counted: bool = False
     """True if its outcome is in the account, or it was hot already."""
@@ -365,6 +369,14 @@ class PrefetchPlan:
         """Return True if the latest request of the subject was not withdrawn and has not expired."""
         return (source, subject) in self._requests
 
+    def cut(self, source: str, subject: Hashable) -> None:
+        """Promote no more chunks for a request, and keep account of those that were promoted."""
+        request = self._requests.get((source, subject))
+        if request is not None and (left := len(request.keys) - request.cursor):
+            request.keys = request.keys[: request.cursor]
+            self.keys_of[source] -= left
+            self._account(source).cancelled_bytes += left * self.chunk_bytes
+
     @property
     def has_room(self) -> bool:
         """True if one more chunk fits into the share."""
@@ -396,20 +408,23 @@ class PrefetchPlan:
             if request.cursor >= len(request.keys):
                 heapq.heappop(self._open)
                 continue
-            key, parent = request.keys[request.cursor], request.keys[request.cursor - 1] if request.cursor else None
+            key, at = request.keys[request.cursor], request.cursor
             request.cursor += 1
             promotion = self._promotions.get(key)
             if promotion is not None:
-                if promotion.in_flight or request.source != SESSIONS:
+                if promotion.in_flight or request.source not in PREDICTIONS:
                     promotion.requests.append(request)
-            elif (pinned := hot(key, request.source != SESSIONS)) is None:
-                promotion = self._promotions[key] = Promotion(key, parent, request.source, [request])
+            elif (pinned := hot(key, request.source not in PREDICTIONS)) is None:
+                parent, time = request.keys[at - 1] if at else None, None
+                if request.source == PRELOAD:  # no prefix, but an order: colder than all accesses of this process
+                    parent, time = None, -at
+                promotion = self._promotions[key] = Promotion(key, parent, request.source, [request], time)
                 request.progress.in_flight += 1
                 self._account(request.source).promoted_bytes += self.chunk_bytes
                 self._rate.take(self.chunk_bytes)
                 return promotion
             elif pinned:
-                self._promotions[key] = Promotion(key, parent, request.source, [request], False, counted=True)
+                self._promotions[key] = Promotion(key, None, request.source, [request], in_flight=False, counted=True)
             if promotion is not None and promotion.in_flight:
                 request.progress.in_flight += 1
             else:
@@ -430,7 +445,7 @@ class PrefetchPlan:
             request.progress.in_flight -= 1
             request.settle(promoted=promoted)
         expected = promoted and bool(promotion.requests) and not promotion.counted
-        pinned_for = [request for request in promotion.requests if request.source != SESSIONS]
+        pinned_for = [request for request in promotion.requests if request.source not in PREDICTIONS]
         if expected and pinned_for:
             promotion.requests = pinned_for
             return True

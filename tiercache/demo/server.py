@@ -170,7 +170,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             _signal_group(group, signum)
             until = time.monotonic() + _STOP_S
             while time.monotonic() < until:
-                if process.poll() is not None and not _group_lives(group):
+                if process.poll() is not None and not group_lives(group):
                     return
                 time.sleep(_POLL_S)
     except BaseException:
@@ -186,7 +186,7 @@ def _signal_group(group: int, signum: int) -> None:
         return
 
 
-def _group_lives(group: int) -> bool:
+def group_lives(group: int) -> bool:
     """Return True if a process of the group runs. Ignores zombies, which may remain for ever in a container."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

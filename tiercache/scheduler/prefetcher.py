@@ -15,6 +15,7 @@ from operator import index
 
 from tiercache.core.keys import ChunkKey, check_keys
 from tiercache.core.prefetch import (
+    PRELOAD,
     QUEUE,
     SESSIONS,
     PrefetchPlan,
@@ -38,6 +39,11 @@ _QUEUE_PRIORITY = -(1 << 40)
 _QUEUED_SHARES = 4
 """Limit of the queue in multiples of the prefetcher's share. Chunks beyond it are read on demand."""
 _QUEUE_TTL_S = 60.0
+_RECENT = "recent"
+"""Subject of the request of a warm start."""
+_PRELOAD_PRIORITY = 1 << 41
+"""Priority of the warm start, after all predictions."""
+_PRELOAD_TTL_S = 3600.0
 
 
 class PrefetchHandle:
@@ -174,8 +180,21 @@ class Prefetcher:
             self.plan.offer(PrefetchRequest(QUEUE, keys[-1], keys, now_s, now_s, now_s + _QUEUE_TTL_S, priority), now_s)
             self.pump()
 
+    def preload(self, keys: Sequence[ChunkKey]) -> PrefetchRequest:
+        """Promote the chunks that were hot before a restart, the hottest first, while slots are free."""
+        now_s = self._loop.time()
+        request = PrefetchRequest(PRELOAD, _RECENT, keys, now_s, now_s, now_s + _PRELOAD_TTL_S, _PRELOAD_PRIORITY)
+        if self.promotes and not self._closed:
+            self.plan.offer(request, now_s)
+            self.pump()
+        return request
+
     def served(self, keys: Sequence[ChunkKey]) -> None:
         """Record that a request for `keys` was served: the queued requests that end with any of them are over."""
+        if self.plan.keys_of[PRELOAD]:
+            for key in keys:
+                if key not in self._kept:
+                    self.plan.used(key, hot=True)
         if self.plan.keys_of[QUEUE]:
             for key in keys:
                 self.plan.withdraw(QUEUE, key)
@@ -289,6 +308,8 @@ class Prefetcher:
         now_s = self._loop.time()
         self.plan.run_timers(now_s)
         self._release(self.plan.take_unexpected())
+        if not self._reader.cpu.pool.free:
+            self.plan.cut(PRELOAD, _RECENT)
         while len(self._reads) < self._lanes and (promotion := self.plan.next(now_s, self._pin_hot)) is not None:
             self._reads[promotion.key] = self._loop.create_task(self._read(promotion), name="tiercache-prefetch")
         if (wake_s := self.plan.wake_s(now_s)) is not None:
@@ -304,7 +325,7 @@ class Prefetcher:
         key = promotion.key
         lease: Lease | None = None
         try:
-            lease = await self._reader.promote(key, self._loop.time() + self._read_s, promotion.parent)
+            lease = await self._reader.promote(key, self._loop.time() + self._read_s, promotion.parent, promotion.time)
         finally:
             del self._reads[key]
             kept = self.plan.ended(promotion, promoted=lease is not None)

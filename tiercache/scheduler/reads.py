@@ -601,9 +601,14 @@ class Reader:
         """
         return self.lease_now(key) or await self.fetch_cold(key, deadline_s, parent=parent, time=time)
 
-    async def promote(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
-        """Return a pin on the chunk from the first tier that has it; not an access. Demand reads go first."""
-        return self.pin(key) or await self.fetch_cold(key, deadline_s, PREFETCH, parent)
+    async def promote(
+        self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
+    ) -> Lease | None:
+        """Return a pin on the chunk from the first tier that has it; not an access. Demand reads go first.
+
+        `time` is the time of the chunk's last access, by default now.
+        """
+        return self.pin(key) or await self.fetch_cold(key, deadline_s, PREFETCH, parent, time)
 
     async def fetch_cold(
         self,

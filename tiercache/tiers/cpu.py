@@ -178,6 +178,10 @@ class CpuTier(LeaseOwner, Tier):
         """Make the residents among `keys`, an expected prefix, as recent as an access would, without counting an access."""
         self._order.renew(keys)
 
+    def hottest(self, most: int) -> list[ChunkKey]:
+        """Return the keys of up to `most` residents, the last to be evicted first."""
+        return self._order.hottest(most)
+
     def link(self, keys: Sequence[ChunkKey], time: int | None = None) -> None:
         """Record that `keys` follow one another in a prefix: no key is evicted before its descendants.
 

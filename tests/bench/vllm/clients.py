@@ -59,7 +59,7 @@ async def ask_all(server: Server, asks: Sequence[Ask], clients: int = CLIENTS) -
 
     async def client(connection: httpx.AsyncClient) -> None:
         for ask in waiting:
-            answered.append(await _ask(connection, server, ask))
+            answered.append(await ask_one(connection, server, ask))
 
     began = time.perf_counter()
     async with _connection(clients) as connection:
@@ -70,7 +70,7 @@ async def ask_all(server: Server, asks: Sequence[Ask], clients: int = CLIENTS) -
 async def ask_until(server: Server, asks: Sequence[Ask], enough: int) -> None:
     """All at once; when `enough` are answered, all others hang up. Raises as `ask_all`."""
     async with _connection(len(asks)) as connection:
-        tasks = [asyncio.create_task(_ask(connection, server, ask)) for ask in asks]
+        tasks = [asyncio.create_task(ask_one(connection, server, ask)) for ask in asks]
         try:
             for number, task in enumerate(asyncio.as_completed(tasks), 1):
                 await task
@@ -98,7 +98,7 @@ def _connection(clients: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=_PATIENCE_S, limits=limits, trust_env=False)
 
 
-async def _ask(connection: httpx.AsyncClient, server: Server, ask: Ask) -> Answered:
+async def ask_one(connection: httpx.AsyncClient, server: Server, ask: Ask) -> Answered:
     body = {
         "model": MODEL_NAME,
         "prompt": ask.prompt,

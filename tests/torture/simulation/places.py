@@ -17,6 +17,7 @@ from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderErro
 from tiercache.core.keys import HEX_KEY
 from tiercache.tiers.files.directory import SUBDIRECTORY
 
+_LIST = re.compile(r"recent-[0-9a-f]{32}\.\d+")
 _TOP = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(HEX_KEY)
 _PENDING = re.compile(r"([0-9a-f]{32})\.(0|[1-9]\d*)")
@@ -102,7 +103,7 @@ class Place:
                 for below, file in inode.names.items():
                     if not _is_pending(below, file, locks, found):
                         found.others.append(f".tiercache/tmp/{below}")
-            else:
+            elif not _LIST.fullmatch(name):
                 found.others.append(f".tiercache/{name}")
 
     def _root(self) -> Directory | None:

@@ -141,6 +141,8 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
         "prefetch_share": chance.choice([0.25, 0.5, 1.0]),
         "disk_compression": random.Random(f"compression {seed}").choice(["none", "none", "zstd", "lz4"]),
     }
+    if set(kinds) & {"disk", "disk2"} and options["local_cpu"]:
+        options["preload"] = random.Random(f"preload {seed}").choice(["none", "none", "none", "recent"])
     if set(kinds) & {"disk", "disk2", *SHARED}:
         options["max_local_disk_size"] = cap_bytes(cap, 2 if "disk2" in kinds else 1) / 2**30
     capacity = chance.choice([cap // 2 + 8, 2 * cap, 10 * cap])

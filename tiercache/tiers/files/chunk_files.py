@@ -9,6 +9,7 @@ bad one. `OnlyRead` changes nothing in the directory and counts nothing.
 <root>/<2 hex>/<key>             chunks
 <root>/quarantine/<key>.<time>   the last few that failed verification
 <root>/.tiercache/ledger         the capacity counter: bytes in use, shared by all processes
+<root>/.tiercache/recent-*       lists of what was hot at a close: `scheduler/warm_start.py`
 <root>/<2 hex>/<owner>.<n>       temporary files with `beside`
 <root>/.tiercache/tmp/<owner>.*  <owner>.lock, held while its process lives; temporary files without `beside`
 ```
@@ -115,7 +116,8 @@ class ChunkFiles:
         self._step_bytes = step_bytes
         self._many_hosts = many_hosts
         self._beside = beside
-        self._private = root / ".tiercache"
+        self.private = root / ".tiercache"
+        """The directory of our own files."""
         self._temporary = root.joinpath(*TEMPORARY)
         self._owner = Owner(root, TOP_LEVELS, self._owns)
         self.quarantined = Quarantine(root / "quarantine", access)
@@ -152,14 +154,14 @@ class ChunkFiles:
 
     def _keep_books(self) -> None:
         """Create our directories, lock file, counter and manifest where they are missing."""
-        for directory in (self._private, self._temporary):
+        for directory in (self.private, self._temporary):
             self.access.make_directory(directory)
             self.access.enforce(directory)
             self._require_own(directory)
         self._owner.settle(self.access)
         if not hasattr(self, "capacity"):
             self.capacity = Capacity(
-                self._private / "ledger",
+                self.private / "ledger",
                 self.cap_bytes,
                 self._step_bytes,
                 self._owner,
@@ -195,7 +197,7 @@ class ChunkFiles:
     def answers(self) -> bool:
         """Return True if the path leads to a working directory. Lists it, since the kernel caches names of a dead mount."""
         try:
-            with opened_directory(self._private, to_list=True) as directory:
+            with opened_directory(self.private, to_list=True) as directory:
                 os.stat("ledger", dir_fd=directory)
         except OSError:
             return False
@@ -357,7 +359,7 @@ class ChunkFiles:
         """Reserve bytes. Create the file next, then call `finish_write` or `discard`."""
         self._require_ours()
         if not self._beside:
-            self._require_own(self._private)
+            self._require_own(self.private)
             self._require_own(self._temporary)
         reserved_bytes = file_bytes(payload_bytes)
         if not self.capacity.reserve(reserved_bytes):
@@ -498,7 +500,7 @@ class ChunkFiles:
         device delayed until after close fail here too.
         """
         if self._owner.lost or self.capacity.missing:
-            raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self._private))
+            raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self.private))
 
     def _delete_file(self, key: ChunkKey) -> int | None:
         """Return the bytes that the chunk occupied, None if there was none. A foreign file of that name stays, and a scan

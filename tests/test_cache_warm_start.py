@@ -1,0 +1,192 @@
+"""`preload: recent`: what was hot at the last close is hot again after a restart, and costs nobody anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercache import Config, ConfigError, Layout, TierCache
+
+LAYOUT = Layout("warm", chunk_tokens=16, bytes_per_token=16384)
+TOKENS = list(range(16 * 12))
+
+
+@asynccontextmanager
+async def opened(place: Path, slots: int = 32, layout: Layout = LAYOUT, **more: object) -> AsyncIterator[TierCache]:
+    values = {"max_local_cpu_size": slots * LAYOUT.chunk_bytes / 2**30, "preload": "recent"}
+    disk = {"local_disk": str(place), "max_local_disk_size": 0.1}
+    async with TierCache.open(Config.load(environ={}, overrides=values | disk | more), layout) as cache:
+        yield cache
+
+
+def payload_of(number: int) -> np.ndarray:
+    return np.full(LAYOUT.chunk_bytes, number, dtype=np.uint8)
+
+
+def lists(place: Path) -> list[Path]:
+    return sorted((place / ".tiercache").glob("recent-*"))
+
+
+async def until_hot(cache: TierCache, keys: list[bytes]) -> None:
+    async with asyncio.timeout(30):
+        while cache.lookup_hot(keys) < len(keys):
+            await asyncio.sleep(0)
+
+
+async def until_preloaded(cache: TierCache, chunks: int) -> None:
+    """Each of the listed chunks was read, or was not for a reason."""
+    async with asyncio.timeout(30):
+        while True:
+            account = cache.statistics().prefetch.get("preload")
+            done_bytes = account.promoted_bytes + account.cancelled_bytes if account else 0
+            if done_bytes == chunks * LAYOUT.chunk_bytes and not cache.parts.reader.in_flight:
+                return
+            await asyncio.sleep(0)
+
+
+async def stored(place: Path) -> list[bytes]:
+    """Twelve chunks of a prefix, hot at the close."""
+    async with opened(place) as cache:
+        await cache.store(TOKENS, [payload_of(number) for number in range(12)])
+        return cache.keys(TOKENS)
+
+
+async def test_after_a_restart_hits_are_hot_and_no_demand_read_is_made(tmp_path: Path) -> None:
+    keys = await stored(tmp_path)
+    async with opened(tmp_path) as cache:
+        await until_hot(cache, keys)
+        before = cache.statistics().reader.hits["disk"]
+        buffers = [np.empty(LAYOUT.chunk_bytes, dtype=np.uint8) for _ in keys]
+        assert await cache.get_into(keys, buffers) == 12
+        assert all(np.array_equal(buffer, payload_of(number)) for number, buffer in enumerate(buffers))
+        statistics = cache.statistics()
+        assert statistics.reader.hits == {"cpu": 12, "disk": before}
+        account = statistics.prefetch["preload"]
+        assert account.used_bytes + account.late_bytes == account.promoted_bytes == 12 * LAYOUT.chunk_bytes
+
+
+async def test_without_it_nothing_is_promoted_or_listed(tmp_path: Path) -> None:
+    async with opened(tmp_path, preload="none") as cache:
+        await cache.store(TOKENS, [payload_of(number) for number in range(12)])
+    assert lists(tmp_path) == []
+
+
+async def test_the_hottest_come_first_and_fill_free_memory_only(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        await cache.store(TOKENS, [payload_of(number) for number in range(12)])
+        other = list(range(1000, 1000 + 16 * 4))
+        await cache.store(other, [payload_of(number) for number in range(20, 24)])
+        keys, others = cache.keys(TOKENS), cache.keys(other)
+        assert await cache.get_into(keys[:3], [bytearray(LAYOUT.chunk_bytes) for _ in range(3)]) == 3
+    assert lists(tmp_path)[0].read_text().split() == [key.hex() for key in [*keys[:3], *others, *keys[3:]]]
+    async with opened(tmp_path, slots=8) as cache:
+        await until_hot(cache, [*keys[:3], *others])
+        await until_preloaded(cache, 16)
+        assert cache.lookup_hot(keys[:3]) == 3 and cache.lookup_hot(others) == 4
+        assert cache.statistics().prefetch["preload"].cancelled_bytes > 0, "no room, so they were not read"
+
+
+async def test_what_is_preloaded_is_evicted_before_what_was_asked_for_since_and_the_coldest_first(
+    tmp_path: Path,
+) -> None:
+    keys = await stored(tmp_path)
+    async with opened(tmp_path, slots=16) as cache:
+        await until_hot(cache, keys)
+        for number in range(1, 8):
+            await cache.put(number.to_bytes(24, "big"), payload_of(number))
+        await cache.flush()
+        assert cache.lookup_hot(keys) == 9
+        assert all(cache.lookup_hot([number.to_bytes(24, "big")]) for number in range(1, 8))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"nonsense\n", b"\0" * 500, b"ab" * 24, b"ab" * 24 + b"\n\n", b"ab" * 24 + b"\n" + b"ab" * 23 + b"\n", b"\xff\n"],
+)
+async def test_a_damaged_list_is_ignored_and_said(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = await stored(tmp_path)
+    (path,) = lists(tmp_path)
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING, "tiercache.prefetch"):
+        async with opened(tmp_path) as cache:
+            while not caplog.records:
+                await asyncio.sleep(0)
+            async with cache.get(keys[0]) as lease:
+                assert lease is not None
+    assert "the list of hot chunks is ignored" in caplog.text
+    assert path.read_text() == f"{keys[0].hex()}\n"
+
+
+async def test_a_list_is_not_a_way_into_the_cache_for_what_was_forgotten(tmp_path: Path) -> None:
+    keys = await stored(tmp_path)
+    (path,) = lists(tmp_path)
+    content = path.read_bytes()
+    async with opened(tmp_path) as cache:
+        await cache.forget(keys[6:])
+    path.write_bytes(content)
+    async with opened(tmp_path) as cache:
+        await until_hot(cache, keys[:6])
+        await until_preloaded(cache, 12)
+        assert cache.lookup_hot(keys) == 6
+        assert not any(cache.lookup_hot([key]) for key in keys[6:])
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from tests.test_cache_warm_start import opened, payload_of
+
+async def main():
+    async with opened(Path(sys.argv[1])) as cache:
+        await cache.put(bytes(24), payload_of(1))
+        await cache.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_process_leaves_the_last_list(tmp_path: Path) -> None:
+    keys = await stored(tmp_path)
+    before = lists(tmp_path)[0].read_bytes()
+    repository = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=repository, check=False, timeout=60)
+    assert run.returncode == -9
+    assert lists(tmp_path)[0].read_bytes() == before
+    async with opened(tmp_path) as cache:
+        await until_hot(cache, keys)
+
+
+async def test_what_was_not_promoted_before_the_next_close_stays_listed(tmp_path: Path) -> None:
+    keys = await stored(tmp_path)
+    async with opened(tmp_path, prefetch_bytes_per_s=1.0) as cache:
+        while not cache.ahead.plan.keys_of["preload"]:
+            await asyncio.sleep(0)
+    assert lists(tmp_path)[0].read_text().split() == [key.hex() for key in keys]
+
+
+async def test_ranks_and_salts_have_lists_of_their_own(tmp_path: Path) -> None:
+    for layout in (replace(LAYOUT, world_size=2), replace(LAYOUT, world_size=2, rank=1)):
+        for salt in ("", "secret"):
+            async with opened(tmp_path, layout=layout, tenant_salt=salt) as cache:
+                await cache.store(TOKENS, [payload_of(number) for number in range(12)])
+    assert len(lists(tmp_path)) == 4
+    assert {path.stat().st_mode & 0o777 for path in lists(tmp_path)} == {0o600}
+
+
+@pytest.mark.parametrize("more", [{"local_disk": None, "max_local_disk_size": 0.0}, {"local_cpu": False}])
+async def test_where_it_could_do_nothing_it_is_refused(tmp_path: Path, more: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="preload"):
+        async with opened(tmp_path, **more):
+            pass

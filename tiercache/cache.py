@@ -234,6 +234,7 @@ class TierCache:
             with parts.closing:
                 event = _event(parts.on_device, after)
                 stored += await parts.on_device.path.put(chunks, event, self._until_s(deadline_s), hot_only)
+            parts.advisor.stored(map(_KEY_OF, chunks))
             if prefix:
                 parts.cpu.link(keys)
         return stored
@@ -264,7 +265,9 @@ class TierCache:
             if not 0 < length <= chunk_bytes:
                 self._check_length(length)
         with parts.closing:
-            return await parts.ingest.put(items, self._wait_s(deadline_s), prefix=prefix, hot_only=hot_only)
+            stored = await parts.ingest.put(items, self._wait_s(deadline_s), prefix=prefix, hot_only=hot_only)
+        parts.advisor.stored(map(_KEY_OF, items))
+        return stored
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
         """Store the chunks of `tokens`, in order, and return how many are hot now."""
@@ -315,10 +318,11 @@ class TierCache:
         if there and len(there) < len(buffers):
             raise ValueError("buffers: expected all in host memory or all in device memory, found both")
         if there and parts.on_device is not None:
+            until_s = self._until_s(deadline_s)
             with parts.closing:
                 event = _event(parts.on_device, after)
-                delivered = await parts.on_device.path.get(keys, there, event, self._until_s(deadline_s), held)
-            self._served(keys, delivered)
+                delivered = await parts.on_device.path.get(keys, there, event, until_s, held)
+            self._served(keys, delivered, until_s)
             return delivered
         return await self.get_to(keys, [sink_of(buffer) for buffer in buffers], deadline_s=deadline_s, held=held)
 
@@ -329,8 +333,9 @@ class TierCache:
         """Deliver chunks as `get_into` does, each to a callable that gets a read-only uint8 vector on a worker thread."""
         parts = self._in_use()
         check_one_each(keys, sinks, "buffer")
-        delivered = await parts.reader.deliver(keys, sinks, self._until_s(deadline_s), held)
-        self._served(keys, delivered)
+        until_s = self._until_s(deadline_s)
+        delivered = await parts.reader.deliver(keys, sinks, until_s, held)
+        self._served(keys, delivered, until_s)
         return delivered
 
     async def load(self, tokens: Sequence[int] | np.ndarray, buffers: Sequence[Any]) -> int:
@@ -386,17 +391,26 @@ class TierCache:
 
     async def lookup(self, tokens: Sequence[int] | np.ndarray) -> Hit:
         """Return the length of the contiguous prefix of `tokens`, and its tiers, within `lookup_timeout_ms`."""
-        hit = await self.lookup_keys(self.keys(tokens))
+        keys = self.keys(tokens)
+        hit = await self.lookup_keys(keys)
+        if hit.chunks == len(keys) and (tail := len(tokens) - len(keys) * self.layout.chunk_tokens) > 0:
+            self.parts.advisor.asked_partial(keys, tail)
         return Hit(hit.chunks, min(hit.chunks * self.layout.chunk_tokens, len(tokens)), hit.by_tier)
 
-    async def lookup_keys(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> Hit:
+    async def lookup_keys(
+        self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None, counts: bool = True
+    ) -> Hit:
         """Look up keys as `lookup` does within `deadline_s` seconds (`lookup_timeout_ms` by default).
 
-        `tokens` counts full chunks.
+        `tokens` counts full chunks. `counts` is False if this is not a request's first question, so that
+        `tiercache advise` counts the request once.
         """
         parts = self._in_use()
         check_keys(keys)
-        chunks, by_tier = await parts.reader.lookup(keys, self._until_s(deadline_s, parts.reader.settings.probe_deadline_s))
+        until_s = self._until_s(deadline_s, parts.reader.settings.probe_deadline_s)
+        chunks, by_tier = await parts.reader.lookup(keys, until_s)
+        if counts:
+            parts.advisor.looked_up(keys, chunks, until_s)
         return Hit(chunks, chunks * self.layout.chunk_tokens, by_tier)
 
     async def lookup_each(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> list[bool]:
@@ -439,6 +453,7 @@ class TierCache:
             puts_skipped=skipped,
             device=device,
             stuck=parts.stuck,
+            advice=parts.advisor.advice(),
         )
 
     # Maintenance
@@ -484,6 +499,7 @@ class TierCache:
                 for traffic in only_read:
                     traffic.refuse(key)
 
+        parts.advisor.forgotten(keys)
         with parts.closing:
             await parts.fan_out.forget(keys, self._wait_s(deadline_s), from_memory)
 
@@ -493,6 +509,8 @@ class TierCache:
         The memory of chunks in use stays until their leases end. Chunks that are being written stay hot.
         """
         check_loop(self.parts.loop)
+        if keys is not None:
+            self.parts.advisor.forgotten(keys)  # others have replaced them, so no cache of any size keeps them
         return self.cpu.clear(keys)
 
     # Helpers
@@ -520,9 +538,10 @@ class TierCache:
         """Return the deadline of a call as a loop time; `default_s` applies if it is None."""
         return self.parts.loop.time() + self._wait_s(default_s if deadline_s is None else deadline_s)
 
-    def _served(self, keys: Sequence[ChunkKey], delivered: int) -> None:
-        """Tell the tiers and the prefetcher that a request asked for `keys`, and got the first `delivered`."""
+    def _served(self, keys: Sequence[ChunkKey], delivered: int, until_s: float) -> None:
+        """Tell the tiers, the prefetcher and the advisor that a request got the first `delivered` of `keys`."""
         parts = self.parts
+        parts.advisor.got(keys, delivered, until_s)
         parts.fan_out.used(keys[:delivered], parts.cpu)
         parts.ahead.served(keys)
 

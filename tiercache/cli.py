@@ -140,6 +140,9 @@ def replay(
     hint_lead_s: Annotated[float, typer.Option(min=0, help="Programs announce a turn so long before.")] = 10.0,
     hint_error: Annotated[float, typer.Option(min=0, max=1, help="By what part of that time they are wrong.")] = 0.0,
     bounds: Annotated[bool, typer.Option(help="Beside no cache, an infinite and an offline-optimal one.")] = True,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Also what a live cache predicts from its sample: see tiercache advise.")
+    ] = False,
     measure_from: Annotated[float, typer.Option(help="Part of the requests that only warms up.")] = 0.5,
     bytes_per_token: Annotated[int, typer.Option(min=1, help="KV of a token; 131072: Llama-3.1-8B, bf16.")] = 131072,
     prefill_tokens_per_s: Annotated[float, typer.Option(min=1, help="How fast an engine computes KV.")] = 20000.0,
@@ -176,6 +179,7 @@ def replay(
         gib_per_day=daily,
         prefetch=_list(prefetch),
         bounds=bounds,
+        predict=predict,
         measure_from=measure_from,
         strict=strict,
         limit=limit,
@@ -220,6 +224,18 @@ def top(
     from tiercache.control.top import top_command
 
     raise typer.Exit(top_command(socket, every_s, once))
+
+
+@app.command()
+def advise(
+    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what more or less RAM and disk would be worth, and why chunks were missing."""
+    from tiercache.replay.advise import advise_command
+
+    raise typer.Exit(advise_command(socket, plot_file, as_json))
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from tiercache.errors import ConfigError, DeviceError, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import GIVE_UP_S, Workers, once_ended, retrieve_exception, wait_uncancelled
+from tiercache.scheduler.advisor import Advisor
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.prefetcher import Prefetcher
@@ -224,6 +225,7 @@ class Parts:
     reader: Reader
     on_device: OnDevice | None
     ahead: Prefetcher
+    advisor: Advisor
 
     @property
     def stuck(self) -> int:
@@ -429,4 +431,5 @@ async def _connected(
         reader=reader,
         on_device=on_device,
         ahead=ahead,
+        advisor=Advisor(reader, slots, chunk_bytes, layout.chunk_tokens),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tiercache.core.advice import Advice
 from tiercache.core.prefetch import Account
 from tiercache.scheduler.reads import ReaderStatistics, TierReadStatistics
 from tiercache.scheduler.writer import WriterStatistics
@@ -41,6 +42,8 @@ class Statistics:
     puts_skipped: int
     stuck: int
     """Operations that exceeded their deadline and still hold a slot."""
+    advice: Advice
+    """What other sizes would be worth, and why requests missed; see `tiercache advise`."""
     device: DeviceStatistics | None = None
 
     def to_dict(self) -> dict[str, Any]:

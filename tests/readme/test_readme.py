@@ -216,6 +216,25 @@ async def watched(command: str, place: Path, shell: Shell) -> str:
     return said
 
 
+def advise(command: str, shell: Shell, place: Path) -> str:
+    """Of an embedded cache whose RAM is a little smaller than what its requests ask for in turns."""
+    return asyncio.run(advised(command, place, shell))
+
+
+async def advised(command: str, place: Path, shell: Shell) -> str:
+    from tests.control.conftest import LAYOUT, config_of
+    from tests.test_cache_advice import ask
+    from tiercache import TierCache
+
+    async with TierCache.open(config_of(place), LAYOUT) as cache:
+        for number in range(960):
+            await ask(cache, [(number % 96).to_bytes(24, "big")])
+            await cache.flush()
+        said = (await asyncio.to_thread(shell, command.replace("PATH", str(place / "c.sock")))).stdout
+    assert "960 requests" in said
+    return said
+
+
 def control(command: str, shell: Shell, place: Path) -> str:
     """The three commands belong together: a token, the server, a request. The cache behind them is an embedded one."""
     return asyncio.run(controlled(command, place, shell))
@@ -311,6 +330,7 @@ ENTRIES: dict[str, Entry] = {
     r"\(umask 077; openssl rand -hex 32 > token\)": control,
     rf"tiercache serve-control -{PLAIN}": control,
     r"tiercache top --socket PATH( --once)?": top,
+    r"tiercache advise --socket PATH": advise,
     rf"curl -H {PLAIN}\$\(cat token\){PLAIN}": control,
     r"export TIERCACHE_CONTROL_TOKEN=\$\(openssl rand -hex 32\) \w+=\$\(openssl rand -hex 16\) MODEL=\S+": secrets,
     r"docker build -f \S+ --target \w+ -t \S+ \.": deploy,

@@ -132,6 +132,33 @@ def listening(engine: str, ranks: int) -> Iterator[list[socket.socket]]:
         path.unlink()
 
 
+@pytest.mark.parametrize("ranks", [1, 2], ids=["in this process", "over sockets"])
+def test_a_request_counts_once_however_often_it_is_looked_up(engine: str, ranks: int) -> None:
+    client = LookupClient(engine, ranks, GEOMETRY)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(engine, rank, 8)) for rank in range(ranks)]
+        for number, again in enumerate((False, True, True)):
+            one = client.begin(NAMES, f"r#{number}", again=again)
+            client.send()
+            assert answer_of(one).blocks == 8
+        client.close()
+        for worker in workers:
+            advice = worker.thread.cache.statistics().advice
+            assert (advice.requests, advice.usage.asked_tokens) == (1, 2 * GEOMETRY.chunk_tokens)
+
+
+def test_blocks_after_the_last_chunk_are_missed_if_tails_are_not_stored(engine: str) -> None:
+    class Whole(Worker):
+        def __init__(self) -> None:
+            self._start(engine, 0, BlockGeometry(block_tokens=16, blocks_per_chunk=4), [NAMES[3], NAMES[7]])
+
+    with Whole() as worker:
+        for names in (NAMES, [*NAMES[:4], *ALL_NAMES[20:27]]):
+            worker.thread.submit(worker.server.find(names, "r")).result(10)
+        usage = worker.thread.cache.statistics().advice.usage
+        assert (usage.found_tokens, usage.missed_tokens["partial_chunk"]) == (3 * 64, 3 * 16)
+
+
 def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> None:
     """One has four chunks and a gap in its window; the other three. At three the first lacks one, at two both have all."""
     full = [(1, chunk) for chunk in range(4)]
@@ -200,9 +227,9 @@ def test_over_sockets_what_is_let_go_while_it_is_looked_up_is_not_held(
 ) -> None:
     looking, ended, locate = threading.Event(), threading.Event(), lookup.locate
 
-    async def hanging(*arguments: Any) -> Any:
+    async def hanging(*arguments: Any, **more: Any) -> Any:
         if looking.is_set():
-            return await locate(*arguments)
+            return await locate(*arguments, **more)
         looking.set()
         try:
             await asyncio.sleep(3600)
@@ -225,7 +252,7 @@ def test_over_sockets_what_is_let_go_while_it_is_looked_up_is_not_held(
 def test_what_is_given_up_before_its_lookup_reads_nothing(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    async def find(server: LookupServer, names: Sequence[bytes], claim: str) -> Match:
+    async def find(server: LookupServer, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
         asked.append(claim)
         return Match()
 
@@ -242,7 +269,7 @@ def test_what_is_given_up_before_its_lookup_reads_nothing(engine: str, monkeypat
 
 
 def test_a_lookup_under_way_when_its_worker_closes_is_a_miss(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def find(server: LookupServer, names: Sequence[bytes], claim: str) -> Match:
+    async def find(server: LookupServer, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
         await asyncio.sleep(3600)
         return Match()
 
@@ -261,7 +288,7 @@ def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry) -
     class SlowCache:
         config, namespace = Config(lookup_timeout_ms=3000), b"n" * 8
 
-        async def lookup_keys(self, keys: Sequence[bytes], *, deadline_s: float) -> Hit:
+        async def lookup_keys(self, keys: Sequence[bytes], *, deadline_s: float, counts: bool) -> Hit:
             asked.append(deadline_s)
             await asyncio.sleep(deadline_s)
             return Hit(len(keys) - 1, 0, {})
@@ -284,9 +311,9 @@ def test_what_a_step_asks_is_one_message_to_each_worker(
     asked: list[int] = []
     find = LookupServer.find
 
-    async def noted(server: LookupServer, names: Sequence[bytes], claim: str) -> Match:
+    async def noted(server: LookupServer, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
         asked.append(len(names))
-        return await find(server, names, claim)
+        return await find(server, names, claim, again=again)
 
     messages: list[Any] = []
     receive = lookup.receive

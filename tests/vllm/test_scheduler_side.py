@@ -140,7 +140,7 @@ def test_what_the_engine_has_itself_is_not_waited_for(
     """Operators find the request's line all the same."""
     caplog.set_level(logging.INFO, "tiercache.vllm")
     never = Lookup([], "never")
-    monkeypatch.setattr(engine.client, "begin", lambda *_: never)
+    monkeypatch.setattr(engine.client, "begin", lambda *_, **__: never)
     request = engine.arrives(132)
     assert engine.side.matched_tokens(request, 112) == (None, False)
     assert engine.side.matched_tokens(request, 128) == (0, False)
@@ -160,7 +160,7 @@ def test_an_answer_is_waited_for_half_a_millisecond_a_step(engine: Engine, monke
         engine.side.matched_tokens(request, 0)
     assert [engine.finds(request) for request in requests] == [(96, False)] * 2
     monkeypatch.setattr(Lookup, "wait", lambda _, timeout_s: waited.append(timeout_s))
-    monkeypatch.setattr(engine.client, "begin", lambda *_: Lookup([], "never"))
+    monkeypatch.setattr(engine.client, "begin", lambda *_, **__: Lookup([], "never"))
     engine.steps()
     for number in range(3):
         engine.side.matched_tokens(engine.arrives(132, str(number)), 0)
@@ -210,6 +210,7 @@ def test_what_another_engine_is_storing_is_waited_for(engine: Engine) -> None:
     assert engine.finds(request) == (96, False)
     assert engine.finds(engine.arrives(132, "plain")) == (96, False)
     assert engine.finds(engine.arrives(90, "short", **expecting)) == (80, False), "no more than it can use"
+    assert engine.server.thread.cache.statistics().advice.requests == 3, "however often each was looked up"
 
 
 def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(made: Callable[..., Engine]) -> None:

@@ -203,6 +203,18 @@ FAMILIES = (
         "Prefetched bytes by predictor: used, late or wasted once that is known; cancelled bytes were not fetched.",
         ("predictor", "outcome"),
     ),
+    _counter("asked_tokens", "advice.usage.asked_tokens", "Tokens that requests asked for, in chunks and partial chunks."),
+    _counter("loaded_tokens", "advice.loaded_tokens", "Tokens that were delivered instead of computed."),
+    _counter(
+        "missed_tokens", "advice.usage.missed_tokens.*", "Tokens that were missing, by reason; estimated.", ("reason",)
+    ),
+    _counter("sampled_tokens", "advice.usage.sampled_tokens", "Tokens asked for in whole chunks, as the sample has them."),
+    _counter(
+        "predicted_hit_tokens",
+        "advice.usage.hit_tokens.*",
+        "Of the sampled tokens, those that a cache of this size in bytes has.",
+        ("size",),
+    ),
 )
 
 Samples = dict[tuple[str, ...], Any]

@@ -11,6 +11,7 @@ from typing import Any
 
 from tiercache.control.families import figures_of
 from tiercache.control.messages import (
+    Advise,
     Began,
     Cancel,
     Command,
@@ -27,6 +28,7 @@ from tiercache.control.messages import (
 )
 from tiercache.control.naming import Naming
 from tiercache.control.served import ServedCache
+from tiercache.core.advice import sentences
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.prefetcher import PrefetchHandle
 
@@ -76,7 +78,7 @@ class Handler:
                 return await self._forget(command)
             case Lookup():
                 keys = await self._naming.keys(cache, command)
-                hit = await cache.lookup_keys(keys)
+                hit = await cache.lookup_keys(keys, counts=False)
                 return {"asked": len(keys), "found": hit.chunks, "by_tier": dict(hit.by_tier)}
             case Began() | Ended():
                 keys = await self._naming.keys(cache, command)
@@ -87,6 +89,9 @@ class Handler:
                 return {}
             case Statistics():
                 return figures_of(cache)
+            case Advise():
+                advice = cache.statistics().advice
+                return {"advice": asdict(advice), "sentences": sentences(advice)}
 
     async def _pin(self, command: Pin) -> dict[str, Any]:
         cache = self._cache

@@ -24,7 +24,16 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiercache.control.client import Fleet
-from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Statistics, decode, error_of
+from tiercache.control.messages import (
+    COMMANDS,
+    LARGEST_MESSAGE_BYTES,
+    Advise,
+    Command,
+    ControlError,
+    Statistics,
+    decode,
+    error_of,
+)
 from tiercache.control.metrics import exposition
 
 HEADERS_S = 10.0
@@ -58,6 +67,7 @@ def make_app(fleet: Fleet, token: str | None) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/statistics", server.guarded(server.statistics), methods=["GET", "POST"]),
+            Route("/v1/advise", server.guarded(server.advise), methods=["GET", "POST"]),
             Route("/v1/{command}", server.guarded(server.command), methods=["POST"]),
             Route("/metrics", server.guarded(server.metrics), methods=["GET"]),
             Route("/healthz", server.health, methods=["GET"]),
@@ -153,8 +163,14 @@ class _Server:
         return _json(await self._fleet.ask(command))
 
     async def statistics(self, request: Request) -> Response:
-        """Return the figures of each socket by its name, since sums over ranks would hide a slow rank."""
-        answers = await self._fleet.ask_each(Statistics())
+        return await self._each(Statistics())
+
+    async def advise(self, request: Request) -> Response:
+        return await self._each(Advise())
+
+    async def _each(self, command: Command) -> Response:
+        """Return the answer of each socket by its name, since sums over ranks would hide a slow rank."""
+        answers = await self._fleet.ask_each(command)
         return _json(
             {
                 path.name: error_of(answer) if isinstance(answer, ControlError) else answer

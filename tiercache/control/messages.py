@@ -129,7 +129,11 @@ class Statistics(Message, tag="statistics"):
     """Report the contents and counters of the cache."""
 
 
-Command = Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics
+class Advise(Message, tag="advise"):
+    """Report what other sizes would be worth and why requests missed, with sentences about what to change."""
+
+
+Command = Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics | Advise
 COMMANDS: dict[str, type[Message]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Command)}
 
 COMMAND: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

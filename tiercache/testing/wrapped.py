@@ -20,6 +20,7 @@ class WrappedTier(DeviceTier):
         self.name = tier.name
         self.traits = tier.traits
         self.open_s = tier.open_s
+        self.admission = tier.admission
 
     @property
     def serves_device(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tiercache.core.admission import Admission
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import TenantStatistics
 from tiercache.core.tombstones import KeyTraffic
@@ -56,6 +57,8 @@ class TierStatistics:
     strays: int = 0
     resident: int = 0
     occupied_bytes: int = 0
+    capacity_bytes: int = 0
+    """Limit of `occupied_bytes`; 0 if the tier knows none."""
     mapped_bytes: int = 0
     """Bytes currently mapped by this process, in a tier whose chunks are mapped."""
     unlinked_bytes: int = 0
@@ -96,6 +99,8 @@ class Tier(ABC):
 
     Such a tier changes nothing in its storage: it evicts and removes nothing, corrupt chunks included.
     """
+    admission: Admission | None = None
+    """Decides which chunks the tier writes; None means all."""
     patience_s: float | None = None
     """Seconds after which a get continues with the next tier; None means the deadline of the get."""
     open_s: float = 30.0

@@ -373,6 +373,7 @@ class CpuTier(LeaseOwner, Tier):
     def statistics(self) -> TierStatistics:
         occupied_bytes = (self.pool.count - self.pool.free) * self.pool.slot_bytes
         counters = replace(self._statistics, resident=len(self._entries), occupied_bytes=occupied_bytes)
+        counters.capacity_bytes = self.pool.count * self.pool.slot_bytes
         if self._quotas is not None:
             counters.tenants = shown(self._quotas.shares.statistics())
         return counters

@@ -49,9 +49,10 @@ class PrefixCache:
         await asyncio.to_thread(self.kv.check_unchanged)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + (self.cache.config.blocking_timeout_secs if deadline_s is None else deadline_s)
-        chunks = len(names[0])
+        chunks, counts = len(names[0]), True
         while True:
-            chunks, past.hit_by_tier = await self._reach(names, chunks)
+            chunks, past.hit_by_tier = await self._reach(names, chunks, counts=counts)
+            counts = False
             if not chunks:
                 return past
             landing = Landing(self.kv, chunks)
@@ -127,17 +128,20 @@ class PrefixCache:
         others = [keys_from_hashes(b"part %d" % number, hashes, tenant) for number in range(1, len(self.kv.parts))]
         return [keys, *others]
 
-    async def _reach(self, names: list[list[ChunkKey]], chunks: int) -> tuple[int, dict[str, int]]:
+    async def _reach(
+        self, names: list[list[ChunkKey]], chunks: int, *, counts: bool
+    ) -> tuple[int, dict[str, int]]:
         """Return how many chunks, at most `chunks`, a hit can have, and its tokens by tier.
 
         Every chunk that the windows of such a hit need is stored. The tokens by tier are those of the layers with the
-        longest window.
+        longest window. `counts` says that this is the first question about a prompt.
         """
         while chunks:
             by_tier: list[dict[str, int]] = []
             for part, keys in zip(self.kv.parts, names, strict=True):
                 first = part.first_chunk(chunks, self.kv.chunk_tokens)
-                hit = await self.cache.lookup_keys(keys[first:chunks])
+                hit = await self.cache.lookup_keys(keys[first:chunks], counts=counts)
+                counts = False
                 by_tier.append({tier: found * self.kv.chunk_tokens for tier, found in hit.by_tier.items()})
                 if first + hit.chunks < chunks:
                     chunks = first + hit.chunks

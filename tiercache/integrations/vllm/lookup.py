@@ -82,6 +82,8 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     claim: str
     """Names the question, since answers come in any order, and the chunks that are held for it."""
     names: list[bytes]
+    again: bool = False
+    """The request was looked up before."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -105,12 +107,13 @@ class Lookup:
     Cheaper than a `concurrent.futures.Future`, since a step may begin many lookups.
     """
 
-    __slots__ = ("_wake", "answers", "claim", "given_up", "match", "names")
+    __slots__ = ("_wake", "again", "answers", "claim", "given_up", "match", "names")
 
-    def __init__(self, names: list[bytes], claim: str) -> None:
-        """`names` has one name per block. `claim` is as for `Question`, and no other lookup has it."""
+    def __init__(self, names: list[bytes], claim: str, *, again: bool = False) -> None:
+        """`names` has one name per block. `claim` and `again` are as for `Question`; no other lookup has the claim."""
         self.names = names
         self.claim = claim
+        self.again = again
         self.answers: dict[int, Match] = {}
         """The answers so far, by rank."""
         self.match: Match | None = None
@@ -142,12 +145,14 @@ class Lookup:
         self.given_up = True
 
 
-async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
+async def locate(
+    cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry, *, counts: bool = False
+) -> tuple[Match, list[ChunkKey]]:
     """Return how many blocks of a request the cache has, and the keys of the longest hit that every group can serve.
 
     The keys are those of the full chunks, then of the longest tail. For groups with a window only the chunks that the hit
     needs are looked up. `names` has one name per block. All questions together take at most `lookup_timeout_ms`; chunks that
-    a tier has not reported by then count as missing.
+    a tier has not reported by then count as missing. `counts` says that this is the first question about a request.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + cache.config.lookup_timeout_ms / 1000
@@ -161,7 +166,8 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
             logger.info("windows are stored with so many gaps that a lookup was given up: it counts as a miss")
             return Match(), []
         keys = keys_of(cache.namespace, names_of(search.question, names, geometry), geometry)
-        hit = await cache.lookup_keys(keys, deadline_s=max(0.0, until_s - loop.time()))
+        left_s = max(0.0, until_s - loop.time())
+        hit = await cache.lookup_keys(keys, deadline_s=left_s, counts=counts and asked == 1)
         # The first question is about the layers that see every token; the hit is attributed to their tiers.
         found = found or keys
         tokens = tokens or {tier: count * geometry.chunk_tokens for tier, count in hit.by_tier.items()}
@@ -173,7 +179,7 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
         tail = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
         if geometry.hot_tails and not cache.lookup_hot(tail):
             continue
-        hit = await cache.lookup_keys(tail, deadline_s=max(0.0, until_s - loop.time()))
+        hit = await cache.lookup_keys(tail, deadline_s=max(0.0, until_s - loop.time()), counts=False)
         if hit.chunks:
             found += tail
             match.blocks += length
@@ -205,15 +211,16 @@ class LookupServer:
             self._siblings = Siblings(geometry.blocks_per_chunk, most, tails=geometry.save_tails)
         self._server = thread.submit(self._start()).result(10)
 
-    async def find(self, names: Sequence[bytes], claim: str) -> Match:
+    async def find(self, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
         """Return the match that `locate` finds for a waiting request. A lookup that fails is a miss.
 
         If this worker has `claims`, the chunks found are in the hot cache when this returns and are held under the `claim`,
         as far as room and time allow. Otherwise they are prefetched, so that reading overlaps with the request's wait in
-        the engine's queue. Chunks that a tier reads directly into the device are not prefetched.
+        the engine's queue. Chunks that a tier reads directly into the device are not prefetched. `again` says that this
+        request was looked up before.
         """
         try:
-            return await self._find(names, claim)
+            return await self._find(names, claim, again=again)
         except Exception as error:
             logger.warning("a lookup failed: %r", error)
             return Match(failed=True)
@@ -224,10 +231,14 @@ class LookupServer:
         cache = self.thread.cache
         return [tier for tier in cache.tiers if tier.serves_device] if cache.parts.on_device is not None else []
 
-    async def _find(self, names: Sequence[bytes], claim: str) -> Match:
+    async def _find(self, names: Sequence[bytes], claim: str, *, again: bool) -> Match:
         cache, geometry, claims = self.thread.cache, self._geometry, self.claims
         until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
-        match, found = await locate(cache, names, geometry)
+        match, found = await locate(cache, names, geometry, counts=not again)
+        if not again and not geometry.save_tails:
+            whole = geometry.whole_chunks(len(names))
+            if match.blocks == whole < len(names):
+                cache.parts.advisor.asked_partial(found, (len(names) - whole) * geometry.block_tokens)
         if self._siblings is not None:
             await self._add_sibling(self._siblings, names, match, found)
         if claims is not None and not geometry.plain:
@@ -255,7 +266,7 @@ class LookupServer:
                 break
             keys = keys_of(cache.namespace, [sibling.name], geometry)
             if cache.parts.reader.has_at_hand(keys[0]):
-                tiers = (await cache.lookup_keys(keys)).by_tier
+                tiers = (await cache.lookup_keys(keys, counts=False)).by_tier
                 tokens = match.shortened(whole, geometry).tokens_by_tier
                 for tier in tiers:
                     tokens[tier] = tokens.get(tier, 0) + blocks * geometry.block_tokens
@@ -290,17 +301,18 @@ class LookupServer:
 
     def _ask(self, asked: Sequence[Lookup], released: Iterable[str]) -> None:
         for one in (one for one in asked if one.is_open):
-            self._begin(one.claim, one.names, one.give)
+            self._begin(Question(one.claim, one.names, one.again), one.give)
         self._release(released)
 
-    def _begin(self, claim: str, names: Sequence[bytes], answer: Callable[[Match], None]) -> None:
+    def _begin(self, asked: Question, answer: Callable[[Match], None]) -> None:
         """Begin a lookup. `answer` is called with its match, which is a failed one if it is cancelled."""
 
         def ended(task: asyncio.Task[Match]) -> None:
-            self._finding.pop(claim, None)
+            self._finding.pop(asked.claim, None)
             answer(Match(failed=True) if task.cancelled() else task.result())
 
-        self._finding[claim] = task = self.thread.loop.create_task(self.find(names, claim))
+        finding = self.find(asked.names, asked.claim, again=asked.again)
+        self._finding[asked.claim] = task = self.thread.loop.create_task(finding)
         task.add_done_callback(ended)
 
     def _release(self, released: Iterable[str]) -> None:
@@ -338,7 +350,7 @@ class LookupServer:
                 await writer.drain()
                 message = msgspec.msgpack.decode(await receive(reader, LARGEST_MESSAGE_BYTES), type=Message)
                 for question in message.questions:
-                    self._begin(question.claim, question.names, partial(answers.add, question.claim))
+                    self._begin(question, partial(answers.add, question.claim))
                 self._release(message.released)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ControlError):
             pass  # the scheduler's process ended, or another program connected
@@ -384,12 +396,13 @@ class LookupClient:
         self._thread: threading.Thread | None = None
         self._connections: dict[int, _Connection] = {}
 
-    def begin(self, names: Sequence[bytes], claim: str) -> Lookup:
+    def begin(self, names: Sequence[bytes], claim: str, *, again: bool = False) -> Lookup:
         """Return a lookup that the next `send` sends. The chunks found may be held under the `claim` until it is released.
 
-        The answer is a failed Match if a worker is gone. A worker that hangs never answers: give up the lookup then.
+        `again` says that the request was looked up before. The answer is a failed Match if a worker is gone. A worker that
+        hangs never answers: give up the lookup then.
         """
-        one = Lookup(list(names), claim)
+        one = Lookup(list(names), claim, again=again)
         self._unsent.append(one)
         return one
 
@@ -455,7 +468,7 @@ class LookupClient:
             one.give(agreed(answers, self._geometry))
             return
         # Windows are needed at the end of this exact hit, and a worker with a longer hit may lack them: ask again.
-        one.names = one.names[: least.blocks]
+        one.names, one.again = one.names[: least.blocks], True
         one.answers.clear()
         self._ask([one], [])
 
@@ -481,7 +494,7 @@ class _Connection:
 
     def _write(self, asked: Iterable[Lookup], released: list[str]) -> None:
         assert self._writer is not None
-        self._writer.write(frame(Message([Question(one.claim, one.names) for one in asked], released)))
+        self._writer.write(frame(Message([Question(one.claim, one.names, one.again) for one in asked], released)))
 
     async def close(self) -> None:
         self._serving.cancel()

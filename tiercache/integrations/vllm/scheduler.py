@@ -154,7 +154,7 @@ class Asking:
             return
         # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
         claim = f"{tracked.request.request_id}#{next(self._numbers)}"
-        tracked.lookup = self._client.begin(names, claim)
+        tracked.lookup = self._client.begin(names, claim, again=tracked.pause_s > 0)
         self._begun.append(tracked.lookup)
         if len(self._begun) == 1:
             self._client.send()

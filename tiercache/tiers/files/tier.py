@@ -87,7 +87,7 @@ class FileTier(DeviceTier):
         self.directories = Directories(name, option, settings, fingerprint, metadata_threads, io)
         self.lookup = lookup(self.directories)
         self.traits = self._traits()
-        self.admission = Admission(settings.admission)
+        self.admission: Admission = Admission(settings.admission)
         self.governor = Governor(settings.bytes_per_day)
         self._statistics = self.directories.counters
         self._said_uncounted = False
@@ -244,6 +244,7 @@ class FileTier(DeviceTier):
             directory.files.capacity.used_bytes if self.writes else directory.index.used_bytes
             for directory in directories.all
         )
+        counters.capacity_bytes = self.settings.cap_bytes
         counters.tenants = shown(added_up(directory.index.tenant_statistics() for directory in directories.all))
         return counters
 

@@ -1,0 +1,80 @@
+"""`tiercache advise`, and the same figures over the control socket, HTTP and /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from tests.cli.conftest import tiercache
+from tests.control.conftest import CHUNKS, LAYOUT, TOKENS
+from tiercache import TierCache
+from tiercache.control.client import Fleet, ask
+from tiercache.control.families import figures_of
+from tiercache.control.messages import Advise, Lookup
+from tiercache.control.metrics import exposition
+
+
+async def run(*arguments: object) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tiercache", "advise", *map(str, arguments)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_the_command_shows_curves_reasons_and_sentences(cache: TierCache, place: Path, tmp_path: Path) -> None:
+    for _ in range(60):
+        await cache.lookup(TOKENS)
+        await cache.lookup([7, *TOKENS])
+    picture = tmp_path / "curves.png"
+    status, out, err = await run("--socket", place, "--plot", picture)
+    assert (status, err) == (0, "")
+    assert f"120 requests for {120 * len(TOKENS):,} tokens, 50.0 % found" in out
+    assert "never_stored" in out and "disk" in out
+    assert "of misses are asked for the first time: no cache of any size has those." in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_json_has_the_figures_of_every_socket(cache: TierCache, place: Path) -> None:
+    await cache.lookup(TOKENS)
+    status, out, _ = await run("--socket", place, "--json")
+    (answer,) = json.loads(out).values()
+    assert status == 0
+    assert answer["advice"]["usage"]["asked_tokens"] == len(TOKENS)
+    assert answer["sentences"] == ["1 requests so far: too few for advice, which begins at 100."]
+
+
+def test_no_cache_is_an_error(tmp_path: Path) -> None:
+    found = tiercache("advise", "--socket", str(tmp_path / "none.sock"))
+    assert found.returncode == 2
+    assert "is control_socket set there?" in found.stderr
+
+
+async def test_the_socket_answers_with_figures_and_sentences(cache: TierCache, place: Path) -> None:
+    await cache.lookup(TOKENS)
+    answer = await ask(place, Advise())
+    assert answer["advice"]["usage"]["found_tokens"] == CHUNKS * LAYOUT.chunk_tokens
+    assert answer["sentences"]
+    (named,) = (await Fleet([place]).ask_each(Advise())).values()
+    assert isinstance(named, dict) and named.keys() == answer.keys()
+
+
+async def test_lookups_of_a_gateway_are_not_requests(cache: TierCache, place: Path) -> None:
+    assert (await ask(place, Lookup(tokens=TOKENS)))["found"] == CHUNKS
+    assert (await ask(place, Advise()))["advice"]["requests"] == 0
+
+
+async def test_metrics_have_the_same_figures(cache: TierCache, place: Path) -> None:
+    await cache.lookup(TOKENS)
+    await cache.lookup([7, *TOKENS])
+    text = exposition({place: figures_of(cache)}).decode()
+    usage = cache.statistics().advice.usage
+    assert f'tiercache_asked_tokens_total{{socket="c.sock"}} {float(usage.asked_tokens)}' in text
+    missed = float(usage.missed_tokens["never_stored"])
+    assert f'tiercache_missed_tokens_total{{reason="never_stored",socket="c.sock"}} {missed}' in text
+    size, tokens = next(iter(usage.hit_tokens.items()))
+    assert f'tiercache_predicted_hit_tokens_total{{size="{size}",socket="c.sock"}} {tokens}' in text

@@ -1,0 +1,125 @@
+"""The sentences of `tiercache advise`, each from figures that call for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tiercache.core.advice import REASONS, Advice, TierAdvice, Usage, sentences, size
+
+GIB = 1 << 30
+RAM = TierAdvice(64 * GIB, 0.40, 0.30, 0.51, 0, 0, True)
+DISK = TierAdvice(2048 * GIB, 0.43, 0.42, 0.431, 2048 * GIB, 1024 * GIB, True)
+QUIET = Advice(86400.0, 1000, 5000, None, 100, 1.0, Usage(10_000, 4000), {}, {"cpu": RAM})
+
+
+def missed(**tokens: float) -> Advice:
+    return replace(QUIET, usage=replace(QUIET.usage, missed_tokens=dict.fromkeys(REASONS, 0.0) | tokens))
+
+
+def test_few_requests_are_no_ground_for_advice() -> None:
+    assert sentences(replace(QUIET, requests=12)) == ["12 requests so far: too few for advice, which begins at 100."]
+
+
+def test_more_ram() -> None:
+    assert sentences(QUIET)[0] == "64 GB more RAM: +11.0 points of hit rate."
+
+
+def test_more_ram_above_a_disk_that_has_the_chunks_moves_hits_to_ram() -> None:
+    advice = replace(QUIET, tiers={"cpu": RAM, "disk": replace(DISK, hit_rate=0.5, hit_rate_doubled=0.5)})
+    assert sentences(advice)[0] == (
+        "64 GB more RAM: +11.0 points of hits in RAM, +1.0 points of hit rate with the tiers below."
+    )
+
+
+def test_enough_ram() -> None:
+    enough = replace(QUIET, tiers={"cpu": replace(RAM, hit_rate_doubled=0.402)})
+    assert sentences(enough)[0] == "More RAM is not worth it: twice as much brings +0.2 points of hit rate."
+
+
+def test_too_much_ram() -> None:
+    much = replace(QUIET, tiers={"cpu": replace(RAM, hit_rate_doubled=0.402, hit_rate_halved=0.397)})
+    assert sentences(much)[0] == "Less RAM would do: 32 GB less costs 0.3 points of hit rate."
+
+
+def test_a_disk_that_is_read_back() -> None:
+    advice = replace(QUIET, tiers={"cpu": RAM, "disk": DISK})
+    assert sentences(advice)[1] == "disk: +3.0 points, 2 TB written a day, 2.0 bytes for each byte read again."
+
+
+@pytest.mark.parametrize("read_bytes", [0, GIB])
+def test_a_disk_that_is_written_in_vain(read_bytes: int) -> None:
+    disk = replace(DISK, hit_rate=0.403, hit_rate_doubled=0.403, read_bytes=read_bytes)
+    said = sentences(replace(QUIET, tiers={"cpu": RAM, "disk": disk}))[1]
+    assert said.startswith("disk: +0.3 points, 2 TB written a day")
+    assert said.endswith(": consider `flash_admission: second_touch`.")
+    chosen = sentences(replace(QUIET, tiers={"cpu": RAM, "disk": replace(disk, admits_all=False)}))[1]
+    assert "second_touch" not in chosen
+
+
+def test_a_tier_whose_admission_cannot_be_set_gets_no_advice_about_it() -> None:
+    weka = replace(DISK, read_bytes=0)
+    assert "second_touch" not in " ".join(sentences(replace(QUIET, tiers={"cpu": RAM, "weka": weka})))
+
+
+def test_a_larger_disk() -> None:
+    disk = replace(DISK, hit_rate_doubled=0.48)
+    assert sentences(replace(QUIET, tiers={"cpu": RAM, "disk": disk}))[2] == "disk: 2 TB more would bring +5.0 points."
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("partial_chunk", "31 % of misses are partial chunks: `save_unfull_chunk`, or a smaller `chunk_size`."),
+        ("declined", "31 % of misses are chunks that the admission kept from flash: consider `flash_admission: all`."),
+        ("tier_down", "31 % of misses are chunks of a tier that is down: `tiercache top` shows its circuit breaker."),
+        (
+            "too_slow",
+            "31 % of misses are chunks of a tier that is slower than computing: a faster tier would serve them.",
+        ),
+        ("deadline", "31 % of misses are too late: see `lookup_timeout_ms` and `blocking_timeout_secs`."),
+        ("failed", "31 % of misses are chunks that could not be read: the log has the errors."),
+        ("gap", "31 % of misses are chunks behind a missing one, which only a larger cache avoids."),
+    ],
+)
+def test_a_reason_of_many_misses(reason: str, said: str) -> None:
+    found = sentences(missed(never_stored=69.0, **{reason: 31.0}))
+    assert found[1:3] == ["69 % of misses are asked for the first time: no cache of any size has those.", said]
+
+
+def test_a_reason_of_few_misses_is_not_mentioned() -> None:
+    assert not any("partial" in said for said in sentences(missed(never_stored=95.0, partial_chunk=5.0)))
+
+
+def test_every_reason_has_a_sentence() -> None:
+    for reason in REASONS:
+        assert len(sentences(missed(**{reason: 1.0}))) == 3, reason
+
+
+def test_how_long_evicted_chunks_would_have_to_stay() -> None:
+    advice = missed(evicted=100.0)
+    usage = replace(advice.usage, evicted_tokens={"1m": 10.0, "10m": 60.0, "1h": 30.0, "1d": 0.0, "more": 0.0})
+    assert sentences(replace(advice, usage=usage))[1] == (
+        "100 % of misses are evicted chunks, half of them used less than 10m before: a larger cache keeps them."
+    )
+    usage = replace(usage, evicted_tokens={"1m": 10.0, "more": 90.0})
+    assert sentences(replace(advice, usage=usage))[1] == (
+        "100 % of misses are evicted chunks, most of them not used for a day."
+    )
+
+
+def test_prefill_that_was_saved() -> None:
+    assert sentences(QUIET)[-1] == (
+        "5,000 tokens were loaded instead of computed; how many seconds that saved is unknown: set `prefill_tokens_per_s`."
+    )
+    assert sentences(replace(QUIET, saved_s=7200.0))[-1] == (
+        "5,000 tokens were loaded instead of computed: 7,200 s of prefill saved in 86,400 s."
+    )
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "said"), [(512, "0.5 KB"), (3 << 20, "3 MB"), (96 * GIB, "96 GB"), (1.5 * 1024 * GIB, "1.5 TB")]
+)
+def test_sizes_have_the_unit_of_the_configuration(size_bytes: float, said: str) -> None:
+    assert size(size_bytes) == said

@@ -274,3 +274,20 @@ async def test_figures_have_the_tag_and_nothing_has_the_salt(
         shown += [repr(cache.statistics().to_dict()), repr(cache.config), cache.describe()]
     shown += [caplog.text, *capsys.readouterr(), *(str(path) for path in tmp_path.rglob("*"))]
     assert not any(SALT in text for text in shown)
+
+
+async def test_a_prefetch_that_waits_for_a_pin_of_its_tenant_goes_on_when_the_chunk_is_read() -> None:
+    async with opened(prefetch_share=0.125) as cache:
+        pinned, other = keys_of(cache, "quiet", 2)
+        await put(cache, [pinned])
+        pin, read = cache.cpu.pin(pinned), cache.cpu.lease(pinned)
+        assert pin is not None and read is not None
+        until_s = asyncio.get_running_loop().time() + 5
+        waiting = asyncio.create_task(cache.cpu.wait_queue.wait(PREFETCH, lambda: until_s, other))
+        await asyncio.sleep(0)
+        assert not waiting.done(), "one pin is what the tenant may have"
+        pin.release()
+        slot = await asyncio.wait_for(waiting, 1)
+        assert slot is not None
+        cache.cpu.abandon(slot, PREFETCH)
+        read.release()

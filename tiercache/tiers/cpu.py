@@ -422,7 +422,7 @@ class CpuTier(LeaseOwner, Tier):
             assert before is not None and after is not None
             self.budget.give_back(before)
             self.budget.take(after)
-            self.wait_queue.serve()  # a slot that counts for another purpose may free another for a waiter
+        self.wait_queue.serve()  # a slot that counts for another purpose, or a pin less, may free another for a waiter
 
     def _changed(self, key: ChunkKey) -> None:
         if self._on_change is not None:

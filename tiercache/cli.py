@@ -62,6 +62,17 @@ def config_explain(
     raise typer.Exit(explain_command(file, as_json, defaults))
 
 
+@config_app.command("diff")
+def config_diff(
+    old: Annotated[Path, typer.Argument(help="A tiercache or LMCache YAML file.")],
+    new: Annotated[Path, typer.Argument(help="Another one.")],
+) -> None:
+    """Show what differs, and if a running cache can change it."""
+    from tiercache.commands.diff import diff_command
+
+    raise typer.Exit(diff_command(old, new))
+
+
 @app.command()
 def stat(
     directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False

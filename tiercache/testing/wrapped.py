@@ -28,6 +28,10 @@ class WrappedTier(DeviceTier):
     def use_arena(self, arena: Arena) -> None:
         self.tier.use_arena(arena)
 
+    def take_over(self, before: Tier) -> None:
+        super().take_over(before)
+        self.tier.take_over(before.tier if isinstance(before, WrappedTier) else before)
+
     async def open(self) -> None:
         await self.tier.open()
         self.traits = self.tier.traits

@@ -114,6 +114,13 @@ class Tier(ABC):
     def use_arena(self, arena: Arena) -> None:  # noqa: B027 - most tiers need not know
         """Called before `open` with the memory that holds payloads, for tiers that register it."""
 
+    def take_over(self, before: Tier) -> None:
+        """Take the place of a tier of the same name and storage: its counters, and what others know of it by now.
+
+        Called when this tier is open.
+        """
+        self.traffic = before.traffic
+
     @abstractmethod
     async def open(self) -> None:
         """Make the tier usable. Raises TierUnavailable or ConfigError that says what to do."""

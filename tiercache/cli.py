@@ -204,6 +204,18 @@ def top(
     raise typer.Exit(top_command(socket, every_s, once))
 
 
+@app.command()
+def ctl(
+    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    action: Annotated[str, typer.Argument(help="set, reload, detach or attach.")],
+    what: Annotated[list[str] | None, typer.Argument(help="set: KEY=VALUE ...; detach and attach: a tier.")] = None,
+) -> None:
+    """Change a running cache: limits, quotas, credentials, and the tiers that it uses."""
+    from tiercache.control.ctl import ctl_command
+
+    raise typer.Exit(ctl_command(socket, action, what or []))
+
+
 def main() -> None:
     from tiercache.signals import ended_by_signals
 

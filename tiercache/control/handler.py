@@ -11,10 +11,12 @@ from typing import Any
 
 from tiercache.control.families import figures_of
 from tiercache.control.messages import (
+    Attach,
     Began,
     Cancel,
     Command,
     ControlError,
+    Detach,
     Ended,
     Forget,
     Lookup,
@@ -22,6 +24,8 @@ from tiercache.control.messages import (
     Pin,
     Prefetch,
     Progress,
+    Reconfigure,
+    Reload,
     Statistics,
     Unpin,
 )
@@ -87,6 +91,16 @@ class Handler:
                 return {}
             case Statistics():
                 return figures_of(cache)
+            case Reconfigure():
+                return {"changed": await cache.reconfigure(command.changes)}
+            case Reload():
+                return {"changed": await cache.reload()}
+            case Detach():
+                await cache.detach(command.tier, timeout_s=command.until_s)
+                return {}
+            case Attach():
+                await cache.attach(command.tier)
+                return {}
 
     async def _pin(self, command: Pin) -> dict[str, Any]:
         cache = self._cache

@@ -84,7 +84,9 @@ class Node:
         self.expected = Expected(
             self.cache, keys, server=server, alone=alone, prefix=prefix, is_open=self._is_open, faults=faults
         )
-        self.calls = Calls(self.cache, config, truth, keys, self.expected, is_open=self._is_open, faults=faults)
+        self.calls = Calls(
+            self.cache, config, truth, keys, self.expected, is_open=self._is_open, faults=faults, fail=self._fail
+        )
         self._machine = machine
         self._stop = asyncio.Event()
         self._close_s: float | None = None
@@ -153,7 +155,12 @@ class Node:
             else:
                 here.call_soon_threadsafe(outcome.set_result, None)
 
-        loop.call_soon_threadsafe(lambda: self.tasks.add(loop.create_task(do())))
+        def begin() -> None:
+            task = loop.create_task(do())
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+        loop.call_soon_threadsafe(begin)
         await outcome
 
     async def _close(self) -> None:
@@ -232,6 +239,7 @@ class Node:
         began_s = loop.time()
         self.expected.running += 1
         self.expected.begun += 1
+        changes = self.expected.changes
         said = "nothing"
         try:
             said = await self._said(operation)
@@ -245,7 +253,9 @@ class Node:
         except (TierCacheError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
-            in_vain = operation.kind == "forget" and loop.time() - began_s >= self.calls.limit_s(operation) - 1e-6
+            detached = any(tier.traffic.detached for tier in self.cache.tiers)
+            in_vain = operation.kind == "forget" and (detached or changes != self.expected.changes)
+            in_vain |= operation.kind == "forget" and loop.time() - began_s >= self.calls.limit_s(operation) - 1e-6
             of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
             lost = isinstance(error, DeviceError) and error.lost  # for good
             expected = operation.kind == "forget" or no_thread or of_device
@@ -291,6 +301,16 @@ class Node:
             open_s = breaker._opened_s - before_s
             if opened_count >= 0 and breaker.state is BreakerState.OPEN and breaker._pause_s > open_s + 1.001:
                 raise Violation(f"writes of {writer.tier.name}: a pause of {breaker._pause_s} s after {open_s:.3f} s")
+
+    async def settle(self, share: float) -> None:
+        """Nothing fails: all tiers are attached, with caps of that share, and the hot cache has the size of the start."""
+        while others := self.tasks - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        await self.calls.attach(Operation("attach", 0, 0.0))
+        await self.calls.resize_files(share)
+        whole = Operation("resize_hot", 0, 0.0, values={"slots": self.cache.cpu.slot_pool.reserved})
+        await self.calls.resize_hot(whole)
+        await self.calls.limit_tenants(whole)
 
     def check_idle(self) -> None:
         check_idle(self.cache, self.calls.leases)

@@ -209,6 +209,30 @@ async def watched(command: str, place: Path, shell: Shell) -> str:
     return said
 
 
+def ctl(command: str, shell: Shell, place: Path) -> str:
+    return asyncio.run(changed(command, place, shell))
+
+
+async def changed(command: str, place: Path, shell: Shell) -> str:
+    from tests.control.conftest import LAYOUT, config_of
+    from tiercache import Config, TierCache
+
+    (place / "tiercache.yaml").write_text("queue_wait_s: 1\n")
+    like = config_of(place)
+    given = {name: getattr(like, name) for name in ("local_disk", "max_local_disk_size", "control_socket")}
+    config = Config.load(place / "tiercache.yaml", environ={}, overrides={"max_local_cpu_size": 0.002, **given})
+    async with TierCache.open(config, LAYOUT):
+        return (await asyncio.to_thread(shell, command.replace("PATH", str(place / "c.sock")))).stdout
+
+
+def differs(command: str, shell: Shell, place: Path) -> str:
+    (place / "OLD").write_text("max_local_disk_size: 1")
+    (place / "NEW").write_text("max_local_disk_size: 2")
+    said = shell(command).stdout
+    assert said == "max_local_disk_size: 1.0 -> 2.0 (live)\n"
+    return said
+
+
 def control(command: str, shell: Shell, place: Path) -> str:
     """The three commands belong together: a token, the server, a request. The cache behind them is an embedded one."""
     return asyncio.run(controlled(command, place, shell))
@@ -301,6 +325,8 @@ ENTRIES: dict[str, Entry] = {
     r"\(umask 077; openssl rand -hex 32 > token\)": control,
     rf"tiercache serve-control -{PLAIN}": control,
     r"tiercache top --socket PATH( --once)?": top,
+    rf"tiercache ctl --socket PATH {PLAIN}": ctl,
+    r"tiercache config diff OLD NEW": differs,
     rf"curl -H {PLAIN}\$\(cat token\){PLAIN}": control,
     r"export TIERCACHE_CONTROL_TOKEN=\$\(openssl rand -hex 32\) \w+=\$\(openssl rand -hex 16\) MODEL=\S+": secrets,
     r"docker build -f \S+ --target \w+ -t \S+ \.": deploy,

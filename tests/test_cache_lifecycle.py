@@ -371,7 +371,7 @@ async def test_cancelled_start_ends_when_the_arena_that_was_being_made_is_given_
         return go_on.wait(10.0)
 
     with monkeypatch.context() as patched, without_collector():
-        patched.setattr("tiercache.memory.arena._populate_call", lambda: populate)
+        patched.setattr("tiercache.memory.arena._populate", populate)
         starting = asyncio.create_task(started(None, arena_file))
         assert await asyncio.to_thread(touching.wait, 10.0)
         for _ in range(3):

@@ -103,16 +103,21 @@ def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
     """Return the hot cache. Raises ConfigError for a quota smaller than a chunk."""
     if config.cache_policy.upper() in MEAN_LRU:
         logger.warning("cache_policy: %s is not built any more and means LRU", config.cache_policy)
-    quota_bytes = in_bytes(config.tenant_max_local_cpu_size) if config.local_cpu else 0
-    _check_holds_a_chunk("tenant_max_local_cpu_size", quota_bytes or None, pool.slot_bytes, 1, _QUOTA_ADVICE)
     return CpuTier(
         pool,
         copiers,
         policy=config.cache_policy,
         keep=config.local_cpu,
-        quota_bytes=quota_bytes,
+        quota_bytes=hot_quota_bytes(config, pool.slot_bytes),
         prefetch_share=config.prefetch_share,
     )
+
+
+def hot_quota_bytes(config: Config, slot_bytes: int) -> int:
+    """Return the quota of a tenant in the hot cache; 0 for none. Raises ConfigError if it is smaller than a chunk."""
+    quota_bytes = in_bytes(config.tenant_max_local_cpu_size) if config.local_cpu else 0
+    _check_holds_a_chunk("tenant_max_local_cpu_size", quota_bytes or None, slot_bytes, 1, _QUOTA_ADVICE)
+    return quota_bytes
 
 
 _CAP_ADVICE = "raise it, or lower chunk_size"
@@ -359,15 +364,21 @@ def make_fan_out(
 
     Only one of the ranks that hold the same bytes writes a chunk.
     """
+    settings = writer_settings(config, len(tiers), arena_bytes, slot_bytes, budget)
+    writers = [TierWriter(tier, settings) for tier in tiers if tier.writes]
+    return FanOut(writers, layout.keeps) if layout.replicas > 1 else FanOut(writers)
+
+
+def writer_settings(
+    config: Config, tiers: int, arena_bytes: int, slot_bytes: int, budget: SlotBudget
+) -> WriterSettings:
     queue_bytes = config.write_queue_bytes or arena_bytes // 2
-    settings = WriterSettings(
+    return WriterSettings(
         queue_bytes=max(queue_bytes, slot_bytes),
         on_full=config.on_queue_full,
         wait_s=config.queue_wait_s,
-        most_at_once=budget.writes_at_once(len(tiers)),
+        most_at_once=budget.writes_at_once(tiers),
     )
-    writers = [TierWriter(tier, settings) for tier in tiers if tier.writes]
-    return FanOut(writers, layout.keeps) if layout.replicas > 1 else FanOut(writers)
 
 
 def reader_settings(config: Config, layout: Layout) -> ReaderSettings:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tiercache.config import Config
+from tiercache.config.changes import merged
 from tiercache.control.naming import Naming, TokenNaming
 from tiercache.control.server import ControlServer, socket_path
 from tiercache.core.keys import ChunkKey, check_key, check_keys, check_one_each, chunk_keys
@@ -20,7 +21,8 @@ from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver, Event
 from tiercache.device.paged import DevicePayload, device_payload
 from tiercache.errors import CacheClosed, TierCacheError
-from tiercache.lifecycle import Closing, OnDevice, Parts, build
+from tiercache.lifecycle import FILE_SYSTEMS_S, Closing, OnDevice, Parts, build, by_deadline, in_thread
+from tiercache.live import apply, attach, detach, settle
 from tiercache.memory.slots import Lease
 from tiercache.payloads import Sink, Source, check_loop, check_number, check_seconds, sink_of, source_of
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
@@ -78,6 +80,8 @@ class TierCache:
         `naming` maps token ids to chunks for the control socket, if chunks have other names than those from `keys`.
         """
         self.config = config
+        self._loaded = config
+        """The configuration as its file was last read."""
         self.layout = layout
         self._driver = device
         self._naming = naming
@@ -512,6 +516,55 @@ class TierCache:
         if keys is not None:
             self.parts.advisor.forgotten(keys)  # others have replaced them, so no cache of any size keeps them
         return self.cpu.clear(keys)
+
+    # Changes
+
+    async def reconfigure(self, changes: Mapping[str, Any]) -> list[str]:
+        """Change limits, quotas and credentials, by configuration keys as in the file, and return what changed, in words.
+
+        The hot cache grows up to its size at the start. A limit that is lowered holds for new chunks at once; older ones
+        are evicted, in the background on disks, and those in use when their leases end. Raises ConfigError, and changes
+        nothing, for wrong values, and for keys that need a restart. A call that is cancelled has changed nothing, or
+        everything.
+        """
+        parts = self._in_use()
+        async with parts.changing:
+            return await self._apply(parts, self.config.changed(changes))
+
+    async def reload(self) -> list[str]:
+        """Read the configuration's file again and apply it as `reconfigure` does. Raises ConfigError if a key differs that
+        needs a restart, and changes nothing then.
+        """
+        parts = self._in_use()
+        async with parts.changing:
+            reading = in_thread("reload", self._loaded.reloaded)
+            found = await by_deadline(reading, FILE_SYSTEMS_S, "reload: the file could not be read")
+            applied = await self._apply(parts, merged(self.config, self._loaded, found))
+            self._loaded = found
+            return applied
+
+    async def detach(self, name: str, *, timeout_s: float = 10.0) -> None:
+        """Write what is queued for a tier for up to `timeout_s`, and close it until `attach`. Its chunks stay in it, and
+        are not found meanwhile; a `forget` raises TierUnavailable and removes them there when the tier is attached.
+
+        Raises ConfigError if there is no such tier. A cancelled call leaves the tier attached, or closes it at once.
+        """
+        parts = self._in_use()
+        check_number("timeout_s", timeout_s)
+        async with parts.changing:
+            await detach(parts, name, timeout_s)
+
+    async def attach(self, name: str) -> None:
+        """Open a tier that was detached. Raises ConfigError as `start` does; the tier stays detached then."""
+        parts = self._in_use()
+        async with parts.changing:
+            await attach(parts, self.layout, self.config, name)
+
+    async def _apply(self, parts: Parts, config: Config) -> list[str]:
+        found, replaced = await apply(parts, self.layout, self.config, config)
+        self.config = config
+        await settle(parts, replaced)
+        return [str(change) for change in found]
 
     # Helpers
 

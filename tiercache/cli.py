@@ -65,6 +65,17 @@ def config_explain(
     raise typer.Exit(explain_command(file, as_json, defaults))
 
 
+@config_app.command("diff")
+def config_diff(
+    old: Annotated[Path, typer.Argument(help="A tiercache or LMCache YAML file.")],
+    new: Annotated[Path, typer.Argument(help="Another one.")],
+) -> None:
+    """Show what differs, and if a running cache can change it."""
+    from tiercache.commands.diff import diff_command
+
+    raise typer.Exit(diff_command(old, new))
+
+
 @app.command()
 def stat(
     directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False
@@ -236,6 +247,17 @@ def advise(
     from tiercache.replay.advise import advise_command
 
     raise typer.Exit(advise_command(socket, plot_file, as_json))
+
+
+def ctl(
+    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    action: Annotated[str, typer.Argument(help="set, reload, detach or attach.")],
+    what: Annotated[list[str] | None, typer.Argument(help="set: KEY=VALUE ...; detach and attach: a tier.")] = None,
+) -> None:
+    """Change a running cache: limits, quotas, credentials, and the tiers that it uses."""
+    from tiercache.control.ctl import ctl_command
+
+    raise typer.Exit(ctl_command(socket, action, what or []))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -61,7 +61,8 @@ _LEAST_S = 0.1
 _COPYING_THREADS = 2
 """Copying threads per direction. Puts have their own, so that slow sources do not delay a get of hot chunks."""
 
-Part = tuple[str, Callable[[], Coroutine[Any, Any, object]]]
+Close = Callable[[], Coroutine[Any, Any, object]]
+Part = tuple[str, Close]
 """The name of a resource in the log, and its close."""
 
 
@@ -82,6 +83,8 @@ class Closing:
         self._least_s = float("-inf")
         self._step: asyncio.Timeout | None = None
         self._task: asyncio.Task[FlushReport] | None = None
+        self.unwinding = False
+        """True once parts are being closed."""
         self._callers = 0
 
     def __enter__(self) -> None:
@@ -168,6 +171,7 @@ class Closing:
 
     async def unwind(self) -> None:
         """Close everything by the deadline, with a grace of half a second."""
+        self.unwinding = True
         self._least_s = asyncio.get_running_loop().time() + GRACE_S
         await self.stack.aclose()
 
@@ -226,6 +230,14 @@ class Parts:
     on_device: OnDevice | None
     ahead: Prefetcher
     advisor: Advisor
+    opened: dict[str, Close]
+    """How the open tiers are closed, by name."""
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a limit or a tier changes."""
+
+    @property
+    def readers(self) -> list[Reader]:
+        return [self.reader] if self.on_device is None else [self.reader, self.on_device.reader]
 
     @property
     def stuck(self) -> int:
@@ -366,19 +378,20 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     for workers in (copiers, fillers):
         stack.callback(workers.close)
     if device is not None:
+        arena.pinned = True
         pinning = in_thread("device", device.pin, arena.memory, pool.slot_bytes)
         await by_deadline(pinning, DEVICE_S, "device: it did not pin the arena", give_up_s=GIVE_UP_S)
     cpu = make_cpu(config, pool, copiers)
     await cpu.open()
     stack.push_async_callback(closing.settle)
     stack.push_async_callback(cpu.close)
-    opened: list[Part] = []
-    closing.push(opened)
+    opened: dict[str, Close] = {}
+    closing.push(opened.items())
     for tier in tiers:
         tier.use_arena(arena)
         await open_tier(tier)
-        opened.append((tier.name, tier.close))
-    return await _connected(config, layout, closing, device, arena, cpu, tiers, fillers)
+        opened[tier.name] = tier.close
+    return await _connected(config, layout, closing, device, arena, cpu, tiers, fillers, opened)
 
 
 async def _connected(
@@ -390,6 +403,7 @@ async def _connected(
     cpu: CpuTier,
     tiers: list[Tier],
     fillers: Workers,
+    opened: dict[str, Close],
 ) -> Parts:
     """Add readers, writers and the prefetcher to open tiers. `fillers` run the sources of puts."""
     loop = asyncio.get_running_loop()
@@ -432,4 +446,5 @@ async def _connected(
         on_device=on_device,
         ahead=ahead,
         advisor=Advisor(reader, slots, chunk_bytes, layout.chunk_tokens),
+        opened=opened,
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.readme.blocks import REPOSITORY
+from tiercache.config.changes import LIVE, LIVE_OPTIONS
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES
 from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS, Option
 from tiercache.config.remotes import ELSEWHERE, PLUGINS_ELSEWHERE
@@ -31,8 +32,8 @@ tiercache reads LMCache's files and variables unchanged. There are four sources;
 
 Keys marked *extra* belong inside `extra_config:` for LMCache; tiercache takes every key there and at the top level.
 `extra_config` of several sources is merged key by key. A GB is 1024**3 bytes, as it is in LMCache. Keys marked *ours*
-are not LMCache's. An unknown key, a wrong type or a value out of range stops the start, and all problems are reported
-together.
+are not LMCache's. Those marked *live* [change in a running cache](control.md#change-a-running-cache), too. An unknown
+key, a wrong type or a value out of range stops the start, and all problems are reported together.
 
 `tiercache config explain FILE` shows the tiers of a file, the values that are set, and their sources; `--all` adds defaults.
 """
@@ -86,11 +87,13 @@ def _remotes() -> Iterator[str]:
 def _option_row(option: Option) -> str:
     flat = ", ".join(f"`{name}`" for name in option.flat)
     meaning = option.meaning.replace("|", "\\|")
-    return f"| `{option.name}` | {option.kind.expected} | {shown_default(option.default)} | {meaning} | {flat} |"
+    live = any(option in OPTIONS[name] and option.name in found for name, found in LIVE_OPTIONS.items())
+    name = f"`{option.name}`{' *live*' if live else ''}"
+    return f"| {name} | {option.kind.expected} | {shown_default(option.default)} | {meaning} | {flat} |"
 
 
 def _row(key: Key) -> str:
-    marks = [word for word, present in (("extra", key.extra), ("ours", key.ours)) if present]
+    marks = [word for word, present in (("extra", key.extra), ("ours", key.ours), ("live", key.name in LIVE)) if present]
     name = f"`{key.name}`" + "".join(f" *{mark}*" for mark in marks)
     meaning = key.meaning
     if key.aliases:

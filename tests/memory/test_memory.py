@@ -124,7 +124,7 @@ def test_memory_that_gives_out_while_it_is_touched_is_given_back_at_once(
     def populate(part: np.ndarray) -> bool:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("tiercache.memory.arena._populate_call", lambda: populate)
+    monkeypatch.setattr("tiercache.memory.arena._populate", populate)
     gc.disable()
     try:
         with pytest.raises(ConfigError, match="cannot be reserved"):
@@ -141,7 +141,7 @@ def test_pages_of_an_arena_that_nobody_wants_any_more_are_not_touched(monkeypatc
         touched.append(part.nbytes)
         return True
 
-    monkeypatch.setattr("tiercache.memory.arena._populate_call", lambda: populate)
+    monkeypatch.setattr("tiercache.memory.arena._populate", populate)
     Arena(ArenaSettings(size_bytes=1 << 30, threads=1), unwanted=lambda: len(touched) == 2).close()
     assert touched == [64 << 20, 64 << 20]
 

@@ -232,6 +232,27 @@ async def advised(command: str, place: Path, shell: Shell) -> str:
             await cache.flush()
         said = (await asyncio.to_thread(shell, command.replace("PATH", str(place / "c.sock")))).stdout
     assert "960 requests" in said
+def ctl(command: str, shell: Shell, place: Path) -> str:
+    return asyncio.run(changed(command, place, shell))
+
+
+async def changed(command: str, place: Path, shell: Shell) -> str:
+    from tests.control.conftest import LAYOUT, config_of
+    from tiercache import Config, TierCache
+
+    (place / "tiercache.yaml").write_text("queue_wait_s: 1\n")
+    like = config_of(place)
+    given = {name: getattr(like, name) for name in ("local_disk", "max_local_disk_size", "control_socket")}
+    config = Config.load(place / "tiercache.yaml", environ={}, overrides={"max_local_cpu_size": 0.002, **given})
+    async with TierCache.open(config, LAYOUT):
+        return (await asyncio.to_thread(shell, command.replace("PATH", str(place / "c.sock")))).stdout
+
+
+def differs(command: str, shell: Shell, place: Path) -> str:
+    (place / "OLD").write_text("max_local_disk_size: 1")
+    (place / "NEW").write_text("max_local_disk_size: 2")
+    said = shell(command).stdout
+    assert said == "max_local_disk_size: 1.0 -> 2.0 (live)\n"
     return said
 
 
@@ -331,6 +352,8 @@ ENTRIES: dict[str, Entry] = {
     rf"tiercache serve-control -{PLAIN}": control,
     r"tiercache top --socket PATH( --once)?": top,
     r"tiercache advise --socket PATH": advise,
+    rf"tiercache ctl --socket PATH {PLAIN}": ctl,
+    r"tiercache config diff OLD NEW": differs,
     rf"curl -H {PLAIN}\$\(cat token\){PLAIN}": control,
     r"export TIERCACHE_CONTROL_TOKEN=\$\(openssl rand -hex 32\) \w+=\$\(openssl rand -hex 16\) MODEL=\S+": secrets,
     r"docker build -f \S+ --target \w+ -t \S+ \.": deploy,

@@ -12,6 +12,7 @@ from tests.torture.simulation.plan import Operation
 from tests.torture.simulation.run import Outcome, run_seed
 from tests.torture.simulation.seeds import failure_of
 from tiercache.core.breaker import Breaker
+from tiercache.memory.slots import Slot, SlotPool
 from tiercache.tiers.cpu import CpuTier
 
 _SEEDS = 30
@@ -47,6 +48,15 @@ def test_bytes_that_change_while_they_are_stored(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CpuTier, "publish", publish_changed)
     _, failure = _first_failure()
     assert "torn" in str(failure) or "wrong bytes" in str(failure)
+
+
+def test_pages_that_are_given_up_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(self: SlotPool, slots: Sequence[Slot]) -> None:
+        self.arena.give_up([range(self.arena.size_bytes)])
+
+    monkeypatch.setattr(SlotPool, "give_up", give_up)
+    _, failure = _first_failure()
+    assert "wrong bytes" in str(failure)
 
 
 def test_few_operations_are_left_of_a_failing_seed(monkeypatch: pytest.MonkeyPatch) -> None:

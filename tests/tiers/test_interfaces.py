@@ -14,6 +14,7 @@ from tiercache.tiers.base import DeviceTier
 KEY, PAYLOAD = chunk(1)
 ARGUMENTS: dict[str, tuple[object, ...]] = {
     "use_arena": (None,),
+    "take_over": (WrappedTier(MemoryTier()),),
     "open": (),
     "close": (),
     "describe": (),

@@ -196,7 +196,7 @@ def test_over_sockets_the_answer_is_what_all_workers_have(engine: str, first: in
 def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, client: LookupClient, room: int) -> None:
     """Two chunks and a tail, of which the second worker may hold so many."""
     with Worker(engine, 0, 11) as first, Worker(engine, 1, 11) as second:
-        second.claims._most = room
+        second.thread.cache.cpu.budget.slots = 2 * room
         assert answer_of(begun(client, NAMES, "r")) == Match(11, {"cpu": 176}, held=room == 3)
         assert [first.held(), second.held()] == [3, 3 if room == 3 else 0]
         for worker in (first, second):

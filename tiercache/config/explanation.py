@@ -78,9 +78,7 @@ def explain(config: Config) -> Explanation:
     remotes = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
     for name, value in sorted((remotes | dict(config.remote_settings)).items()):
         meaning = "a setting of that remote tier" if name in remotes else "a setting of all remote tiers of a type"
-        secret = name.endswith(_SECRET_OPTIONS)
-        shown = hidden("remote_url" if name.endswith(("url", "uri")) else name, value, secret=secret)
-        values.append(ExplainedValue(name, shown, config.origins.get(name), meaning, "remote"))
+        values.append(ExplainedValue(name, shown_setting(name, value), config.origins.get(name), meaning, "remote"))
     return Explanation(
         values=tuple(values),
         tiers=plan_of(config),
@@ -88,3 +86,9 @@ def explain(config: Config) -> Explanation:
         arena_bytes=config.arena_bytes,
         disk_bytes=config.disk_bytes,
     )
+
+
+def shown_setting(name: str, value: Any) -> Any:
+    """Return the value of a remote tier's setting with secrets hidden."""
+    secret = name.endswith(_SECRET_OPTIONS)
+    return hidden("remote_url" if name.endswith(("url", "uri")) else name, value, secret=secret)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -60,22 +61,58 @@ class Config(ConfigFields):
         environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
         `tiercache.` or `lmcache.`. Logs each of `warnings` unless `quiet`. Raises ConfigError that names every problem.
         """
-        environ = os.environ if environ is None else environ
+        return cls._load(path, environ, overrides, quiet)
+
+    @classmethod
+    def _load(
+        cls,
+        path: str | os.PathLike[str] | None,
+        environ: Mapping[str, str] | None,
+        overrides: Mapping[str, Any] | None,
+        quiet: bool,
+        room_gb: float | None = None,
+    ) -> Config:
+        """Read as `load` does. `room_gb`: memory that was found for the hot cache already; None: look at the machine."""
+        variables = os.environ if environ is None else environ
         problems: list[str] = []
         layers = []
-        file = config_file(path, environ)
+        file = config_file(path, variables)
         if file is not None:
             layers.append(_read(problems, partial(file_settings, file)))
         for prefix in PREFIXES:
-            layers.append(_read(problems, partial(environment_settings, environ, prefix)))
+            layers.append(_read(problems, partial(environment_settings, variables, prefix)))
         layers.append(_read(problems, partial(override_settings, overrides or {})))
-        resolved = _Resolution(problems)
+        resolved = _Resolution(problems, room_gb)
         for layer in layers:
             resolved.add_layer(layer)
-        config = cls(**resolved.fields())
+        again = None if file is None else partial(cls._load, file.absolute(), environ, overrides, quiet)
+        config = cls(**resolved.fields(), load_again=again)
         for warning in () if quiet else config.warnings:
             logger.warning("%s", warning)
         return config
+
+    def reloaded(self) -> Config:
+        """Read the file again, and the environment and overrides of `load`. Memory that `reserve_local_cpu_size` left for
+        the hot cache is not measured again. Raises ConfigError.
+        """
+        if self.load_again is None:
+            raise ConfigError("reload: the configuration of this cache came from no file")
+        config: Config = self.load_again(room_gb=self.max_local_cpu_size)
+        return config
+
+    def changed(self, changes: Mapping[str, Any]) -> Config:
+        """Return this configuration with other values, by key as in the file. Raises ConfigError that names all problems."""
+        values = {name: value for name, key in KEYS.items() if (value := getattr(self, name)) != key.default}
+        values |= {PLUGIN_PREFIX + name: value for name, value in self.remote_storage_plugin_settings.items()}
+        values |= self.remote_settings
+        problems: list[str] = []
+        given = _read(problems, partial(override_settings, changes))
+        resolved = _Resolution(problems, math.inf)
+        resolved.add_layer(
+            [Setting(name, value, self.origins.get(name, Origin("override", name))) for name, value in values.items()]
+        )
+        resolved.add_layer(given)
+        return type(self)(**resolved.fields(), load_again=self.load_again)
 
     def __post_init__(self) -> None:
         """Check fields that were given directly, and convert each to its type."""
@@ -106,8 +143,9 @@ def _read(problems: list[str], source: Callable[[], list[Setting]]) -> list[Sett
 class _Resolution:
     """Layers of settings; the last layer wins."""
 
-    def __init__(self, problems: list[str]) -> None:
+    def __init__(self, problems: list[str], room_gb: float | None) -> None:
         self.problems = problems
+        self.room_gb = room_gb
         self.values: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
         self.plugins: dict[str, str] = {}
@@ -243,10 +281,15 @@ class _Resolution:
     def _leave_memory_free(self) -> list[str]:
         """Lower the size of the arena to the available memory, so that the configuration states the real size."""
         reserve = self.values.get("reserve_local_cpu_size", 0.0)
+        wanted = self.values.get("max_local_cpu_size", KEYS["max_local_cpu_size"].default)
+        if reserve and self.room_gb is not None:
+            if self.room_gb >= wanted:
+                return []
+            self.values["max_local_cpu_size"] = self.room_gb
+            return [f"max_local_cpu_size lowered from {wanted:g} to {self.room_gb:.2f} GB, which the start left free"]
         available = available_memory_bytes() if reserve else None
         if available is None:
             return []
-        wanted = self.values.get("max_local_cpu_size", KEYS["max_local_cpu_size"].default)
         room = available / GB - reserve
         if room <= 0:
             raise ConfigError(

@@ -6,7 +6,7 @@ docs/configuration.md all use these rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -374,6 +374,8 @@ class ConfigFields:
     """The sources of values that are not defaults, by key."""
     warnings: tuple[str, ...] = field(default=(), compare=False)
     """A sentence for each setting that was accepted and has no effect."""
+    load_again: Callable[..., Any] | None = field(default=None, compare=False)
+    """Reads the file and the other sources again; None if there is no file."""
 
     def __repr__(self) -> str:
         changed = {

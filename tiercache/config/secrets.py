@@ -55,6 +55,11 @@ def hidden_url(url: str) -> str:
     return _without_parameters(_CREDENTIALS_OF_URL_KEY.sub(rf"\1{HIDDEN}@", _CREDENTIALS.sub(f"{HIDDEN}@", url)))
 
 
+def without_credentials(url: str) -> str:
+    """Return a URL without the part before an @, to compare two of them."""
+    return _CREDENTIALS.sub("", url)
+
+
 def shown_scheme(url: str) -> str:
     """Return the part before `://` for an error message, or an empty text if it is not a known scheme."""
     scheme, separator, _ = url.partition("://")

@@ -12,10 +12,12 @@ from typing import Any
 from tiercache.control.families import figures_of
 from tiercache.control.messages import (
     Advise,
+    Attach,
     Began,
     Cancel,
     Command,
     ControlError,
+    Detach,
     Ended,
     Forget,
     Lookup,
@@ -23,6 +25,8 @@ from tiercache.control.messages import (
     Pin,
     Prefetch,
     Progress,
+    Reconfigure,
+    Reload,
     Statistics,
     Unpin,
 )
@@ -92,6 +96,16 @@ class Handler:
             case Advise():
                 advice = cache.statistics().advice
                 return {"advice": asdict(advice), "sentences": sentences(advice)}
+            case Reconfigure():
+                return {"changed": await cache.reconfigure(command.changes)}
+            case Reload():
+                return {"changed": await cache.reload()}
+            case Detach():
+                await cache.detach(command.tier, timeout_s=command.until_s)
+                return {}
+            case Attach():
+                await cache.attach(command.tier)
+                return {}
 
     async def _pin(self, command: Pin) -> dict[str, Any]:
         cache = self._cache

@@ -133,7 +133,37 @@ class Advise(Message, tag="advise"):
     """Report what other sizes would be worth and why requests missed, with sentences about what to change."""
 
 
-Command = Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics | Advise
+class Reconfigure(Message, tag="reconfigure", kw_only=True):
+    """Change limits, quotas and credentials, by configuration keys as in the file, in at most `until_s`."""
+
+    changes: dict[Name, str | int | float | bool | list[str]]
+    until_s: Wait = 60.0
+
+
+class Reload(Message, tag="reload", kw_only=True):
+    """Read the file that the cache was started with again, and apply it, in at most `until_s`."""
+
+    until_s: Wait = 60.0
+
+
+class Detach(Message, tag="detach", kw_only=True):
+    """Write what is queued for a tier for up to `until_s`, and close it."""
+
+    tier: Name
+    until_s: Wait = 10.0
+
+
+class Attach(Message, tag="attach", kw_only=True):
+    """Open a tier that was detached, in at most `until_s`."""
+
+    tier: Name
+    until_s: Wait = 60.0
+
+
+Command = (
+    Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics | Advise
+    | Reconfigure | Reload | Detach | Attach
+)  # fmt: skip
 COMMANDS: dict[str, type[Message]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Command)}
 
 COMMAND: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

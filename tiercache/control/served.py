@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
@@ -36,3 +36,11 @@ class ServedCache(Protocol):
     async def forget(self, keys: Sequence[ChunkKey]) -> None: ...
 
     def statistics(self) -> Statistics: ...
+
+    async def reconfigure(self, changes: Mapping[str, Any]) -> list[str]: ...
+
+    async def reload(self) -> list[str]: ...
+
+    async def detach(self, name: str, *, timeout_s: float = ...) -> None: ...
+
+    async def attach(self, name: str) -> None: ...

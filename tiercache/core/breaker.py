@@ -13,6 +13,8 @@ class BreakerState(Enum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half-open"
+    DETACHED = "detached"
+    """Shown instead of a breaker's state while the tier is detached."""
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,11 @@ class CappedIndex:
         """Bytes of tenants above their quotas, after a quota was lowered or another process has written."""
         return self._shares.excess_bytes if self._shares is not None else 0
 
+    def limit(self, quota_bytes: int) -> None:
+        """Change the quota of an index that has one."""
+        if self._shares is not None:
+            self._shares.limit(quota_bytes)
+
     def expect(self, key: ChunkKey, needed_bytes: int) -> None:
         """Count bytes that are being written for the tenant of `key`; a negative number subtracts."""
         if self._shares is not None:

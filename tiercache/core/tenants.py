@@ -53,6 +53,11 @@ class Shares:
         self.holdings: dict[Tenant, Holding] = {}
         self._over: dict[Tenant, None] = {}
 
+    def limit(self, most_bytes: int) -> None:
+        """Set the quota of each tenant."""
+        self.most_bytes = most_bytes
+        self._over = {tenant: None for tenant, holding in self.holdings.items() if holding.held_bytes > most_bytes}
+
     def hold(self, tenant: Tenant, more_bytes: int, more_chunks: int = 0) -> None:
         """Change the tenant's holding; negative numbers subtract."""
         holding = self.holdings.get(tenant)

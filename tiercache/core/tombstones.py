@@ -106,6 +106,8 @@ class KeyTraffic:
         """Keys to remove, with the callers to notify. Once a key is taken out, operations find only later chunks."""
         self._refused: KeyFilter | None = None
         """Created with the first key that is refused for good."""
+        self.detached = False
+        """True while the tier is closed on request: no operation may begin."""
         self.on_clear: Callable[[ChunkKey], None] | None = None
         """Called when the last operation in flight on a key to remove has ended."""
         self.questions: set[Any] = set()
@@ -115,11 +117,11 @@ class KeyTraffic:
 
     def refuses(self, key: ChunkKey) -> bool:
         """Return True if no operation on `key` may begin now, even if the tier holds the chunk."""
-        return key in self.removing or (self._refused is not None and key in self._refused)
+        return self.detached or key in self.removing or (self._refused is not None and key in self._refused)
 
     @property
     def refuses_none(self) -> bool:
-        return not self.removing and self._refused is None
+        return not self.detached and not self.removing and self._refused is None
 
     def begin(self, key: ChunkKey) -> None:
         self.in_flight[key] = self.in_flight.get(key, 0) + 1

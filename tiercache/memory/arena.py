@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,11 +59,13 @@ class Arena:
         Once `unwanted` returns True the other pages are not touched, and the arena must not be used. Raises
         ConfigError.
         """
-        self.size_bytes = -(-settings.size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self.size_bytes = whole_pages(settings.size_bytes)
         self.shm_path: Path | None = None
         self._shm_file = -1
         self._not_closed: weakref.finalize[..., Arena] | None = None
         self.memory = np.empty(0, dtype=np.uint8)
+        self.pinned = False
+        """True once a device, a ring or a network card holds the addresses of the pages: they are not returned then."""
         if settings.hugepages and settings.shm_name:
             raise ConfigError("local_cpu_use_hugepages: cannot be combined with shm_name; choose one of the two")
         try:
@@ -74,7 +76,9 @@ class Arena:
             self.memory = np.frombuffer(self._mapping, dtype=np.uint8)
             if settings.numa_node is not None:
                 self._prefer_node(settings.numa_node)
-            self._prefault(settings.threads, unwanted)
+            offset = -self.address % HUGE_PAGE_BYTES if self.kind == "thp" else 0
+            self.memory = self.memory[offset : offset + self.size_bytes]
+            self.populate([range(self.size_bytes)], settings.threads, unwanted)
         except (OSError, MemoryError, OverflowError) as error:
             self.close()
             raise ConfigError(self._refused(error)) from error
@@ -205,32 +209,40 @@ class Arena:
         if failed:
             logger.warning("numa_mode: node %d could not be preferred: %s", node, os.strerror(ctypes.get_errno()))
 
-    def _prefault(self, threads: int, unwanted: Callable[[], bool]) -> None:
-        offset = -self.address % HUGE_PAGE_BYTES if self.kind == "thp" else 0
-        self.memory = self.memory[offset : offset + self.size_bytes]
-        starts = list(range(0, self.size_bytes, _PREFAULT_STEP_BYTES))
+    def populate(
+        self, places: Sequence[range], threads: int = 0, unwanted: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Touch every page of the bytes `places`, which are not in use. Blocks. Raises OSError if there is no memory.
+
+        `threads` and `unwanted` are as for the arena.
+        """
+        # A list of views would keep the memory alive after an error.
+        steps = [
+            place[start : start + _PREFAULT_STEP_BYTES]
+            for place in places
+            for start in range(0, len(place), _PREFAULT_STEP_BYTES)
+        ]
         threads = threads or min(16, len(os.sched_getaffinity(0)))
-        populate = _populate_call()
         failures: list[OSError] = []
-        began_s = time.monotonic()
-        logger.info("arena: touching %.2f GB of %s memory", self.size_bytes / 2**30, self.kind)
+        began_s, size_gb = time.monotonic(), sum(map(len, places)) / 2**30
+        logger.info("arena: touching %.2f GB of %s memory", size_gb, self.kind)
 
         def run() -> None:
             while not failures and not unwanted():
                 try:
-                    start = starts.pop()
+                    step = steps.pop()
                 except IndexError:
                     return
-                part = self.memory[start : start + _PREFAULT_STEP_BYTES]
+                part = self.memory[step.start : step.stop]
                 try:
-                    if not populate(part):
+                    if not _populate(part):
                         part[:: mmap.PAGESIZE] = 0
                 except OSError as error:
                     # Drop the frames, which keep the memory alive and are kept by this list.
                     failures.append(error.with_traceback(None))
 
         helpers: list[threading.Thread] = []
-        for _ in range(min(threads, len(starts)) - 1):
+        for _ in range(min(threads, len(steps)) - 1):
             helper = threading.Thread(target=run, daemon=True)
             try:
                 helper.start()
@@ -242,9 +254,28 @@ class Arena:
             helper.join()
         if failures:
             raise failures[0]
-        logger.info(
-            "arena: %.2f GB of %s memory in %.1f s", self.size_bytes / 2**30, self.kind, time.monotonic() - began_s
-        )
+        logger.info("arena: %.2f GB of %s memory in %.1f s", size_gb, self.kind, time.monotonic() - began_s)
+
+    def give_up(self, places: Sequence[range]) -> None:
+        """Return the pages of the bytes `places`, which are not in use, to the system, except those of a pinned arena.
+
+        Blocks. `populate` brings pages back; until then the memory must not be used.
+        """
+        if self.pinned:
+            return
+        advice = mmap.MADV_REMOVE if self.kind == "shm" else mmap.MADV_DONTNEED
+        page_bytes = HUGE_PAGE_BYTES if self.kind == "hugetlb" else mmap.PAGESIZE
+        for place in places:
+            part = self.memory[place.start : place.stop]
+            start = -part.ctypes.data % page_bytes
+            whole = part[start : start + max(0, part.nbytes - start) // page_bytes * page_bytes]
+            if whole.nbytes and (code := _madvise(whole, advice)):
+                logger.warning("arena: memory that is not used any more stays: %s", os.strerror(code))
+
+
+def whole_pages(size_bytes: int) -> int:
+    """Return the size of an arena for `size_bytes`: whole huge pages."""
+    return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _give_back(path: Path, descriptor: int, process: int) -> None:
@@ -303,24 +334,25 @@ def _sweep_dead_arenas() -> None:
             os.close(descriptor)
 
 
-def _populate_call() -> Callable[[np.ndarray], bool]:
-    """Return a call that faults a range in, without the GIL: madvise(MADV_POPULATE_WRITE), Linux 5.14.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-    The call returns False if the kernel lacks that, and raises OSError if there is no memory; touching such a page
-    would kill the process.
+
+def _madvise(part: np.ndarray, advice: int) -> int:
+    """Call madvise without the GIL. Return 0 or the error number."""
+    return ctypes.get_errno() if _libc.madvise(part.ctypes.data, part.nbytes, advice) else 0
+
+
+def _populate(part: np.ndarray) -> bool:
+    """Fault a range in: madvise(MADV_POPULATE_WRITE), Linux 5.14.
+
+    Returns False if the kernel lacks that, and raises OSError if there is no memory; touching such a page would kill
+    the process.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-    def populate(part: np.ndarray) -> bool:
-        if libc.madvise(part.ctypes.data, part.nbytes, _MADV_POPULATE_WRITE) == 0:
-            return True
-        number = ctypes.get_errno()
-        if number in (errno.ENOMEM, errno.EFAULT):
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return False
-
-    return populate
+    code = _madvise(part, _MADV_POPULATE_WRITE)
+    if code in (errno.ENOMEM, errno.EFAULT):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return not code
 
 
 def numa_node_for(mode: str | None) -> int | None:

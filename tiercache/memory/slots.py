@@ -7,7 +7,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,7 +17,7 @@ import numpy as np
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError
-from tiercache.memory.arena import Arena
+from tiercache.memory.arena import Arena, whole_pages
 
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ class Pool(ABC):
 
     def __init__(self, count: int, slot_bytes: int) -> None:
         self.count = count
+        """Slots that are free or in use."""
         self.slot_bytes = slot_bytes
         self._free: list[Slot] = list(range(count - 1, -1, -1))
 
@@ -61,20 +62,31 @@ class Pool(ABC):
         self._free.clear()
 
 
+def slots_in(size_bytes: int, chunk_bytes: int) -> int:
+    """Return the number of slots in an arena of `size_bytes`. Raises ConfigError if there are too few."""
+    size_bytes, slot_bytes = whole_pages(size_bytes), aligned(chunk_bytes)
+    count = size_bytes // slot_bytes
+    if count < FEWEST_SLOTS:
+        enough_gb = math.ceil(1000 * FEWEST_SLOTS * slot_bytes / 2**30) / 1000
+        raise ConfigError(
+            f"max_local_cpu_size: {size_bytes / 2**30:.4g} GB hold {count} chunks of "
+            f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: raise it to "
+            f"{enough_gb:g} or more, or lower chunk_size"
+        )
+    return count
+
+
 class SlotPool(Pool):
     """Slots of the arena."""
 
     def __init__(self, arena: Arena, chunk_bytes: int) -> None:
-        slot_bytes = aligned(chunk_bytes)
-        count = arena.size_bytes // slot_bytes
-        if count < FEWEST_SLOTS:
-            enough_gb = math.ceil(1000 * FEWEST_SLOTS * slot_bytes / 2**30) / 1000
-            raise ConfigError(
-                f"max_local_cpu_size: {arena.size_bytes / 2**30:.4g} GB hold {count} chunks of "
-                f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: raise it to "
-                f"{enough_gb:g} or more, or lower chunk_size"
-            )
+        slot_bytes, count = aligned(chunk_bytes), slots_in(arena.size_bytes, chunk_bytes)
         super().__init__(count, slot_bytes)
+        self.arena = arena
+        self.reserved = count
+        """The largest number of slots: those of the arena."""
+        self._withdrawn: list[Slot] = []
+        """Slots out of use, whose pages were given up."""
         self._use(arena.memory[: count * slot_bytes].reshape(count, slot_bytes))
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> np.ndarray:
@@ -94,6 +106,48 @@ class SlotPool(Pool):
         except IndexError:
             self._check_open()
             raise
+
+    def withdraw(self, most: int) -> list[Slot]:
+        """Take up to `most` free slots out of use, and return them for `give_up`: neighbours, as far as possible."""
+        self._free.sort()
+        kept = max(0, len(self._free) - most)
+        slots, self._free[kept:] = self._free[kept:], []
+        self.count -= len(slots)
+        return slots
+
+    def keep_withdrawn(self, slots: Sequence[Slot]) -> None:
+        """Let `take_withdrawn` return slots that are out of use."""
+        self._withdrawn += slots
+
+    def take_withdrawn(self, most: int) -> list[Slot]:
+        """Return up to `most` withdrawn slots, for `populate` and then `restore`."""
+        self._withdrawn.sort(reverse=True)
+        taken = self._withdrawn[-most:]
+        del self._withdrawn[-most:]
+        return taken
+
+    def restore(self, slots: Sequence[Slot]) -> None:
+        """Take populated slots into use again."""
+        self._free += slots
+        self.count += len(slots)
+
+    def give_up(self, slots: Sequence[Slot]) -> None:
+        """Return the pages of slots out of use to the system. Blocks."""
+        self.arena.give_up(self._places(slots))
+
+    def populate(self, slots: Sequence[Slot]) -> None:
+        """Bring the pages of slots back. Blocks. Raises OSError if there is no memory."""
+        self.arena.populate(self._places(slots))
+
+    def _places(self, slots: Sequence[Slot]) -> list[range]:
+        """Return the bytes of slots in the arena, those of neighbours together."""
+        places: list[range] = []
+        for slot in sorted(slots):
+            start, end = slot * self.slot_bytes, (slot + 1) * self.slot_bytes
+            if places and places[-1].stop == start:
+                start = places.pop().start
+            places.append(range(start, end))
+        return places
 
     def close(self) -> None:
         super().close()
@@ -147,12 +201,15 @@ class SlotBudget:
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.floor = max(1, slots // 8)
+        self.resize(slots)
         self.held = [0] * len(Purpose)
         """Held slots by purpose."""
         self.tiers = 1
         """Number of tiers that read into these slots."""
+
+    def resize(self, slots: int) -> None:
+        self.slots = slots
+        self.floor = max(1, slots // 8)
 
     @property
     def reads_at_once(self) -> int:

@@ -72,8 +72,11 @@ class Ingest:
         self._fan_out = fan_out
         self._copied_bytes = 0
         """Bytes copied on the loop in this iteration."""
-        self._batch_items = max(1, min(cpu.pool.count // 8, max(1, _BATCH_BYTES // cpu.pool.slot_bytes)))
+
+    @property
+    def _batch_items(self) -> int:
         """Chunks per batch: tiers write during the copies, and two batches fit beside the slots kept for reads."""
+        return max(1, min(self.cpu.budget.slots // 8, max(1, _BATCH_BYTES // self.cpu.pool.slot_bytes)))
 
     async def put(
         self, items: Sequence[Item], wait_s: float, *, prefix: bool = False, hot_only: Collection[ChunkKey] = ()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from tiercache.core.breaker import Breaker, BreakerSettings
+from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
 from tiercache.core.estimate import SECONDS, Distribution, TransferEstimate, worth_waiting_s
 from tiercache.core.index import counts_in
 from tiercache.core.keys import ChunkKey
@@ -185,8 +185,6 @@ class TierReader:
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
         self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
-        places = tier.traits.read_concurrency
-        self.places = places if self.mapped is not None else min(places, cpu.budget.reads_at_once)
         self._apart = tier.traits.prefetches_apart and not cpu.on_device and self.mapped is None
         self.taken = {READ: 0, PREFETCH: 0}
         """Places in use, by purpose."""
@@ -195,6 +193,17 @@ class TierReader:
         self.reads = TierReadStatistics()
         self._transfers: dict[ChunkKey, _Transfer] = {}
         """Transfers in flight, oldest first, at most one per key."""
+
+    @property
+    def places(self) -> int:
+        """Reads at a time."""
+        places = self.tier.traits.read_concurrency
+        return places if self.mapped is not None else min(places, self.cpu.budget.reads_at_once)
+
+    @property
+    def in_tier(self) -> list[asyncio.Task[Any]]:
+        """Reads and lookups in flight."""
+        return [*(transfer.task for transfer in self._transfers.values()), *self.tier.traffic.questions]
 
     @property
     def abandoned(self) -> Sequence[asyncio.Task[_Outcome]]:
@@ -212,6 +221,8 @@ class TierReader:
 
     def would_serve(self, chunks: int) -> bool:
         """Return True if the tier is healthy, and loading `chunks` chunks is faster than computing them."""
+        if self.tier.traffic.detached:
+            return False
         now_s = asyncio.get_running_loop().time()
         oldest_s = now_s - next((transfer.began_s for transfer in self._timed()), now_s)
         worthwhile = self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s, oldest_s)
@@ -538,7 +549,24 @@ class Reader:
         return {tier.name: tier.statistics() for tier in self.tiers}
 
     def breakers(self) -> dict[str, str]:
-        return {tier.name: tier.breaker.state.value for tier in self.tiers}
+        return {
+            tier.name: (BreakerState.DETACHED if tier.tier.traffic.detached else tier.breaker.state).value
+            for tier in self.tiers
+        }
+
+    def replace_tier(self, before: Tier, after: Tier) -> list[asyncio.Task[Any]]:
+        """Use `after` in place of the tier `before`. Return the operations in flight there."""
+        in_flight: list[asyncio.Task[Any]] = []
+        for reader in self.tiers:
+            if reader.tier is before:
+                in_flight += reader.in_tier
+                reader.tier = after
+                reader.breaker.succeeded(asyncio.get_running_loop().time())  # it was that of the other one
+                if reader.mapped is not None:
+                    assert isinstance(after, SharedMemoryTier)
+                    self.mapped[self.mapped.index(reader.mapped)] = reader.mapped = after
+                    self._hot = (self.cpu, *self.mapped)
+        return in_flight
 
     async def close(self) -> None:
         """End all reads in flight; their waiters get a miss. Does not wait for reads that hang."""

@@ -63,7 +63,8 @@ class Removals:
         """Keys to be retried."""
         self._called = False
         """True if the next removal is tried even if the breaker refuses it, since each forget tries one key."""
-        self._lanes: set[asyncio.Task[None]] = set()
+        self.lanes: set[asyncio.Task[None]] = set()
+        """Removals in flight."""
         self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
         """The error of the latest failed removal."""
@@ -137,7 +138,7 @@ class Removals:
             )  # fmt: skip
         if self._timer is not None:
             self._timer.cancel()
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.cancel()
         self._due.clear()
         self._tell(self._wanted, CacheClosed(f"{self.tier.name}: the cache was closed before a chunk was removed"))
@@ -149,9 +150,9 @@ class Removals:
             self._add_lanes()
 
     def _add_lanes(self) -> None:
-        for _ in range(min(len(self._due), self.tier.traits.write_concurrency - len(self._lanes))):
+        for _ in range(min(len(self._due), self.tier.traits.write_concurrency - len(self.lanes))):
             lane = asyncio.create_task(self._remove_due(), name=f"tiercache-remove-{self.tier.name}")
-            self._lanes.add(lane)
+            self.lanes.add(lane)
 
     async def _remove_due(self) -> None:
         removed = 0
@@ -165,10 +166,15 @@ class Removals:
             # Leave here, not in a callback: a key due in between would get no lane, and this one takes no more keys.
             task = asyncio.current_task()
             assert task is not None
-            self._lanes.discard(task)
+            self.lanes.discard(task)
 
     def _may_try(self) -> bool:
         now_s = asyncio.get_running_loop().time()
+        if self.tier.traffic.detached:
+            due, self._due = self._due, deque()
+            self._fail(due, TierUnavailable(f"{self.tier.name} is detached; forgotten chunks leave it when it is attached"))
+            self._retry_later()
+            return False
         if self.breaker.allows(now_s) or self._called:
             self._called = False
             return True
@@ -192,11 +198,14 @@ class Removals:
         except (Exception, asyncio.CancelledError) as caught:
             if was_cancelled():
                 raise
-            cancelled = TierUnavailable(f"{self.tier.name}: a removal was cancelled")
-            self._error = caught if isinstance(caught, Exception) else cancelled
+            self._error = error = (
+                TierUnavailable(f"{self.tier.name}: a removal was cancelled")
+                if isinstance(caught, (asyncio.CancelledError, CacheClosed))  # also of a tier that was detached
+                else caught
+            )
             if not self._closed:
                 self.breaker.failed(loop.time(), began_s=began_s)
-                self._fail([key], self._error)
+                self._fail([key], error)
                 self._retry_later()
         else:
             self.breaker.succeeded(loop.time(), took_s)
@@ -229,7 +238,7 @@ class Removals:
     def _retry(self) -> None:
         """Retry the failed removals when the breaker allows it."""
         self._timer = None
-        if not self.breaker.would_allow(asyncio.get_running_loop().time()):
+        if self.tier.traffic.detached or not self.breaker.would_allow(asyncio.get_running_loop().time()):
             self._retry_later()
             return
         self._due.extend(self._failed)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
 from tiercache.core.estimate import SECONDS, Distribution
@@ -56,7 +57,7 @@ class WriterStatistics:
     skipped: int = 0
     replaced: int = 0
     dropped: int = 0
-    """Chunks given up: the tier hung, its breaker was open, the writer closed, or every attempt failed."""
+    """Chunks given up: the tier hung, was detached, its breaker was open, the writer closed, or every attempt failed."""
     declined: int = 0
     """Chunks that the tier did not want: larger than its cap, or not admitted."""
     retried: int = 0
@@ -106,6 +107,8 @@ class TierWriter:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
+        self.takes_no_more = False
+        """True from the beginning of a detach to the next attach: new chunks are dropped."""
         self._moved_at_s = 0.0
         """The loop time at which the latest chunk left the queue for the tier."""
 
@@ -129,7 +132,7 @@ class TierWriter:
         The waiting call itself passes `first`. Returns True if the writer has taken the lease, even to drop it, and
         False if the caller may wait for room with `enqueue`.
         """
-        if self._closed or self._hangs or self._is_refused():
+        if self._closed or self.takes_no_more or self._hangs or self._is_refused():
             self.counters.dropped += 1
             lease.release()
             return True
@@ -209,6 +212,10 @@ class TierWriter:
         """
         self._closed = True
         self.removals.close()
+        return await self.give_up(until_s)
+
+    async def give_up(self, until_s: float) -> int:
+        """Give up queued chunks and, at the loop time `until_s`, those in flight. Return how many were not written."""
         unwritten = len(self._queue)
         self._drop_queue()
         if tasks := [write.task for write in self._writing if write.task is not None]:
@@ -223,8 +230,24 @@ class TierWriter:
         await asyncio.gather(*waiting, return_exceptions=True)
         return unwritten
 
+    def limit(self, settings: WriterSettings) -> None:
+        """Change the settings. A queue above its new limit takes nothing until it is below it."""
+        self.settings = settings
+        self._queue.max_bytes, self._queue.max_items = settings.queue_bytes, settings.queue_items
+
+    def replace_tier(self, before: Tier, after: Tier) -> list[asyncio.Task[Any]]:
+        """Use `after` in place of the tier `before`, if that is this writer's. Return the operations in flight there."""
+        if self.tier is not before:
+            return []
+        self.tier = self.removals.tier = after
+        self.takes_no_more = False
+        for breaker in (self.breaker, self.removals.breaker):
+            breaker.succeeded(asyncio.get_running_loop().time())  # of the other one; its probe may never end
+        return [*(write.task for write in self._writing if write.task is not None), *self.removals.lanes]
+
     def statistics(self) -> WriterStatistics:
-        counters = replace(self.counters, seconds=self.counters.seconds.copy(), breaker=self.breaker.state.value)
+        state = BreakerState.DETACHED if self.takes_no_more else self.breaker.state
+        counters = replace(self.counters, seconds=self.counters.seconds.copy(), breaker=state.value)
         counters.queued = len(self._queue)
         counters.queued_bytes = self._queue.queued_bytes
         counters.writing = len(self._writing)
@@ -278,8 +301,6 @@ class TierWriter:
         Returns False if it is given up, True if the tier answered, or if the chunk was forgotten.
         """
         loop, lease, counters = asyncio.get_running_loop(), write.lease, self.counters
-        tier = self.tier
-        send = tier.write_device if lease.on_device and isinstance(tier, DeviceTier) else tier.write
         for attempt in range(self.settings.attempts):
             if attempt:
                 counters.retried += 1
@@ -294,6 +315,8 @@ class TierWriter:
                     return True
                 break
             write.began_s = loop.time()
+            tier = self.tier  # it may have been replaced
+            send = tier.write_device if lease.on_device and isinstance(tier, DeviceTier) else tier.write
             tier.traffic.begin(write.key)
             write.timer = loop.call_later(self.settings.deadline_s, self._outlived, write)
             try:

@@ -32,6 +32,10 @@ class WrappedTier(DeviceTier):
     def load_library(self) -> None:
         self.tier.load_library()
 
+    def take_over(self, before: Tier) -> None:
+        super().take_over(before)
+        self.tier.take_over(before.tier if isinstance(before, WrappedTier) else before)
+
     async def open(self) -> None:
         await self.tier.open()
         self.traits = self.tier.traits

@@ -122,6 +122,13 @@ class Tier(ABC):
     def load_library(self) -> None:  # noqa: B027 - most tiers import what they need with their module
         """Import the client of the tier's storage. Blocks. Raises ConfigError that says what to install."""
 
+    def take_over(self, before: Tier) -> None:
+        """Take the place of a tier of the same name and storage: its counters, and what others know of it by now.
+
+        Called when this tier is open.
+        """
+        self.traffic = before.traffic
+
     @abstractmethod
     async def open(self) -> None:
         """Make the tier usable. Raises TierUnavailable or ConfigError that says what to do."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from tiercache.core.tenants import Shares, shown
 from tiercache.core.tombstones import Tombstones
 from tiercache.device.device import Device
 from tiercache.device.driver import Tensor, host_tensor
-from tiercache.errors import CacheClosed
+from tiercache.errors import CacheClosed, TierUnavailable
 from tiercache.memory.slots import (
     ONE,
     PREFETCH,
@@ -36,12 +37,16 @@ from tiercache.memory.slots import (
     Purpose,
     Slot,
     SlotBudget,
+    SlotPool,
     WaitQueue,
     pins_in,
     purpose_of,
 )
-from tiercache.memory.workers import Workers, wait_shielded
+from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 from tiercache.tiers.base import Tier, TierStatistics
+
+_AT_ONCE = 256
+"""Chunks evicted in one iteration of the loop, after a limit was lowered."""
 
 
 class SlotQuotas:
@@ -50,13 +55,19 @@ class SlotQuotas:
     def __init__(self, quota_bytes: int, slots: int, slot_bytes: int, prefetch_share: float) -> None:
         """`quota_bytes` is every tenant's quota, and `prefetch_share` its part for pins and prefetches."""
         self.shares = Shares(quota_bytes)
-        self.slots = quota_bytes // slot_bytes
-        """Quota of a tenant in slots."""
         self._slot_bytes = slot_bytes
         self._owners: list[Tenant | None] = [None] * slots
-        self._most_pinned = int(prefetch_share * self.slots)
+        self._prefetch_share = prefetch_share
+        self.limit(quota_bytes)
         self._pinned: dict[Tenant, int] = {}
         """Slots per tenant that are pinned, or being read into for a prefetch."""
+
+    def limit(self, quota_bytes: int) -> None:
+        """Set every tenant's quota."""
+        self.shares.limit(quota_bytes)
+        self.slots = quota_bytes // self._slot_bytes
+        """Quota of a tenant in slots."""
+        self._most_pinned = int(self._prefetch_share * self.slots)
 
     def owner(self, slot: Slot) -> Tenant | None:
         return self._owners[slot]
@@ -71,8 +82,12 @@ class SlotQuotas:
         if tenant is not None:
             self.shares.hold(tenant, self._slot_bytes, 1)
 
+    def lacking(self, tenant: Tenant, more: int = 1) -> int:
+        """Return how many slots the tenant has to give up for `more`."""
+        return -(-self.shares.lacking_bytes(tenant, more * self._slot_bytes) // self._slot_bytes)
+
     def at_quota(self, tenant: Tenant) -> bool:
-        return self.shares.lacking_bytes(tenant, self._slot_bytes) > 0
+        return self.lacking(tenant) > 0
 
     def may_pin(self, tenant: Tenant) -> bool:
         return self._pinned.get(tenant, 0) < self._most_pinned
@@ -121,18 +136,99 @@ class CpuTier(LeaseOwner, Tier):
         """Waiters for a slot."""
         self._statistics = TierStatistics()
         self._on_change: Callable[[ChunkKey], None] | None = None
+        self._surplus = 0
+        """Slots to withdraw when their leases end, since the number of slots was lowered."""
+        self._pages = Workers("pages", 1)
+        """Gives pages up and brings them back: one after the other, so that no page goes that is in use again."""
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
         self.wait_queue.close()
+        self._surplus = 0  # leases may end later
+        self._pages.close()
 
     # Memory
 
     def view(self, entry: Resident, length_bytes: int) -> Any:
         """Return the first bytes of a chunk: uint8, read-only."""
         return self.pool.readable(entry.slot, length_bytes)
+
+    async def populated(self, slots: int) -> list[Slot]:
+        """Return withdrawn slots with new pages, as many as `resize` to `slots` needs.
+
+        `slots` are at most those of the arena. Raises OSError if there is no memory. A cancelled call keeps none.
+        """
+        pool, found = self.slot_pool, list[Slot]()
+        try:
+            while (missing := slots - pool.count - len(found)) > 0:  # leases may end meanwhile
+                more = pool.take_withdrawn(missing)
+                found += more
+                await wait_shielded(self._pages.submit(pool.populate, more))
+        except BaseException:
+            self._give_up(found)
+            raise
+        return found
+
+    def resize(self, slots: int, populated: Sequence[Slot] = ()) -> None:
+        """Set the number of slots, with those that `populated` returned for it; `evict_excess` follows."""
+        pool = self.slot_pool
+        pool.restore(populated)
+        self._surplus = pool.count - slots
+        self.budget.resize(slots)
+        self._withdraw()
+        self.wait_queue.serve()
+
+    def limit_tenants(self, quota_bytes: int) -> None:
+        """Set the quota of every tenant of a tier that has quotas; `evict_excess` follows."""
+        assert self._quotas is not None
+        self._quotas.limit(quota_bytes)
+        self.wait_queue.serve()
+
+    async def evict_excess(self) -> None:
+        """Evict what is above limits that were lowered, the coldest leaves first, in short steps.
+
+        Leased chunks stay: those above the number of slots go when their leases end, and those of a tenant above its
+        quota with its next chunk.
+        """
+        while self._withdraw():
+            self.wait_queue.serve()
+            await asyncio.sleep(0)
+        quotas = self._quotas
+        for tenant in [] if quotas is None else list(quotas.shares.holdings):
+            while quotas is not None and self._evict_to_pool(quotas.lacking(tenant, 0), tenant):
+                self.wait_queue.serve()
+                await asyncio.sleep(0)
+
+    @property
+    def slot_pool(self) -> SlotPool:
+        assert isinstance(self.pool, SlotPool)
+        return self.pool
+
+    def _withdraw(self) -> bool:
+        """Take some surplus slots out of use, as far as no chunk in them is leased. Return True if it took any."""
+        if self._surplus <= 0:
+            return False
+        self._evict_to_pool(self._surplus - self.pool.free)
+        slots = self.slot_pool.withdraw(min(self._surplus, _AT_ONCE))
+        self._surplus -= len(slots)
+        if slots:
+            self._give_up(slots)
+        return bool(slots)
+
+    def _evict_to_pool(self, most: int, tenant: Tenant | None = None) -> bool:
+        """Evict some of at most `most` leaves, of `tenant` if given. Return True if it evicted any."""
+        slots = self._evict(min(most, _AT_ONCE), tenant)
+        for slot in slots:
+            self.pool.give_back(slot)
+        return bool(slots)
+
+    def _give_up(self, slots: Sequence[Slot]) -> None:
+        """Keep slots that are out of use without pages."""
+        self.slot_pool.keep_withdrawn(slots)
+        with suppress(CacheClosed, TierUnavailable):  # closed, or no thread can be started: the pages stay
+            self._pages.submit(self.slot_pool.give_up, slots).add_done_callback(retrieve_exception)
 
     # Residency
 
@@ -194,7 +290,7 @@ class CpuTier(LeaseOwner, Tier):
     @property
     def most_slots(self) -> int:
         """Limit of slots for a tenant."""
-        return self.pool.count if self._quotas is None else min(self.pool.count, self._quotas.slots)
+        return self.budget.slots if self._quotas is None else min(self.budget.slots, self._quotas.slots)
 
     @property
     def obtainable(self) -> int:
@@ -308,6 +404,8 @@ class CpuTier(LeaseOwner, Tier):
             self._statistics.written_bytes += payload_bytes
             self._changed(key)
         self.budget.held[WRITE] -= len(fills)
+        if self._surplus:
+            self._withdraw()
         self.wait_queue.serve()
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
@@ -408,6 +506,8 @@ class CpuTier(LeaseOwner, Tier):
         if entry.hot and self.keep:
             entry.leases = 0
             self._order.released(entry)
+            if self._surplus:
+                self._withdraw()
         else:
             if entry.hot:
                 self._order.discard(entry.key)
@@ -437,6 +537,8 @@ class CpuTier(LeaseOwner, Tier):
         if self._quotas is not None:
             self._quotas.own(slot, None)
         self.pool.give_back(slot)
+        if self._surplus:
+            self._withdraw()
 
     def _evict(self, most: int, tenant: Tenant | None = None) -> list[Slot]:
         """Evict the coldest leaves, of `tenant` if given. Return at most `most` slots."""
@@ -461,9 +563,13 @@ class CpuTier(LeaseOwner, Tier):
         tenant = self._tenant_at_quota(key)
         slot = self.pool.take() if tenant is None else None
         if slot is None:
-            slot = next(iter(self._evict(1, tenant)), None)
-            if slot is None:
+            count = 1 if quotas is None or tenant is None else min(_AT_ONCE, quotas.lacking(tenant))
+            evicted = self._evict(count, tenant)
+            if not evicted:
                 return None
+            slot = evicted.pop()
+            for other in evicted:  # the tenant was above its quota, which was lowered
+                self.pool.give_back(other)
         if quotas is not None:
             quotas.own(slot, owner)
             if purpose is PREFETCH:

@@ -162,15 +162,17 @@ class Mappings(LeaseOwner):
         self._entries: OrderedDict[ChunkKey, Mapped] = OrderedDict()
         self._unmap = unmap
         self._unmapping: list[np.ndarray] = []
-        self._closed = False
+        self._closed = self._is_over = False
 
     def open(self, most_bytes: int) -> None:
         self._loop = asyncio.get_running_loop()
         self.most_bytes = most_bytes
 
-    def close(self) -> None:
-        """Drop all chunks. Leased chunks stay mapped until their leases end."""
-        self._closed = True
+    def close(self, *, is_over: bool = True) -> None:
+        """Drop all chunks. Leased chunks stay mapped until their leases end; `is_over`: the cache is closed, and their
+        leases give no views any more.
+        """
+        self._closed, self._is_over = True, is_over
         self.clear()
         self.hand_over()
 
@@ -219,7 +221,7 @@ class Mappings(LeaseOwner):
 
     def view(self, entry: Mapped, length_bytes: int) -> np.ndarray:
         """Return the first bytes of a chunk: uint8, read-only. Raises CacheClosed."""
-        if self._closed or entry.memory is None:
+        if self._is_over or entry.memory is None:
             raise CacheClosed("the cache is closed, and its memory given back")
         return entry.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]
 
@@ -419,8 +421,19 @@ class SharedMemoryTier(FileTier):
         self.lookup.follow(self._appeared)
         self.directories.begin(self._map_ahead(), "map-ahead")
 
+    def take_over(self, before: Tier) -> None:
+        super().take_over(before)
+        assert isinstance(before, SharedMemoryTier)
+        self.maps_ahead = before.maps_ahead
+        self.mappings.on_pinned_access = before.mappings.on_pinned_access
+        self.mappings.on_forget = before.mappings.on_forget
+
+    def limit(self, cap_bytes: int, tenant_bytes: int) -> None:
+        super().limit(cap_bytes, tenant_bytes)
+        self.mappings.most_bytes = cap_bytes
+
     async def close(self) -> None:
-        self.mappings.close()
+        self.mappings.close(is_over=not self.traffic.detached)
         await super().close()
 
     def contains(self, key: ChunkKey) -> bool:

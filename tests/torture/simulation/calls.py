@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.torture.simulation.device_calls import DeviceCalls
+from tests.torture.simulation.fitting_checks import watch_errors
 from tests.torture.simulation.oracle import Violation
-from tests.torture.simulation.plan import Operation
+from tests.torture.simulation.plan import CHUNK_BYTES, Operation
+from tiercache.errors import ConfigError
+from tiercache.lifecycle import FILE_SYSTEMS_S
 from tiercache.memory.slots import Lease
 
 if TYPE_CHECKING:
     from tests.torture.simulation.node import Node
+
+CHANGE_S = 4 * FILE_SYSTEMS_S
+"""What a change may take, with all that waits for it: several at a time, each with tiers that hang."""
 
 
 class Source(Exception):
@@ -44,6 +51,8 @@ class Calls:
             return self._node.config.lookup_timeout_ms / 1000
         if operation.kind in ("statistics", "clear_hot", "prefetch", "cancel_prefetch"):
             return 0.0
+        if operation.kind in ("resize_hot", "limit_tenants", "detach", "attach"):
+            return CHANGE_S
         if operation.kind == "flush":
             return float(values["timeout_s"])
         deadline_s = values.get("deadline_s", self._node.config.blocking_timeout_secs)
@@ -226,6 +235,52 @@ class Calls:
         self.cache.statistics()
         self.cache.describe()
         return "said"
+
+    async def resize_hot(self, operation: Operation) -> str:
+        size_gb = operation.values["slots"] * CHUNK_BYTES / 2**30
+        return await self._change(self.cache.reconfigure({"max_local_cpu_size": size_gb}))
+
+    async def limit_tenants(self, operation: Operation) -> str:
+        if not self.cache.config.tenant_max_local_cpu_size:
+            return "none"
+        size_gb = operation.values["slots"] * CHUNK_BYTES / 2**30
+        return await self._change(self.cache.reconfigure({"tenant_max_local_cpu_size": size_gb}))
+
+    async def detach(self, operation: Operation) -> str:
+        tiers = self.cache.tiers
+        if not tiers:
+            return "none"
+        name = tiers[operation.values["tier"] % len(tiers)].name
+        return await self._change(self.cache.detach(name, timeout_s=operation.values["timeout_s"]))
+
+    async def attach(self, operation: Operation) -> str:
+        for tier in list(self.cache.tiers):  # one may be about to be detached: then this waits for it
+            await self._change(self.cache.attach(tier.name))
+            watch_errors([each for each in self.cache.tiers if each.name == tier.name and each is not tier], self._node.fail)
+        return "done"
+
+    async def resize_files(self, share: float) -> None:
+        """Change the caps of its tiers to a share of what they were at the start."""
+        config = self._node.config
+        changes: dict[str, Any] = {
+            name: value * share
+            for name in ("max_local_disk_size", "max_gds_size", "max_hf3fs_size")
+            if (value := getattr(config, name))
+        }
+        if size := config.remote_storage_plugin_settings.get("fs.max_size"):
+            changes["remote_storage_plugin.fs.max_size"] = float(size) * share
+        await self._change(self.cache.reconfigure(changes))
+
+    async def _change(self, work: Awaitable[object]) -> str:
+        """What was there before may be gone after it."""
+        with self.expected.change():
+            try:
+                await work
+            except ConfigError as error:
+                if not self._node.stage.faults():
+                    raise Violation(f"nothing fails, and a change does: {error}") from error
+                return "refused"
+        return "changed"
 
     def _deadline_s(self, operation: Operation) -> float | None:
         return operation.values.get("deadline_s")

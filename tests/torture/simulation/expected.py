@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,10 @@ class Expected:
         self.deletions = Deletions(node.cache, stage.keys)
         self.running = 0
         self.begun = 0
+        self.changes = 0
+        """How often a change of limits or tiers has begun or ended."""
+        self.changing = 0
+        """Changes that are under way."""
         self.forgets: Counter[int] = Counter()
         self.stored: dict[int, Began] = {}
         """The latest put of each key that stored it, and that no forget has followed."""
@@ -110,6 +115,22 @@ class Expected:
             lost=tuple(_counted_as_lost(writer) for writer in cache.parts.fan_out.writers),
             orphans=cache.cpu.prefix(names) < sum(map(cache.cpu.contains, names)),
         )
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """While limits or tiers change, what was there may go."""
+        self.changing += 1
+        self._changed()
+        try:
+            yield
+        finally:
+            self.changing -= 1
+            self._changed()
+
+    def _changed(self) -> None:
+        self.changes += 1
+        self.begun += 1
+        self.recent.clear()
 
     def watch_reads(self) -> None:
         reader, loop = self.cache.parts.reader, asyncio.get_running_loop()
@@ -154,7 +175,8 @@ class Expected:
         now_s = asyncio.get_running_loop().time()
         # Where others wait for memory, a tier is not waited for.
         until_s = min(began.until_s, began.waited_from_s + _PATIENCE_S)
-        if found >= began.there or now_s >= until_s - 1e-6 or not self._node.is_open or self._node.stage.faults():
+        is_certain = self._node.is_open and not self._node.stage.faults() and not self.changing
+        if found >= began.there or now_s >= until_s - 1e-6 or not is_certain:
             return
         if sum(self.forgets[key] for key in began.keys) != began.forgets or self._losses(began.keys) != began.losses:
             return
@@ -212,7 +234,7 @@ class Expected:
             self.recent.clear()
             return
         self.recent += groups
-        left = int(_SPARED * cpu.pool.count)
+        left = int(_SPARED * cpu.most_slots)
         held = sum(map(len, groups)) if self.cache.tiers else 0
         for group in reversed(self.recent):
             left -= max(group) % self._prefix + 1  # what it follows stays with it
@@ -227,6 +249,8 @@ class Expected:
         """Whether there is no doubt what a tier has."""
         if isinstance(tier, RemoteTier):
             return self.server is not None
+        if isinstance(tier, FileTier) and not all(directory.scanned for directory in tier.directories.all):
+            return False  # it has just been attached
         return self.alone and not _evicted(tier)
 
     def _in_tier(self, tier: Tier, name: bytes) -> bool:
@@ -260,13 +284,13 @@ class Expected:
     def _losses(self, keys: Sequence[int]) -> tuple[int, ...]:
         """By the server and by each tier: an eviction that is given up must not make up for one elsewhere."""
         lost = 0 if self.server is None else sum(self.server.lost[self.keys[key]] for key in keys)
-        return (lost, *(_evicted(tier) + _corrupt(tier) for tier in self.cache.tiers))
+        return (lost, self.changes, *(_evicted(tier) + _corrupt(tier) for tier in self.cache.tiers))
 
 
 def _evicted(tier: Tier) -> int:
     """Chunks that were evicted, and those that are being evicted."""
     if isinstance(tier, FileTier):  # no copy of all its statistics: this is asked at each operation
-        return tier.directories.evicted + sum(len(directory._leaving) for directory in tier.directories.all)
+        return tier.directories.counters.evicted + sum(len(directory._leaving) for directory in tier.directories.all)
     return 0 if isinstance(tier, RemoteTier) else tier.statistics().evicted
 
 

@@ -92,6 +92,10 @@ class Happenings:
         await asyncio.sleep(operation.values["away_s"])
         self.stage.start(operation.process, no_threads_s=operation.values["no_threads_s"])
 
+    async def resize_files(self, operation: Operation) -> None:
+        """All caps change, in all processes."""
+        await self.stage.resize_files(operation.values["share"])
+
     async def rest(self, operation: Operation) -> None:
         """Nobody comes for a while, or for longer than what hangs is waited for."""
         await asyncio.sleep(operation.values["for_s"])

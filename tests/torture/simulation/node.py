@@ -71,7 +71,7 @@ class Node:
         """Open, serve until `stop`, close."""
         loop = asyncio.get_running_loop()
         limit_s = FILE_SYSTEMS_S + DEVICE_S + 30.0 * len(self.stage.setting.tiers) + _START_S
-        late = loop.call_later(limit_s, lambda: self._fail(Violation(f"start takes more than {limit_s:.0f} s")))
+        late = loop.call_later(limit_s, lambda: self.fail(Violation(f"start takes more than {limit_s:.0f} s")))
         may_fail = self.stage.start_may_fail()  # another process may set its directories up meanwhile
         try:
             await self.cache.start()
@@ -83,14 +83,14 @@ class Node:
             return
         finally:
             late.cancel()
-        watch_errors(self.cache.tiers, self._fail)
+        watch_errors(self.cache.tiers, self.fail)
         self.expected.watch_reads()
         if (twin := self.stage.machine.twins.get(self.process)) is not None:
             self.calls.device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
             self.expected.on_device = True
         self.state = "open"
         assert self.process.loop is not None
-        self.process.loop.after_each = Watch(self.cache, self._fail).after_each
+        self.process.loop.after_each = Watch(self.cache, self.fail).after_each
         await self._stop.wait()
         self.state = "closing"
         await self._close()
@@ -124,11 +124,16 @@ class Node:
             try:
                 await work()
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
             else:
                 here.call_soon_threadsafe(outcome.set_result, None)
 
-        loop.call_soon_threadsafe(lambda: self.tasks.add(loop.create_task(do())))
+        def begin() -> None:
+            task = loop.create_task(do())
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+        loop.call_soon_threadsafe(begin)
         await outcome
 
     async def _close(self) -> None:
@@ -207,36 +212,39 @@ class Node:
         began_s = loop.time()
         self.expected.running += 1
         self.expected.begun += 1
+        changes = self.expected.changes
         said = "nothing"
         try:
             said = await self._said(operation)
         except CacheClosed:
             said = "closed"
             if self.state == "open":
-                self._fail(Violation(f"{operation}: CacheClosed from an open cache"))
+                self.fail(Violation(f"{operation}: CacheClosed from an open cache"))
         except Violation as error:
             error.add_note(str(operation))
-            self._fail(error)
+            self.fail(error)
         except (TierCacheError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
-            in_vain = operation.kind == "forget" and loop.time() - began_s >= self.calls.limit_s(operation) - 1e-6
+            detached = any(tier.traffic.detached for tier in self.cache.tiers)
+            in_vain = operation.kind == "forget" and (detached or changes != self.expected.changes)
+            in_vain |= operation.kind == "forget" and loop.time() - began_s >= self.calls.limit_s(operation) - 1e-6
             of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
             lost = isinstance(error, DeviceError) and error.lost  # for good
             expected = operation.kind == "forget" or no_thread or of_device
             if not (in_vain or (expected and (lost or self.stage.faults()))):
                 error.add_note(str(operation))
-                self._fail(error)
+                self.fail(error)
         except BaseException as error:
             error.add_note(str(operation))
-            self._fail(error)
+            self.fail(error)
         finally:
             self.expected.running -= 1
             took_s = loop.time() - began_s
             limit_s = self.calls.limit_s(operation)
             was_cancelled = asyncio.current_task() in self._cancelled  # its clean-up may end with the cache
             if took_s > limit_s + (_CLEANUP_S if was_cancelled else 0.0) + _SLACK_S:
-                self._fail(Violation(f"{operation}: expected an end within {limit_s:.3f} s, took {took_s:.3f} s"))
+                self.fail(Violation(f"{operation}: expected an end within {limit_s:.3f} s, took {took_s:.3f} s"))
             if operation.kind not in _REMEMBER:
                 self.expected.recent.clear()
             self.counts[f"{operation.kind} {said.split(':')[0]}"] += 1
@@ -249,7 +257,17 @@ class Node:
             try:
                 check_memory(self.cache)
             except Violation as error:
-                self._fail(error)
+                self.fail(error)
+
+    async def settle(self, share: float) -> None:
+        """Nothing fails: all tiers are attached, with caps of that share, and the hot cache has the size of the start."""
+        while others := self.tasks - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        await self.calls.attach(Operation("attach", 0, 0.0))
+        await self.calls.resize_files(share)
+        whole = Operation("resize_hot", 0, 0.0, values={"slots": self.cache.cpu.slot_pool.reserved})
+        await self.calls.resize_hot(whole)
+        await self.calls.limit_tenants(whole)
 
     def check_idle(self) -> None:
         check_idle(self.cache, self.calls.leases)
@@ -269,6 +287,6 @@ class Node:
                 f"{self.calls.overtaken} may have been forgotten meanwhile"
             )
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self.process.world.stop()

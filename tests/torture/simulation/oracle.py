@@ -97,7 +97,7 @@ def check_memory(cache: TierCache) -> None:
     for reader in [parts.reader] if parts.on_device is None else [parts.reader, parts.on_device.reader]:
         abandoned = sum(len(tier.abandoned) for tier in reader.tiers if tier.mapped is None)
         _check_slots(reader.cpu, abandoned)
-        share = reader.cpu.budget.reads_at_once
+        share = max(1, getattr(reader.cpu.pool, "reserved", reader.cpu.pool.count) // (2 * max(1, reader.cpu.budget.tiers)))
         for tier in reader.tiers:
             if tier.mapped is None and tier.reads.reading > share:
                 raise Violation(f"{tier.name} may read into {share} slots of {reader.cpu.name}: {tier.reads.reading}")
@@ -128,7 +128,8 @@ def _check_queues(cache: TierCache) -> None:
             raise Violation(
                 f"{writer.tier.name}: {bytes_in_it} bytes are queued, the queue counts {queue.queued_bytes}"
             )
-        if len(queue) > 1 and queue.queued_bytes > queue.max_bytes:
+        is_whole = cache.cpu.budget.slots == cache.cpu.slot_pool.reserved  # else the limit may just have been lowered
+        if is_whole and len(queue) > 1 and queue.queued_bytes > queue.max_bytes:
             raise Violation(f"{writer.tier.name}: {queue.queued_bytes} bytes are queued, {queue.max_bytes} may be")
 
 

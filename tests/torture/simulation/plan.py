@@ -93,6 +93,11 @@ def cap_bytes(chunks: int, directories: int) -> int:
     return chunks * FILE_BYTES + directories * (8 * FILE_BYTES + 4 * 4096)
 
 
+_CHANGES = {"resize_hot": 3, "limit_tenants": 2, "resize_files": 2, "detach": 3, "attach": 3}
+"""What operators do to running caches."""
+_WITH_CHANGES, _CHANGED = 0.25, 0.04
+"""The share of seeds in which they do, and how often beside another operation."""
+
 _TO_DEVICE = ("put_many", "put_prefix", "get_into")
 """What callers do with device memory as well."""
 
@@ -143,6 +148,8 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
     }
     if set(kinds) & {"disk", "disk2"} and options["local_cpu"]:
         options["preload"] = random.Random(f"preload {seed}").choice(["none", "none", "none", "recent"])
+    if _changes_of(seed) is not None:
+        options["tenant_max_local_cpu_size"] = slots * CHUNK_BYTES / 2**30  # it limits nobody until it is lowered
     if set(kinds) & {"disk", "disk2", *SHARED}:
         options["max_local_disk_size"] = cap_bytes(cap, 2 if "disk2" in kinds else 1) / 2**30
     capacity = chance.choice([cap // 2 + 8, 2 * cap, 10 * cap])
@@ -186,6 +193,30 @@ def operations_of(seed: int, setting: Setting, count: int) -> list[Operation]:
         else:
             (kind,) = chance.choices(uses, use_weights)
             found.append(_use(chance, kind, process, after_s, setting))
+    changes = _changes_of(seed)
+    return found if changes is None else _with_changes(changes, found, setting)
+
+
+def _changes_of(seed: int) -> random.Random | None:
+    """What decides over changes, where a seed has any: a stream of its own, so that the other seeds stay what they were."""
+    chance = random.Random(f"changes {seed}")
+    return chance if chance.random() < _WITH_CHANGES else None
+
+
+def _with_changes(chance: random.Random, operations: list[Operation], setting: Setting) -> list[Operation]:
+    found = []
+    for operation in operations:
+        found.append(operation)
+        if chance.random() < _CHANGED:
+            (kind,) = chance.choices(list(_CHANGES), list(_CHANGES.values()))
+            values: dict[str, Any] = {"share": chance.choice([0.5, 1.0])}
+            if kind == "detach":
+                values = {"tier": chance.randrange(3), "timeout_s": chance.choice([0.0, 0.01, 1.0])}
+            elif kind == "attach":
+                values = {}
+            elif kind in ("resize_hot", "limit_tenants"):
+                values = {"slots": chance.randrange(4, setting.slots + 1)}
+            found.append(Operation(kind, chance.randrange(setting.processes), 0.0, (), None, values))
     return found
 
 

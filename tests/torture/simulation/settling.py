@@ -54,12 +54,15 @@ async def settle(stage: Stage) -> None:
     for number, node in stage.nodes.items():
         if node.state != "open":
             raise Violation(f"process {number} is {node.state} though nothing fails")
+        await node.on_loop(functools.partial(node.settle, stage.share))
         first = stage.setting.keys + number * PROBES
         opens_late = any(isinstance(tier, FileTier) and tier._late_s is not None for tier in node.cache.tiers)
         within_s = _WORKS_AGAIN_S + (_LATE_S if opens_late else 0.0)
         await node.on_loop(functools.partial(works_again, node, within_s, first))
     if stage.places:
         await _owed_by_files(stage)
+        for place in stage.of_files:
+            place.kept_from_s = 0.0
     while stage.faults():
         await asyncio.sleep(1.0)
     faultless = stage.last_fault_s < 0 and all(weather.faultless for weather in stage.weathers.values())
@@ -82,7 +85,8 @@ async def _owed_by_files(stage: Stage) -> None:
     caps_bytes: Counter[str] = Counter()
     for place in stage.of_files:
         caps_bytes[place_of(place.disk)] += place.cap_bytes  # of two directories of a tier, each gets a part
-    most = max(caps_bytes.values()) // FILE_BYTES
+    # Few keys are spread unevenly over two directories.
+    most = int(max(caps_bytes.values()) / stage.share) // FILE_BYTES
     await check_fills(nodes[-1], stage.of_files, range(first + 1, first + 2 + most))
 
 
@@ -93,7 +97,7 @@ async def _reopened(stage: Stage) -> None:
         for place in stage.of_files:
             place.cap_bytes //= 2
             place.kept_from_s = float("inf")
-    stage.start(0, stage.config(0, share=0.5 if lowered else 1.0, servers=False))
+    stage.start(0, stage.config(0, share=stage.share / 2 if lowered else stage.share, servers=False))
     node = stage.nodes[0]
     await stage.started(node)
     if node.state != "open":

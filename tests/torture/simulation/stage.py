@@ -95,6 +95,8 @@ class Stage:
         self._violation: Violation | None = None
         self.over = False
         self.somebody_died = False
+        self.share = 1.0
+        """Of the caps that tiers on files have at their start, those that they have now."""
         if self.server is not None:
             self.server.on_delete = self._delete
 
@@ -208,6 +210,17 @@ class Stage:
         if no_threads_s:
             self.no_threads_of(process, no_threads_s)
         process.run(f"main {number}", node.main)
+
+    async def resize_files(self, share: float) -> None:
+        """Change the caps of all tiers on files to a share of what they were, in all processes."""
+        for place in self.places.values():
+            if share < self.share:
+                place.kept_from_s = float("inf")  # until nothing fails: what fails evicts nothing
+            place.cap_bytes = int(place.cap_bytes * share / self.share)
+        self.share = share
+        for node in list(self.nodes.values()):
+            if node.state == "open":
+                await node.on_loop(functools.partial(node.calls.resize_files, share))
 
     def _entered(self, process: Process) -> None:
         self.calls.process = process

@@ -27,7 +27,8 @@ class Watch:
         if not cpu.wait_queue.waiters:
             return
         for purpose in Purpose:
-            if cpu.wait_queue.waiting[purpose] and cpu.budget.allows(purpose, cpu.obtainable):
+            waiting = [key for _, key in cpu.wait_queue.waiting[purpose] if not cpu._blocks_only_itself(purpose, key)]
+            if waiting and cpu.budget.allows(purpose, cpu.obtainable):
                 self._fail(
                     Violation(
                         f"a call waits for a slot to {purpose.name} and may have one: "

@@ -310,7 +310,6 @@ class ChunkWatch:
         self._place_of = place_of
         self._names: OrderedDict[ChunkKey, bytes] = OrderedDict()
         self._there: dict[ChunkKey, set[str]] = {}
-        self._tiers: list[Tier] = []
         self._lock = threading.Lock()
         self._changes: dict[tuple[bytes, str], bool] = {}
         self._call(self._begin)
@@ -345,8 +344,7 @@ class ChunkWatch:
             self._thread.loop.call_soon_threadsafe(call, *arguments)
 
     def _begin(self) -> None:
-        self._tiers = local_tiers(self._thread.cache)
-        for tier in self._tiers:
+        for tier in local_tiers(self._thread.cache):
             tier.tell(self._look)
 
     def _watch(self, names: Mapping[ChunkKey, bytes]) -> None:
@@ -371,7 +369,8 @@ class ChunkWatch:
         if name is None:
             return
         before = self._there.get(key, set())
-        now = {self._place_of(tier) for tier in self._tiers if tier.contains(key)}
+        tiers = local_tiers(self._thread.cache)  # one that was attached again is another object
+        now = {self._place_of(tier) for tier in tiers if tier.contains(key)}
         if now != before:
             self._there[key] = now
             self._change(name, now - before, there=True)

@@ -552,7 +552,10 @@ class Claims:
         self._times: dict[ChunkKey, int] = {}
         """The number of claims on each chunk."""
         self.leases: dict[ChunkKey, Lease] = {}
-        self._most = int(cache.cpu.pool.count * _MOST_OF_THE_HOT_CACHE)
+
+    @property
+    def _most(self) -> int:
+        return int(self._cache.cpu.budget.slots * _MOST_OF_THE_HOT_CACHE)
 
     @property
     def held(self) -> int:

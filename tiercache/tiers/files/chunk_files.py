@@ -130,6 +130,12 @@ class ChunkFiles:
         """Called with the path of each chunk that any process deleted: an open file occupies space until it is closed."""
         self.identity = Identity(root)
 
+    def limit(self, cap_bytes: int, step_bytes: int) -> None:
+        """Change the cap; what exceeds it stays until it is evicted."""
+        self.cap_bytes, self._step_bytes = cap_bytes, step_bytes
+        if hasattr(self, "capacity"):
+            self.capacity.cap_bytes, self.capacity.step_bytes = cap_bytes, step_bytes
+
     def open(self) -> None:
         """Make the directory ready. A full device is no error.
 
@@ -462,9 +468,10 @@ class ChunkFiles:
                 # Publishing never replaces a file, so a bad one would stay forever.
                 self.delete(key, occupied_bytes(os.lstat(path)))
             return
-        self._trim_quarantine()
+        self.trim_quarantine()
 
-    def _trim_quarantine(self) -> None:
+    def trim_quarantine(self) -> None:
+        """Apply the cap to quarantine. Does not raise."""
         with contextlib.suppress(OSError, TierUnavailable):
             if not self.is_wiped():
                 self.quarantined.trim(self.capacity, self.cap_bytes)
@@ -486,7 +493,7 @@ class ChunkFiles:
         """Return the counter's mark, which `recount` needs, and the directories to scan. Call it before a scan."""
         self.strays_removed += self.capacity.return_dead()
         self.require_manifest()
-        self._trim_quarantine()  # retries failed removals, and applies a lowered cap
+        self.trim_quarantine()  # retries failed removals, and applies a lowered cap
         mark = self.capacity.mark()
         there = frozenset(os.listdir(self.root))
         return mark, [top for top in TOP_LEVELS if top in there]

@@ -263,8 +263,8 @@ _CATCH_UP_S = 1.0
 """Delay before failed work is retried and unused reservations are returned."""
 _SWEEP_S = 5.0
 """Longest time that a file deleted by another instance stays open."""
-_TRIM_STEP = 256
-"""Chunks deleted per call when a cap was lowered."""
+_TRIM_STEP = 16
+"""Chunks deleted per call when a cap was lowered. All processes may do so at once, and then see what the others did."""
 
 
 def give_up_bytes(lacking_bytes: int, needed_bytes: int) -> int:
@@ -304,8 +304,6 @@ class Directories:
         self._tasks: set[asyncio.Task[None]] = set()
         self._scans: set[asyncio.Task[None]] = set()
         self.io = io(self)
-        self.evicted = 0
-        """Chunks evicted by this instance for caps and quotas."""
 
     async def open(self, *, only_reads: bool = False) -> None:
         """Open all directories and start scanning. `only_reads`: change nothing in them. After a ConfigError everything is
@@ -338,6 +336,29 @@ class Directories:
             self.all.append(directory)
             self._require_another(files)
         await self.io.open()
+        self._limit_all()  # they may have changed meanwhile
+
+    def limit(self, cap_bytes: int, tenant_bytes: int) -> None:
+        """Change the cap and the quota, and evict what exceeds them in the background."""
+        self.settings = replace(self.settings, cap_bytes=cap_bytes, tenant_bytes=tenant_bytes)
+        self._limit_all()
+        for directory in self.all:
+            self.begin(self._evict_excess(directory), f"trim-{directory.files.root}")
+
+    async def _evict_excess(self, directory: Directory) -> None:
+        if not self._only_reads:
+            with contextlib.suppress(TierUnavailable):  # no thread could be started
+                await self.metadata.evicting.submit(directory.files.trim_quarantine)
+        await self._trim(directory)
+
+    def _limit_all(self) -> None:
+        for directory in self.all:
+            self._limit_files(directory.files)
+            directory.index.limit(self.settings.tenant_share_bytes)
+
+    def _limit_files(self, files: ChunkFiles) -> None:
+        share_bytes = self.settings.cap_bytes // len(self.settings.directories)
+        files.limit(share_bytes, self.settings.step_of(share_bytes))
 
     async def close(self) -> None:
         """Cancel background tasks and close the directories. Waits a bounded time for hung calls."""
@@ -355,8 +376,8 @@ class Directories:
 
     @property
     def is_open(self) -> bool:
-        """Return True if every directory has been opened."""
-        return len(self.all) == len(self.settings.directories)
+        """Return True if every directory has been opened, until the tier is closed."""
+        return not self.closed and len(self.all) == len(self.settings.directories)
 
     def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` in the background until it ends or the tier closes."""
@@ -506,6 +527,9 @@ class Directories:
         files = directory.files
         async with directory.trimming:
             while directory.files is files and not self._only_reads:
+                if files.capacity.used_bytes > files.cap_bytes:
+                    with contextlib.suppress(OSError, TierUnavailable):  # then by the last known count
+                        await self.metadata.evicting.submit(files.capacity.refresh)
                 excess_bytes = max(files.capacity.used_bytes - files.cap_bytes, directory.index.excess_bytes)
                 victims = self._evict(directory, excess_bytes, _TRIM_STEP)
                 if not victims or (await self.delete(directory, victims)).error is not None:
@@ -513,7 +537,7 @@ class Directories:
 
     def _evict(self, directory: Directory, needed_bytes: int, most: int | None = None) -> Victims:
         victims = directory.index.evict(needed_bytes, most)
-        self.evicted += len(victims)
+        self.counters.evicted += len(victims)
         return victims
 
     async def delete(self, directory: Directory, victims: Victims, reuse_bytes: int = 0) -> Deleted:
@@ -644,6 +668,7 @@ class Directories:
         place = await self._place_of(self.settings.directories[self.all.index(directory)])
         fresh = self.make_files(place, directory.files.cap_bytes)
         await self._open_files(fresh)
+        self._limit_files(fresh)
         return fresh
 
     async def _open_files(self, files: ChunkFiles) -> None:

@@ -27,7 +27,7 @@ from tiercache.core.tenants import added_up, shown
 from tiercache.device.driver import Tensor
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import wait_shielded
-from tiercache.tiers.base import DeviceTier, TierStatistics, Traits
+from tiercache.tiers.base import DeviceTier, Tier, TierStatistics, Traits
 from tiercache.tiers.files.access import (
     ACCESS,
     Access,
@@ -121,6 +121,19 @@ class FileTier(DeviceTier):
         self.lookup.begin()
         if self._on_change is not None:
             self.tell(self._on_change)
+
+    def take_over(self, before: Tier) -> None:
+        super().take_over(before)
+        assert isinstance(before, FileTier)
+        self.admission, self.governor = before.admission, before.governor
+        self._statistics = self.directories.counters = before.directories.counters
+        self.directories.compression.stored_bytes = before.directories.compression.stored_bytes
+        if before._on_change is not None:
+            self.tell(before._on_change)
+
+    def limit(self, cap_bytes: int, tenant_bytes: int) -> None:
+        """Change the cap and the quota of an open tier. What exceeds them is evicted in the background, in steps."""
+        self.directories.limit(cap_bytes, tenant_bytes)
 
     async def close(self) -> None:
         opening, self._opening = self._opening, None
@@ -237,7 +250,6 @@ class FileTier(DeviceTier):
     def statistics(self) -> TierStatistics:
         directories = self.directories
         counters = TierStatistics(**vars(self._statistics))
-        counters.evicted = directories.evicted
         counters.stored_bytes = directories.compression.stored_bytes or counters.written_bytes
         counters.resident = sum(len(directory.index) for directory in directories.all)
         counters.occupied_bytes = sum(
@@ -415,7 +427,7 @@ class FileTier(DeviceTier):
             victims = await self.directories.make_room(directory, needed_bytes, deficit_bytes - own_bytes)
             # Chosen after the wait, since a failed wait would lose them.
             own = directory.index.evict_own(key, give_up_bytes(directory.index.lacking_bytes(key), needed_bytes))
-            self.directories.evicted += len(own)
+            self._statistics.evicted += len(own)
             victims += own
             files, done = directory.files, Deleted()
             try:

@@ -308,4 +308,5 @@ def registered_arena(arena: Arena) -> RegisteredMemory | None:
     """Return the arena as memory to register, or None if it is not in shared memory."""
     if arena.shm_path is None or arena.shm_path.parent != SHM_DIRECTORY or not os.path.exists(arena.shm_path):
         return None
+    arena.pinned = True
     return RegisteredMemory(arena.shm_path.name, arena.memory, arena.is_ours_alone)

@@ -197,6 +197,11 @@ class RemoteTier(Tier):
             await self.close()
             raise
 
+    def take_over(self, before: Tier) -> None:
+        super().take_over(before)
+        if isinstance(before, RemoteTier):
+            self.counters, self.compression.stored_bytes = before.counters, before.compression.stored_bytes
+
     async def close(self) -> None:
         if self._open:
             self._open = False

@@ -80,6 +80,7 @@ class InfiniStoreTier(RemoteTier):
 
     def use_arena(self, arena: Arena) -> None:
         self._arena = arena
+        arena.pinned = True
 
     def describe(self) -> str:
         return f"{self.name} ({self._host}:{self._port}, {'RDMA' if self._rdma else 'TCP'})"

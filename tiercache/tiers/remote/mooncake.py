@@ -96,6 +96,7 @@ class MooncakeTier(RemoteTier):
 
     def use_arena(self, arena: Arena) -> None:
         self._arena = arena
+        arena.pinned = True
 
     def describe(self) -> str:
         return f"{self.name} ({self._address.shown_master}, {self._address.protocol})" if self._address else self.name

@@ -1,0 +1,112 @@
+"""Changes of a running cache through its control socket, as `tiercache ctl` and gateways make them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.control.conftest import CHUNKS, TOKENS, config_of
+from tiercache import Layout, TierCache
+from tiercache.control.client import Fleet, ask
+from tiercache.control.ctl import ctl_command
+from tiercache.control.http import make_app
+from tiercache.control.messages import ControlError, Reconfigure, Reload
+
+
+async def ctl(place: Path, *words: str) -> int:
+    action, *what = words
+    return await asyncio.to_thread(ctl_command, [place], action, what)
+
+
+async def test_a_limit_is_set_and_what_is_wrong_is_said(
+    cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await ctl(place, "set", "max_local_disk_size=0.05", "queue_wait_s=0.5") == 0
+    assert capsys.readouterr().out == "max_local_disk_size: 0.1 -> 0.05\nqueue_wait_s: 1.0 -> 0.5\n"
+    assert cache.config.max_local_disk_size == 0.05
+    assert await ctl(place, "set", "max_local_disk_size=0.05") == 0
+    assert capsys.readouterr().out == "done\n"
+    assert await ctl(place, "set", "max_local_cpu_size=1", "max_local_disk_size=0.1") == 1
+    assert "max_local_cpu_size: expected at most" in capsys.readouterr().err
+    assert await ctl(place, "set", "control_socket=/elsewhere") == 1
+    assert "needs a restart, so nothing was changed: control_socket" in capsys.readouterr().err
+    assert cache.config.max_local_disk_size == 0.05
+    assert await ctl(place, "reload") == 1
+    assert "came from no file" in capsys.readouterr().err
+
+
+async def test_a_tier_is_detached_and_attached(
+    cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await ctl(place, "detach", "disk") == 0
+    assert (await cache.lookup(TOKENS)).chunks == 0
+    assert await ctl(place, "attach", "disk") == 0
+    assert (await cache.lookup(TOKENS)).chunks == CHUNKS
+    assert capsys.readouterr().out == "done\ndone\n"
+    assert await ctl(place, "detach", "tape") == 1
+    assert "tape: there is no such tier below the hot cache; expected one of: disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["set"], ["set", "x"], ["set", "=1"], ["reload", "x"], ["detach"], ["stop"]])
+async def test_a_wrong_command_line_says_what_is_expected(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await ctl(tmp_path / "none", *words) == 2
+    assert "expected set KEY=VALUE ..., reload, detach TIER or attach TIER" in capsys.readouterr().err
+
+
+async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=rank, world_size=2) for rank in (0, 1)]
+    larger = config_of(tmp_path).changed({"max_local_cpu_size": 0.006})
+    async with (
+        TierCache.open(larger, ranks[0]) as one,
+        TierCache.open(config_of(tmp_path), ranks[1]) as other,
+    ):
+        assert await ctl(tmp_path / "c.sock", "set", "max_local_disk_size=0.05") == 0
+        assert one.config.max_local_disk_size == other.config.max_local_disk_size == 0.05
+        await one.detach("disk")
+        assert await ctl(tmp_path / "c.sock", "attach", "disk") == 0
+        assert one.statistics().breakers == other.statistics().breakers == {"disk": "closed"}
+        capsys.readouterr()
+        assert await ctl(tmp_path / "c.sock", "set", "max_local_cpu_size=0.005") == 1
+        said = capsys.readouterr()
+        assert said.out == "max_local_cpu_size: 0.006 -> 0.005\n"
+        assert said.err.startswith(f"error: {tmp_path / 'c.sock.1'}: max_local_cpu_size: expected at most")
+
+
+async def test_a_gateway_changes_limits_by_http(cache: TierCache, place: Path) -> None:
+    transport = httpx.ASGITransport(make_app(Fleet([place]), "secret-of-the-server"))
+    headers = {"authorization": "Bearer secret-of-the-server"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+        answer = await client.post("/v1/reconfigure", json={"changes": {"max_local_disk_size": 0.05}})
+        assert answer.json() == {"changed": ["max_local_disk_size: 0.1 -> 0.05"]}
+        refused = await client.post("/v1/reconfigure", json={"changes": {"max_local_disk_size": -1}})
+        assert refused.status_code == 409 and refused.json()["error"]["kind"] == "refused"
+        assert (await client.post("/v1/detach", json={"tier": "disk", "until_s": 1})).json() == {}
+        assert (await client.post("/v1/attach", json={"tier": "disk"})).json() == {}
+        malformed = await client.post("/v1/reconfigure", json={"changes": {"max_local_disk_size": {"a": 1}}})
+        assert malformed.status_code == 400
+
+
+async def test_no_message_imports_a_module_or_leads_elsewhere(cache: TierCache, place: Path) -> None:
+    plugin = "remote_storage_plugin.own"
+    own = {"remote_storage_plugins": "own", f"{plugin}.module_path": "antigravity", f"{plugin}.class_name": "X"}
+    for changes in (own, {"local_disk": "/elsewhere"}, {"remote_url": "redis://elsewhere"}):
+        with pytest.raises(ControlError, match="needs a restart, so nothing was changed"):
+            await ask(place, Reconfigure(changes=dict(changes)))
+    assert "antigravity" not in sys.modules
+
+
+async def test_no_answer_tells_a_secret(cache: TierCache, place: Path) -> None:
+    for changes in ({"tenant_salt": "salt-3f"}, {"remote_url": "redis://:pw-3f@h"}, {"remote_url": "x://:pw-3f@h:1"}):
+        with pytest.raises(ControlError) as refused:
+            await ask(place, Reconfigure(changes=changes))
+        assert "-3f" not in str(refused.value)
+    with pytest.raises(ControlError, match="came from no file"):
+        await ask(place, Reload())

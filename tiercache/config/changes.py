@@ -1,0 +1,115 @@
+"""Compare two configurations: which keys differ, and which of them a running cache can change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiercache.config.explanation import shown_setting
+from tiercache.config.loading import Config
+from tiercache.config.remote_options import OPTIONS
+from tiercache.config.remotes import PLUGIN_PREFIX, remotes_of
+from tiercache.config.schema import KEYS, ConfigFields
+from tiercache.config.secrets import without_credentials
+
+LIVE = frozenset(
+    f"{tenant}{name}"
+    for tenant in ("", "tenant_")
+    for name in (
+        "max_local_cpu_size",
+        "max_shared_memory_size",
+        "max_local_disk_size",
+        "max_gds_size",
+        "max_hf3fs_size",
+    )
+) | {"remote_url", "write_queue_bytes", "on_queue_full", "queue_wait_s"}
+"""Keys that a running cache can change: of a limit the size, unless 0 switches it on or off, of a URL the credentials."""
+LIVE_OPTIONS: Mapping[str, frozenset[str]] = {
+    "redis": frozenset({"url", "username", "password", "sentinel_password"}),
+    "s3": frozenset({"access_key_id", "secret_access_key", "session_token"}),
+    "fs": frozenset({"max_size", "tenant_max_size"}),
+}
+"""The same for settings of remote tiers, by type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key with two values, shown without secrets."""
+
+    key: str
+    before: Any
+    after: Any
+    live: bool
+    """False if the change needs a restart."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_text(self.before)} -> {_text(self.after)}"
+
+
+def changes(old: ConfigFields, new: ConfigFields) -> list[Change]:
+    """Return the keys whose values differ."""
+    found = []
+    for name, key in KEYS.items():
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            live = name in LIVE and _may_follow(name, before, after)
+            found.append(Change(name, key.shown(before), key.shown(after), live))
+    return [*found, *_of_remotes(old, new)]
+
+
+def merged(running: Config, loaded: Config, found: Config) -> Config:
+    """Return the configuration `running`, with what a file says that was `loaded` before and has been `found` now.
+
+    A running cache may have keys that an engine has completed, such as the path of its socket: of those that cannot change
+    while it runs, only differences between both readings of the file count.
+    """
+    values = {
+        name: getattr(found, name) for name in KEYS if name in LIVE or getattr(found, name) != getattr(loaded, name)
+    }
+    remotes = ("remote_storage_plugin_settings", "remote_settings", "origins", "warnings")
+    return replace(running, **values, **{name: getattr(found, name) for name in remotes})
+
+
+def _of_remotes(old: ConfigFields, new: ConfigFields) -> Iterator[Change]:
+    befores, afters = _settings(old), _settings(new)
+    known = _live_settings(old)
+    for name in sorted(befores.keys() | afters.keys()):
+        before, after = befores.get(name), afters.get(name)
+        if before != after:
+            live = name in known and _may_follow(name, before, after)
+            yield Change(name, shown_setting(name, before), shown_setting(name, after), live)
+
+
+def _settings(config: ConfigFields) -> dict[str, str]:
+    plugins = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
+    return plugins | dict(config.remote_settings)
+
+
+def _live_settings(config: ConfigFields) -> set[str]:
+    """Return the names of settings of the remote tiers that a running cache can change."""
+    found = set()
+    for remote in remotes_of(config):
+        live = LIVE_OPTIONS.get(remote.type, ())
+        for option in OPTIONS.get(remote.type, ()):
+            if option.name in live and not remote.options.get("module_path"):
+                found |= {f"{PLUGIN_PREFIX}{remote.name}.{name}" for name in (option.name, *option.flat)}
+                found.update(option.flat)
+    return found
+
+
+def _may_follow(name: str, before: Any, after: Any) -> bool:
+    """Return True if a live key can get this value."""
+    if name.endswith("url"):
+        return bool(before and after) and without_credentials(before) == without_credentials(after)
+    if "max_" in name:
+        return float(before or 0) > 0 and float(after or 0) > 0
+    return True
+
+
+def _text(value: Any) -> str:
+    if value is None or value in ("", ()):
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(value) if isinstance(value, tuple) else str(value)

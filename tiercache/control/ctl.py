@@ -1,0 +1,46 @@
+"""Run `tiercache ctl`: change running caches through their control sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiercache.control.client import Fleet
+from tiercache.control.messages import Attach, Command, ControlError, Detach, Reconfigure, Reload
+
+
+def ctl_command(sockets: list[Path], action: str, what: Sequence[str]) -> int:
+    """Send one command to all caches and print what changed. Return 1 if a cache refuses it, 2 for a wrong command line."""
+    try:
+        command = _command(action, what)
+    except ValueError as error:
+        print(f"tiercache ctl: {error}", file=sys.stderr)
+        return 2
+    try:
+        answer = asyncio.run(Fleet(sockets).ask(command))
+    except ControlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    failed = answer.get("failed", {})
+    for line in answer.get("changed", []) or ([] if failed else ["done" if what else "nothing differs"]):
+        print(line)
+    for socket, why in failed.items():
+        print(f"error: {socket}: {why}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _command(action: str, what: Sequence[str]) -> Command:
+    match action:
+        case "set" if what and all(key and equals for key, equals, _ in (part.partition("=") for part in what)):
+            return Reconfigure(changes={key: value for key, _, value in (part.partition("=") for part in what)})
+        case "reload" if not what:
+            return Reload()
+        case "detach" if len(what) == 1:
+            return Detach(tier=what[0])
+        case "attach" if len(what) == 1:
+            return Attach(tier=what[0])
+    raise ValueError(
+        f"expected set KEY=VALUE ..., reload, detach TIER or attach TIER, found {' '.join([action, *what])!r}"
+    )

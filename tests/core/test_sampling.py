@@ -113,6 +113,12 @@ def test_what_another_process_stored_has_the_given_distance() -> None:
     assert [access.distance for access in sample.asked(keys, 2, 100, 0.0)] == [1.0, 2.0, None]
 
 
+def test_a_cache_of_a_fraction_of_a_chunk_more_hits_as_often() -> None:
+    curve = Curve()
+    curve.add(1.0, 1.0)
+    assert (curve.hits(0.9), curve.hits(1.1), curve.hits(1.9)) == (0.0, 1.0, 1.0)
+
+
 def test_the_sample_has_a_limit_and_its_rate_falls() -> None:
     sample = Sample(most=256)
     curve = Curve()

@@ -76,11 +76,12 @@ class Curve:
 
     def hits(self, chunks: float) -> float:
         """Return the accesses that hit in a cache of `chunks` chunks."""
-        if chunks < 1:
+        whole = int(chunks)
+        if whole < 1:
             return 0.0
-        last = min(int(_STEPS * log2(chunks)), _BUCKETS - 1)
+        last = min(int(_STEPS * log2(whole)), _BUCKETS - 1)
         begin, end = (ceil(2 ** (bucket / _STEPS)) for bucket in (last, last + 1))
-        return sum(self.buckets[:last]) + self.buckets[last] * min(1.0, (int(chunks) + 1 - begin) / (end - begin))
+        return sum(self.buckets[:last]) + self.buckets[last] * min(1.0, (whole + 1 - begin) / (end - begin))
 
     def hit_rate(self, chunks: float) -> float:
         """Return the fraction of accesses that hit in a cache of `chunks` chunks; 0 without accesses."""

@@ -191,7 +191,7 @@ class Advisor:
         cpu = self._reader.cpu
         found = {cpu.name: _advice_for(curve, cpu, cpu.statistics(), self._slots)}
         for tier, statistics in self._flash():
-            chunk_bytes = statistics.occupied_bytes / statistics.resident if statistics.resident else self._chunk_bytes
+            chunk_bytes = statistics.occupied_bytes / max(1, statistics.resident) or self._chunk_bytes
             found[tier.name] = _advice_for(curve, tier, statistics, statistics.capacity_bytes / chunk_bytes)
         return found
 

@@ -264,7 +264,7 @@ class Calls:
         config = self._node.config
         changes: dict[str, Any] = {
             name: value * share
-            for name in ("max_local_disk_size", "max_gds_size", "max_hf3fs_size")
+            for name in ("max_local_disk_size", "max_gds_size", "max_hf3fs_size", "max_shared_memory_size")
             if (value := getattr(config, name))
         }
         if size := config.remote_storage_plugin_settings.get("fs.max_size"):

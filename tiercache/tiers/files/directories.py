@@ -86,9 +86,15 @@ class MetadataWorkers(Workers):
         try:
             work = self.submit(run)
         except RuntimeError:  # closed meanwhile
-            threading.Thread(target=run, name=f"tiercache-{self.name}-late", daemon=True).start()
+            self._run_in_new_thread(run)
             return
         self.watch(work)
+
+    def _run_in_new_thread(self, run: Callable[[], None]) -> None:
+        try:
+            threading.Thread(target=run, name=f"tiercache-{self.name}-late", daemon=True).start()
+        except RuntimeError as error:  # what is left goes with the process
+            logger.warning("%s: not cleaned up, since no thread can be started: %s", self.name, error)
 
     def close(self) -> None:
         super().close()

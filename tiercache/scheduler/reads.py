@@ -104,6 +104,11 @@ class InFlight:
     waiters: list[tuple[asyncio.Future[Lease | None], Purpose]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
+    @property
+    def is_preload(self) -> bool:
+        """True for a prefetch that takes a free slot only, since an access before the start was its last one."""
+        return self.purpose is PREFETCH and self.time is not None
+
     async def arrival(self, purpose: Purpose, deadline_s: float) -> Lease | None:
         """Wait for a lease on the chunk; None on a miss. Raises TimeoutError at the deadline; holds nothing if cancelled."""
         arrival: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
@@ -356,7 +361,10 @@ class TierReader:
         slot, placed, needs_slot = None, False, self.mapped is None
         try:
             placed = await self._place(request)
-            if placed and needs_slot and (slot := cpu.try_reserve(purpose, key)) is None:
+            if placed and needs_slot and request.is_preload:
+                if not cpu.has_free(key) or (slot := cpu.try_reserve(purpose, key)) is None:
+                    return None
+            elif placed and needs_slot and (slot := cpu.try_reserve(purpose, key)) is None:
                 if purpose is PREFETCH or cpu.wait_queue.blocks_only_itself(purpose, key):
                     # A waiter for a slot must not block demand reads, or other tenants.
                     self._leave(purpose)
@@ -634,7 +642,7 @@ class Reader:
     ) -> Lease | None:
         """Return a pin on the chunk from the first tier that has it; not an access. Demand reads go first.
 
-        `time` is the time of the chunk's last access, by default now.
+        Nothing is evicted for a chunk with the `time` of an earlier access.
         """
         return self.pin(key) or await self.fetch_cold(key, deadline_s, PREFETCH, parent, time)
 

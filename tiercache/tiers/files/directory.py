@@ -616,12 +616,12 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
     may be replaced too, by the same content. Raises WrongFormat, OSError.
     """
     path = root / MANIFEST
-    found = read_small(path)
+    found = _read(path)
     if found is not None and not _is_torn(found):
         _require_ours(path, found)
         return
     try:
-        write_new(temporary, _CONTENT)
+        _write(temporary, _CONTENT)
         access.grant(temporary)
         os.replace(temporary, path)
     except OSError as error:
@@ -633,7 +633,7 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
 
 def check_manifest(root: Path) -> None:
     """Check the manifest if there is one. Raises WrongFormat, OSError."""
-    found = read_small(root / MANIFEST)
+    found = _read(root / MANIFEST)
     if found is not None and not _is_torn(found):
         _require_ours(root / MANIFEST, found)
 
@@ -666,15 +666,14 @@ def reads_back(root: Path) -> bool:
         return False
 
 
-def read_small(path: Path, most_bytes: int = _LARGEST_BYTES) -> bytes | None:
-    """Return the first bytes of a file of ours; None if it is missing. Raises OSError."""
+def _read(path: Path) -> bytes | None:
     try:
         descriptor = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
         found = b""
-        while len(found) < most_bytes and (more := os.pread(descriptor, most_bytes - len(found), len(found))):
+        while len(found) < _LARGEST_BYTES and (more := os.pread(descriptor, _LARGEST_BYTES, len(found))):
             found += more
         return found
     finally:
@@ -696,8 +695,7 @@ def _require_ours(path: Path, content: bytes) -> None:
         raise WrongFormat(f"{path.parent} has format {found!r}, this version writes {FORMAT}; use another directory")
 
 
-def write_new(unnamed: str, content: bytes) -> None:
-    """Create a file of ours, durably. Raises OSError, and then may leave a part of it."""
+def _write(unnamed: str, content: bytes) -> None:
     descriptor = open_regular(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         if os.write(descriptor, content) != len(content):

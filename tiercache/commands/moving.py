@@ -105,11 +105,11 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
         except (CorruptChunk, OSError) as error:
             found.bad.append(str(error))
             continue
-        stream.write(_padded(header))
+        stream.write(header.pack().ljust(HEADER_BYTES, b"\0"))
         stream.write(payload[: aligned(header.payload_bytes)].data)
         found.chunks += 1
         found.chunk_bytes += file_bytes(header.payload_bytes)
-    stream.write(_padded(Header(_END, fingerprint, 0, found.chunks)))
+    stream.write(Header(_END, fingerprint, 0, found.chunks).pack().ljust(HEADER_BYTES, b"\0"))
     return found
 
 
@@ -119,10 +119,7 @@ def _import(stream: BufferedReader, directory: Path, cap_bytes: int) -> Moved:
     Raises ValueError if `stream` is no export or the directory is foreign, OSError, TierUnavailable.
     """
     block, seen = stream.read(HEADER_BYTES), 0
-    try:
-        fingerprint = Header.unpack(block).fingerprint
-    except HeaderError as error:
-        raise ValueError(f"it is no export: {error}") from error
+    fingerprint = Header.unpack(block).fingerprint
     found = Moved(str(directory), fingerprint.hex(), problem="it is cut: it has no end")
     place = make_place(directory, access_as_found(found_place(directory) / ".tiercache"))
     with ExitStack() as stack:
@@ -174,10 +171,6 @@ def _import_one(stream: BufferedReader, header: Header, files: ChunkFiles, found
         return
     found.chunks += 1
     found.chunk_bytes += file_bytes(header.payload_bytes)
-
-
-def _padded(header: Header) -> bytes:
-    return header.pack().ljust(HEADER_BYTES, b"\0")
 
 
 @contextmanager

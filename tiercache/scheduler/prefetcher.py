@@ -40,7 +40,6 @@ _QUEUED_SHARES = 4
 """Limit of the queue in multiples of the prefetcher's share. Chunks beyond it are read on demand."""
 _QUEUE_TTL_S = 60.0
 _RECENT = "recent"
-"""Subject of the request of a warm start."""
 _PRELOAD_PRIORITY, _PRELOAD_TTL_S = 1 << 41, 3600.0
 """The warm start comes after all predictions."""
 

@@ -104,11 +104,6 @@ class InFlight:
     waiters: list[tuple[asyncio.Future[Lease | None], Purpose]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
-    @property
-    def is_preload(self) -> bool:
-        """True for a prefetch that takes a free slot only, since an access before the start was its last one."""
-        return self.purpose is PREFETCH and self.time is not None
-
     async def arrival(self, purpose: Purpose, deadline_s: float) -> Lease | None:
         """Wait for a lease on the chunk; None on a miss. Raises TimeoutError at the deadline; holds nothing if cancelled."""
         arrival: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
@@ -361,7 +356,7 @@ class TierReader:
         slot, placed, needs_slot = None, False, self.mapped is None
         try:
             placed = await self._place(request)
-            if placed and needs_slot and request.is_preload:
+            if placed and needs_slot and purpose is PREFETCH and request.time is not None:  # as `promote` says
                 if not cpu.has_free(key) or (slot := cpu.try_reserve(purpose, key)) is None:
                     return None
             elif placed and needs_slot and (slot := cpu.try_reserve(purpose, key)) is None:

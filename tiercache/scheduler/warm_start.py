@@ -11,7 +11,8 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tiercache.core.keys import TAGGED_KEY_BYTES, ChunkKey, check_keys
 from tiercache.core.prefetch import MAX_REQUEST_KEYS, PrefetchRequest
@@ -21,12 +22,13 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.files.access import open_regular
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directories import Directories
+from tiercache.tiers.files.directory import read_small
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.shared_memory import SharedMemoryTier
 
 logger = logging.getLogger("tiercache.prefetch")
 
+T = TypeVar("T")
 _LONGEST_BYTES = MAX_REQUEST_KEYS * (2 * TAGGED_KEY_BYTES + 1)
 
 
@@ -55,15 +57,13 @@ class WarmStart:
         if self._request is not None:
             keys += self._request.keys[self._request.cursor - self._request.progress.in_flight :]
         try:
-            directories = self._directories()
-            await directories.metadata.submit(_write, directories.all[0].files, self._name, keys[:MAX_REQUEST_KEYS])
+            await self._in_directory(_write, keys[:MAX_REQUEST_KEYS])
         except (OSError, TierUnavailable) as error:
             logger.warning("the list of hot chunks cannot be written: %s", error)
 
     async def _load(self) -> None:
         try:
-            directories = self._directories()
-            keys = await directories.metadata.submit(_read, directories.all[0].files, self._name)
+            keys = await self._in_directory(_read)
         except (OSError, TierUnavailable, ValueError) as error:
             logger.warning("the list of hot chunks is ignored: %s", error)
             return
@@ -71,11 +71,13 @@ class WarmStart:
             logger.info("promoting up to %d chunks that were hot at the last close", len(keys))
             self._request = self._ahead.preload(keys)
 
-    def _directories(self) -> Directories:
+    async def _in_directory(self, work: Callable[..., T], *arguments: object) -> T:
+        """Call `work(files, name, *arguments)` in a thread."""
         keeper = self._keeper()
         if not keeper.directories.is_open:
             raise TierUnavailable(f"{keeper.name} is not open")
-        return keeper.directories
+        files = keeper.directories.all[0].files
+        return await keeper.directories.metadata.submit(work, files, self._name, *arguments)
 
     def _keeper(self) -> FileTier:
         """Return the tier that keeps the list: the first on files, preferably not in memory."""
@@ -100,14 +102,8 @@ def _write(files: ChunkFiles, name: str, keys: list[ChunkKey]) -> None:
 
 def _read(files: ChunkFiles, name: str) -> list[ChunkKey]:
     """Return the keys of the list, none if it is missing. Raises OSError, and ValueError if it is damaged."""
-    try:
-        descriptor = open_regular(files.root / ".tiercache" / name, os.O_RDONLY)
-    except FileNotFoundError:
-        return []
-    try:
-        *lines, rest = os.read(descriptor, _LONGEST_BYTES + 1).decode("ascii").split("\n")
-    finally:
-        os.close(descriptor)
+    content = read_small(files.root / ".tiercache" / name, _LONGEST_BYTES + 1) or b""
+    *lines, rest = content.decode("ascii").split("\n")
     if rest:
         raise ValueError(f"{name}: expected at most {MAX_REQUEST_KEYS} lines with a key each")
     keys = [bytes.fromhex(line) for line in lines]

@@ -616,7 +616,7 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
     may be replaced too, by the same content. Raises WrongFormat, OSError.
     """
     path = root / MANIFEST
-    found = _read(path)
+    found = read_small(path)
     if found is not None and not _is_torn(found):
         _require_ours(path, found)
         return
@@ -633,7 +633,7 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
 
 def check_manifest(root: Path) -> None:
     """Check the manifest if there is one. Raises WrongFormat, OSError."""
-    found = _read(root / MANIFEST)
+    found = read_small(root / MANIFEST)
     if found is not None and not _is_torn(found):
         _require_ours(root / MANIFEST, found)
 
@@ -666,14 +666,15 @@ def reads_back(root: Path) -> bool:
         return False
 
 
-def _read(path: Path) -> bytes | None:
+def read_small(path: Path, most_bytes: int = _LARGEST_BYTES) -> bytes | None:
+    """Return the first bytes of a file of ours; None if it is missing. Raises OSError."""
     try:
         descriptor = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
         found = b""
-        while len(found) < _LARGEST_BYTES and (more := os.pread(descriptor, _LARGEST_BYTES, len(found))):
+        while len(found) < most_bytes and (more := os.pread(descriptor, most_bytes - len(found), len(found))):
             found += more
         return found
     finally:

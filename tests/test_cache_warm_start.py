@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -192,7 +193,15 @@ async def test_what_is_preloaded_is_evicted_before_what_was_asked_for_since_and_
 
 @pytest.mark.parametrize(
     "content",
-    [b"nonsense\n", b"\0" * 500, b"ab" * 24, b"ab" * 24 + b"\n\n", b"ab" * 24 + b"\n" + b"ab" * 23 + b"\n", b"\xff\n"],
+    [
+        b"nonsense\n",
+        b"\0" * 500,
+        b"ab" * 24,
+        b"ab" * 24 + b"\n\n",
+        b"ab" * 24 + b"\n" + b"ab" * 23 + b"\n",
+        b"\xff\n",
+        (b"ab" * 24 + b"\n") * 30000,
+    ],
 )
 async def test_a_damaged_list_is_ignored_and_said(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -208,6 +217,17 @@ async def test_a_damaged_list_is_ignored_and_said(
                 assert lease is not None
     assert "the list of hot chunks is ignored" in caplog.text
     assert path.read_text() == f"{keys[0].hex()}\n"
+
+
+async def test_a_pipe_in_place_of_the_list_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await stored(tmp_path)
+    (path,) = lists(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    async with opened(tmp_path):
+        while "the list of hot chunks is ignored" not in caplog.text:
+            await asyncio.sleep(0)
+    assert path.is_file()
 
 
 async def test_a_list_is_not_a_way_into_the_cache_for_what_was_forgotten(tmp_path: Path) -> None:

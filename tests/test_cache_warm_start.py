@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from tiercache import Config, ConfigError, Layout, TierCache
+from tiercache.tiers.files.tier import FileTier
 
 LAYOUT = Layout("warm", chunk_tokens=16, bytes_per_token=16384)
 TOKENS = list(range(16 * 12))
@@ -89,10 +91,91 @@ async def test_the_hottest_come_first_and_fill_free_memory_only(tmp_path: Path) 
         assert await cache.get_into(keys[:3], [bytearray(LAYOUT.chunk_bytes) for _ in range(3)]) == 3
     assert lists(tmp_path)[0].read_text().split() == [key.hex() for key in [*keys[:3], *others, *keys[3:]]]
     async with opened(tmp_path, slots=8) as cache:
-        await until_hot(cache, [*keys[:3], *others])
         await until_preloaded(cache, 16)
-        assert cache.lookup_hot(keys[:3]) == 3 and cache.lookup_hot(others) == 4
-        assert cache.statistics().prefetch["preload"].cancelled_bytes > 0, "no room, so they were not read"
+        assert cache.lookup_hot(keys) == 4 and cache.lookup_hot(others) == 4
+        assert cache.statistics().prefetch["preload"].cancelled_bytes == 8 * LAYOUT.chunk_bytes, "they were not read"
+
+
+async def test_nothing_of_a_tenant_makes_room_above_its_quota(tmp_path: Path) -> None:
+    keys = await stored(tmp_path)
+    quota_gb = 8 * LAYOUT.chunk_bytes / 2**30
+    async with opened(tmp_path, tenant_max_local_cpu_size=quota_gb) as cache:
+        await until_preloaded(cache, 12)
+        assert sum(cache.lookup_hot([key]) for key in keys) == 8
+        assert cache.statistics().tiers["cpu"].evicted == 0
+
+
+async def test_what_was_read_at_the_close_stays_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = await stored(tmp_path)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def hung(tier: FileTier, key: bytes, into: np.ndarray) -> int | None:
+        begun.set()
+        await ended.wait()
+        return None
+
+    (path,) = lists(tmp_path)
+    before = path.stat().st_ino
+    monkeypatch.setattr(FileTier, "prefetch", hung)
+    async with opened(tmp_path) as cache:
+        await begun.wait()
+        closing = asyncio.create_task(cache.close())
+        while path.stat().st_ino == before:
+            await asyncio.sleep(0)
+        ended.set()
+        await closing
+    assert sorted(lists(tmp_path)[0].read_text().split()) == sorted(key.hex() for key in keys)
+
+
+async def test_a_disk_that_was_detached_and_attached_keeps_the_list(tmp_path: Path) -> None:
+    keys = await stored(tmp_path)
+    async with opened(tmp_path) as cache:
+        await until_hot(cache, keys)
+        await cache.detach("disk")
+        await cache.attach("disk")
+        await cache.put(bytes(24), payload_of(1))
+    assert lists(tmp_path)[0].read_text().split()[0] == bytes(24).hex()
+
+
+async def test_while_the_disk_is_detached_the_last_list_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await stored(tmp_path)
+    before = lists(tmp_path)[0].read_bytes()
+    async with opened(tmp_path) as cache:
+        await until_preloaded(cache, 12)
+        await cache.detach("disk")
+    assert lists(tmp_path)[0].read_bytes() == before
+    assert "the list of hot chunks cannot be written: disk is not open" in caplog.text
+
+
+async def test_a_smaller_cache_while_preloading_keeps_the_hottest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = await stored(tmp_path)
+    resized, read = asyncio.Event(), FileTier.prefetch
+
+    async def gated(tier: FileTier, key: bytes, into: np.ndarray) -> int | None:
+        await resized.wait()
+        return await read(tier, key, into)
+
+    monkeypatch.setattr(FileTier, "prefetch", gated)
+    async with opened(tmp_path) as cache:
+        while not cache.parts.reader.in_flight:
+            await asyncio.sleep(0)
+        await cache.reconfigure({"max_local_cpu_size": 8 * LAYOUT.chunk_bytes / 2**30})
+        resized.set()
+        await until_preloaded(cache, 12)
+        await cache.flush()
+        assert cache.lookup_hot(keys) == 8
+
+
+async def test_chunks_of_another_size_or_model_have_another_list(tmp_path: Path) -> None:
+    keys = await stored(tmp_path)
+    for layout in (replace(LAYOUT, chunk_tokens=8), replace(LAYOUT, model="other")):
+        async with opened(tmp_path, layout=layout) as cache:
+            await cache.put(bytes(24), np.zeros(layout.chunk_bytes, dtype=np.uint8))
+            assert "preload" not in cache.statistics().prefetch
+    async with opened(tmp_path) as cache:
+        await until_hot(cache, keys)
 
 
 async def test_what_is_preloaded_is_evicted_before_what_was_asked_for_since_and_the_coldest_first(
@@ -110,7 +193,15 @@ async def test_what_is_preloaded_is_evicted_before_what_was_asked_for_since_and_
 
 @pytest.mark.parametrize(
     "content",
-    [b"nonsense\n", b"\0" * 500, b"ab" * 24, b"ab" * 24 + b"\n\n", b"ab" * 24 + b"\n" + b"ab" * 23 + b"\n", b"\xff\n"],
+    [
+        b"nonsense\n",
+        b"\0" * 500,
+        b"ab" * 24,
+        b"ab" * 24 + b"\n\n",
+        b"ab" * 24 + b"\n" + b"ab" * 23 + b"\n",
+        b"\xff\n",
+        (b"ab" * 24 + b"\n") * 30000,
+    ],
 )
 async def test_a_damaged_list_is_ignored_and_said(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -120,12 +211,23 @@ async def test_a_damaged_list_is_ignored_and_said(
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING, "tiercache.prefetch"):
         async with opened(tmp_path) as cache:
-            while not caplog.records:
+            while not any(record.name == "tiercache.prefetch" for record in caplog.records):
                 await asyncio.sleep(0)
             async with cache.get(keys[0]) as lease:
                 assert lease is not None
     assert "the list of hot chunks is ignored" in caplog.text
     assert path.read_text() == f"{keys[0].hex()}\n"
+
+
+async def test_a_pipe_in_place_of_the_list_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await stored(tmp_path)
+    (path,) = lists(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    async with opened(tmp_path):
+        while "the list of hot chunks is ignored" not in caplog.text:
+            await asyncio.sleep(0)
+    assert path.is_file()
 
 
 async def test_a_list_is_not_a_way_into_the_cache_for_what_was_forgotten(tmp_path: Path) -> None:

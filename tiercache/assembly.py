@@ -155,17 +155,6 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
     return tiers
 
 
-def list_tier(tiers: Sequence[Tier]) -> FileTier:
-    """Return the tier that keeps the list of `preload: recent`: a tier on files, preferably not in memory.
-
-    Raises ConfigError.
-    """
-    found = [tier for tier in tiers if isinstance(tier, FileTier) and tier.writes]
-    if not found:
-        raise ConfigError("preload: recent needs a tier on files that this process writes to, such as local_disk")
-    return min(found, key=lambda tier: isinstance(tier, SharedMemoryTier))
-
-
 _LIMIT_KEYS = {
     "shared_memory": "max_shared_memory_size",
     "disk": "max_local_disk_size",

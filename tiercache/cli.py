@@ -103,7 +103,7 @@ def export_chunks(
     layout: Annotated[str, typer.Option(help="The layout, as stat shows it, where the directory has several.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Write the chunks of one layout to a tar file, each verified."""
+    """Write the chunks of one layout to a file, each verified."""
     from tiercache.commands.moving import export_command
 
     raise typer.Exit(export_command(directory, output, layout, as_json))

@@ -16,15 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tiercache.assembly import (
-    arena_settings,
-    list_tier,
-    make_cpu,
-    make_device,
-    make_fan_out,
-    make_tiers,
-    reader_settings,
-)
+from tiercache.assembly import arena_settings, make_cpu, make_device, make_fan_out, make_tiers, reader_settings
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.core.prefetch import PrefetchPlan
@@ -432,7 +424,7 @@ async def _connected(
     ahead = Prefetcher(reader, plan, read_s=reading.deadline_s, on_continued=fan_out.continued)
     closing.push([("prefetching", ahead.close)])
     if config.preload == "recent":
-        warm_start = WarmStart(list_tier(tiers), layout.namespace(config.tenant_salt), layout.rank, cpu, ahead)
+        warm_start = WarmStart(tiers, layout.namespace(config.tenant_salt), layout.rank, cpu, ahead)
         closing.push([("warm start", warm_start.close)])
     return Parts(
         loop=loop,

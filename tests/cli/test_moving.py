@@ -1,12 +1,11 @@
 """`tiercache export` and `tiercache import`: chunks move whole, verified on both sides, and within the cap."""
 
-import io
+import asyncio
 import json
 import subprocess
 import sys
-import tarfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from tests.cli.conftest import LAYOUT, chunk_paths, config_for, tiercache
 from tests.tiers.test_disk import flip
 from tiercache import Config, Layout, TierCache
 from tiercache.commands.stat import survey
+from tiercache.core.header import Header
 
 FILE_BYTES = 4096 + LAYOUT.chunk_bytes
 OTHER = Layout("other", chunk_tokens=64, bytes_per_token=1024)
@@ -26,26 +26,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def exported(directory: Path, tmp_path: Path) -> Path:
-    file = tmp_path / "kv.tar"
+    file = tmp_path / "kv.export"
     assert tiercache("export", directory, "-o", file).returncode == 0
     return file
-
-
-def rewritten(exported: Path, change: Callable[[tarfile.TarInfo, bytes], tuple[tarfile.TarInfo, bytes]]) -> Path:
-    """The archive with other members."""
-    changed = exported.with_name("changed.tar")
-    with tarfile.open(exported) as old, tarfile.open(changed, "w") as new:
-        for member in old:
-            file = old.extractfile(member)
-            assert file is not None
-            member, content = change(member, file.read())
-            member.size = len(content)
-            new.addfile(member, io.BytesIO(content))
-    return changed
-
-
-def is_chunk(member: tarfile.TarInfo, number: int) -> bool:
-    return member.name.endswith(number.to_bytes(24, "big").hex())
 
 
 async def is_counted_right(directory: Path) -> bool:
@@ -84,7 +67,7 @@ def test_a_pipe_needs_no_file(directory: Path, tmp_path: Path) -> None:
 
 
 async def test_both_work_beside_a_running_cache_and_what_is_there_stays(directory: Path, tmp_path: Path) -> None:
-    file = tmp_path / "kv.tar"
+    file = tmp_path / "kv.export"
     async with (
         TierCache.open(config_for(directory), LAYOUT) as source,
         TierCache.open(config_for(tmp_path / "new"), LAYOUT) as target,
@@ -114,8 +97,8 @@ async def test_compressed_chunks_move_as_they_are(tmp_path: Path) -> None:
         await cache.put(bytes(24), payload)
     (path,) = chunk_paths(tmp_path / "kv")
     assert path.stat().st_size < FILE_BYTES
-    assert tiercache("export", tmp_path / "kv", "-o", tmp_path / "kv.tar").returncode == 0
-    assert tiercache("import", tmp_path / "kv.tar", tmp_path / "new", "--max-size", 0.1).returncode == 0
+    assert tiercache("export", tmp_path / "kv", "-o", tmp_path / "kv.export").returncode == 0
+    assert tiercache("import", tmp_path / "kv.export", tmp_path / "new", "--max-size", 0.1).returncode == 0
     assert contents(tmp_path / "new") == contents(tmp_path / "kv")
     async with TierCache.open(config(tmp_path / "new"), LAYOUT) as cache, cache.get(bytes(24)) as lease:
         assert lease is not None and np.array_equal(lease.view, payload)
@@ -124,7 +107,7 @@ async def test_compressed_chunks_move_as_they_are(tmp_path: Path) -> None:
 async def test_of_several_layouts_one_is_chosen(directory: Path, tmp_path: Path) -> None:
     async with TierCache.open(config_for(directory), OTHER) as cache:
         await cache.put((7).to_bytes(24, "big"), np.full(OTHER.chunk_bytes, 7, np.uint8))
-    file = tmp_path / "kv.tar"
+    file = tmp_path / "kv.export"
     run = tiercache("export", directory, "-o", file)
     assert run.returncode == 2 and not file.exists()
     assert f"{OTHER.fingerprint.hex()[:16]} (1 chunks)" in run.stderr
@@ -136,92 +119,171 @@ def test_a_bad_chunk_is_left_out_and_stays(directory: Path, tmp_path: Path) -> N
     payload, header = chunk_paths(directory)[2:4]
     flip(payload, 4096 + 77)
     flip(header, 20)
-    run = tiercache("export", directory, "-o", tmp_path / "kv.tar", "--json")
+    run = tiercache("export", directory, "-o", tmp_path / "kv.export", "--json")
     found = json.loads(run.stdout)
     assert (run.returncode, found["chunks"]) == (1, 4)
     assert sorted(line.split(": ")[1] for line in found["bad"]) == ["header checksum", "payload checksum"]
     assert payload.exists() and header.exists()
-    assert tiercache("import", tmp_path / "kv.tar", tmp_path / "new", "--max-size", 0.1).returncode == 0
+    assert tiercache("import", tmp_path / "kv.export", tmp_path / "new", "--max-size", 0.1).returncode == 0
 
 
-@pytest.mark.parametrize("at", [4096 + 77, 0, 20, 50], ids=["payload", "magic", "key", "layout"])
-async def test_a_corrupt_member_is_left_out(exported: Path, tmp_path: Path, at: int) -> None:
-    def change(member: tarfile.TarInfo, content: bytes) -> tuple[tarfile.TarInfo, bytes]:
-        if is_chunk(member, 3):
-            content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-        return member, content
+def changed(exported: Path, at: int, content: bytes) -> Path:
+    """Change some bytes of an export."""
+    whole = bytearray(exported.read_bytes())
+    whole[at : at + len(content)] = content
+    exported.write_bytes(whole)
+    return exported
 
-    run = tiercache("import", rewritten(exported, change), tmp_path / "new", "--max-size", 0.1, "--json")
+
+def header(**fields: Any) -> bytes:
+    """The header of a chunk, with a valid checksum."""
+    values = {"key": bytes(24), "fingerprint": LAYOUT.fingerprint, "payload_bytes": 1, "payload_checksum": 0}
+    return Header(**{**values, **fields}).pack()
+
+
+async def test_a_corrupt_payload_is_left_out(exported: Path, tmp_path: Path) -> None:
+    key = Header.unpack(exported.read_bytes()[3 * FILE_BYTES :]).key
+    changed(exported, 3 * FILE_BYTES + 4096 + 77, b"?")
+    run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1, "--json")
     found = json.loads(run.stdout)
-    assert (run.returncode, found["chunks"], len(found["bad"]), found["problem"]) == (1, 5, 1, "")
-    assert "expected" in found["bad"][0]
+    assert (run.returncode, found["chunks"], found["problem"]) == (1, 5, "")
+    assert found["bad"][0].startswith(f"{key.hex()}: payload checksum: expected")
     assert len(contents(tmp_path / "new")) == 5
     assert await is_counted_right(tmp_path / "new")
 
 
-async def test_chunks_of_another_layout_are_left_out(directory: Path, exported: Path, tmp_path: Path) -> None:
-    def change(member: tarfile.TarInfo, content: bytes) -> tuple[tarfile.TarInfo, bytes]:
-        return member, content.replace(LAYOUT.fingerprint.hex().encode(), OTHER.fingerprint.hex().encode())
-
-    run = tiercache("import", rewritten(exported, change), tmp_path / "new", "--max-size", 0.1, "--json")
-    assert (run.returncode, len(json.loads(run.stdout)["bad"])) == (1, 6)
-    assert contents(tmp_path / "new") == {}
-
-
 @pytest.mark.parametrize(
-    "name",
+    "content",
     [
-        "../evil",
-        "/tmp/evil",
-        "00/../../evil",
-        "00/" + "0" * 47,
-        "01/" + "0" * 47 + "3",
-        "0" * 48,
-        "quarantine/" + "0" * 48,
+        b"?",
+        bytes(20) + b"?",
+        header(fingerprint=OTHER.fingerprint),
+        header(payload_bytes=5 << 30),
+        header(payload_bytes=(1 << 64) - 1),
     ],
+    ids=["magic", "key", "layout", "large", "absurd"],
 )
-def test_members_with_other_names_are_left_out(exported: Path, tmp_path: Path, name: str) -> None:
-    def change(member: tarfile.TarInfo, content: bytes) -> tuple[tarfile.TarInfo, bytes]:
-        member.name = name if is_chunk(member, 3) else member.name
-        return member, content
+async def test_behind_a_damaged_or_foreign_header_the_import_goes_on(
+    exported: Path, tmp_path: Path, content: bytes
+) -> None:
+    changed(exported, 3 * FILE_BYTES, content)
+    run = tiercache("import", exported, tmp_path / "new", "--max-size", 100, "--json")
+    found = json.loads(run.stdout)
+    assert (run.returncode, found["chunks"], found["problem"]) == (1, 5, "expected 6 chunks, found 5")
+    assert len(contents(tmp_path / "new")) == 5
+    assert await is_counted_right(tmp_path / "new")
 
-    changed, before = rewritten(exported, change), set(tmp_path.rglob("*"))
-    run = tiercache("import", changed, tmp_path / "new", "--max-size", 0.1, "--json")
+
+@pytest.mark.parametrize("key", [b"../../../../tmp/evil!", bytes(23), b"/"])
+def test_what_is_no_key_is_left_out(exported: Path, tmp_path: Path, key: bytes) -> None:
+    changed(exported, 3 * FILE_BYTES, header(key=key, payload_bytes=LAYOUT.chunk_bytes))
+    before = set(tmp_path.rglob("*"))
+    run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1, "--json")
     assert (run.returncode, len(json.loads(run.stdout)["bad"])) == (1, 1)
     assert len(contents(tmp_path / "new")) == 5
     assert {path.relative_to(tmp_path).parts[0] for path in set(tmp_path.rglob("*")) - before} == {"new"}
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
-def test_links_and_other_kinds_of_members_are_left_out(exported: Path, tmp_path: Path, kind: bytes) -> None:
-    def change(member: tarfile.TarInfo, content: bytes) -> tuple[tarfile.TarInfo, bytes]:
-        if is_chunk(member, 3):
-            member.type, member.linkname, content = kind, "/etc/passwd", b""
-        return member, content
+def test_a_large_hostile_file_takes_little_memory(exported: Path, tmp_path: Path) -> None:
+    """A header that promises 3 GiB, of which the file has 16 MiB."""
+    changed(exported, 3 * FILE_BYTES, header(payload_bytes=3 << 30))
+    with exported.open("ab") as file:
+        file.truncate(16 << 20)
+    command = [sys.executable, "-m", "tiercache", "import", exported, tmp_path / "new", "--max-size", "100"]
+    run = subprocess.run(["/usr/bin/env", "bash", "-c", f"ulimit -v {2 << 20}; exec \"$@\"", "-", *command], check=False,
+                         capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert (run.returncode, run.stderr.count("\n")) == (1, 1)
 
-    run = tiercache("import", rewritten(exported, change), tmp_path / "new", "--max-size", 0.1)
-    assert run.returncode == 1
-    assert len(contents(tmp_path / "new")) == 5
 
-
-@pytest.mark.parametrize("cut", [-1024, -20 * 512, FILE_BYTES + 3 * 512, 3 * 512 + 3 * (FILE_BYTES + 512) - 512])
+@pytest.mark.parametrize(
+    "cut", [6 * FILE_BYTES, 5 * FILE_BYTES, 5 * FILE_BYTES + 50, FILE_BYTES + 4096, FILE_BYTES + 9000]
+)
 async def test_a_file_that_is_cut_is_said(exported: Path, tmp_path: Path, cut: int) -> None:
-    whole = exported.read_bytes()
-    end = whole.rindex(b"end.json")
-    exported.write_bytes(whole[: cut if cut > 0 else end + 1024 + cut])
+    exported.write_bytes(exported.read_bytes()[:cut])
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1)
     assert run.returncode == 1
-    assert "error: " in run.stderr
+    assert run.stderr == "error: it is cut: it has no end\n"
+    assert len(contents(tmp_path / "new")) == cut // FILE_BYTES
     assert await is_counted_right(tmp_path / "new")
 
 
-@pytest.mark.parametrize("content", [b"", b"no tar", bytes(10240)])
+async def test_imported_twice_nothing_changes(exported: Path, tmp_path: Path) -> None:
+    for chunks, present in [(6, 0), (0, 6)]:
+        run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1, "--json")
+        found = json.loads(run.stdout)
+        assert (run.returncode, found["chunks"], found["present"]) == (0, chunks, present)
+    assert await is_counted_right(tmp_path / "new")
+
+
+async def test_a_directory_above_the_cap_gets_nothing_and_loses_nothing(directory: Path, exported: Path) -> None:
+    chunk_paths(directory)[0].unlink()
+    async with TierCache.open(config_for(directory), LAYOUT) as cache:
+        await cache.tiers[0].scanned()  # type: ignore[attr-defined]
+    run = tiercache("import", exported, directory, "--max-size", 2 * FILE_BYTES / 2**30)
+    assert run.returncode == 1
+    assert "the directory is full" in run.stderr
+    assert len(contents(directory)) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"no export", bytes(10240)])
 def test_what_is_no_export_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     run = tiercache("import", tmp_path / "file", tmp_path / "new", "--max-size", 0.1)
     assert run.returncode == 2
     assert len(run.stderr.splitlines()) == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_an_export_that_is_killed_leaves_no_file_of_that_name(directory: Path, tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from tiercache.commands import moving\n"
+        "read, calls = moving.read_chunk_file, []\n"
+        "def killed(*arguments, **options):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 4:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return read(*arguments, **options)\n"
+        "moving.read_chunk_file = killed\n"
+        "moving.export_command(Path(sys.argv[1]), sys.argv[2], '', False)\n"
+    )
+    command = [sys.executable, "-c", script, directory, tmp_path / "kv.export"]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -9
+    assert not (tmp_path / "kv.export").exists()
+    assert tiercache("export", directory, "-o", tmp_path / "kv.export").returncode == 0
+
+
+def test_a_full_device_is_one_sentence_and_leaves_no_file(directory: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tiercache", "export", directory, "-o", tmp_path / "kv.export"]
+    limited = ["bash", "-c", 'ulimit -f 128; trap "" XFSZ; exec "$@"', "-", *command]
+    run = subprocess.run(limited, check=False, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
+
+
+def test_a_reader_that_goes_away_is_one_sentence(directory: Path) -> None:
+    command = [sys.executable, "-m", "tiercache", "export", directory, "-o", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read().count("\n") == 1
+    assert run.returncode == 2
+
+
+async def test_an_export_while_a_cache_writes_has_whole_chunks(directory: Path, tmp_path: Path) -> None:
+    async with TierCache.open(config_for(directory), LAYOUT) as cache:
+        export = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tiercache", "export", directory, "-o", tmp_path / "kv.export"
+        )
+        ended = asyncio.create_task(export.wait())
+        number = 6
+        while not ended.done():
+            await cache.put(number.to_bytes(24, "big"), np.full(LAYOUT.chunk_bytes, number % 256, np.uint8))
+            number += 1
+        assert await ended == 0
+    run = tiercache("import", tmp_path / "kv.export", tmp_path / "new", "--max-size", 1, "--json")
+    assert run.returncode == 0 and json.loads(run.stdout)["chunks"] >= 6
 
 
 def test_an_export_replaces_no_file_and_leaves_none_behind(directory: Path, tmp_path: Path) -> None:

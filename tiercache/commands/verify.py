@@ -8,11 +8,9 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from io import BufferedReader, FileIO
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +80,7 @@ def verify(directory: Path, console: Console) -> Verified:
                 found.checked_bytes += outcome
             elif isinstance(outcome, CorruptChunk):
                 # Opened for the first bad chunk only, so that a check without errors leaves no files.
-                files = files or _open_files(directory, stack)
+                files = files or open_files(found_place(directory), stack)
                 if has_our_header(str(path)):
                     files.quarantine(bytes.fromhex(path.name))
                     found.bad.append(str(outcome))
@@ -93,12 +91,16 @@ def verify(directory: Path, console: Console) -> Verified:
     return found
 
 
-def _open_files(directory: Path, stack: ExitStack) -> ChunkFiles:
-    place = found_place(directory)
+def open_files(
+    place: Path, stack: ExitStack, cap_bytes: int = 0, fingerprint: bytes = bytes(FINGERPRINT_BYTES)
+) -> ChunkFiles:
+    """Open a directory beside its caches, until the end of `stack`. Raises OSError, ValueError, TierUnavailable."""
     access = access_as_found(place / ".tiercache")
-    files = ChunkFiles(place, 0, bytes(FINGERPRINT_BYTES), direct=False, durable=False, access=access)
-    files.open()
+    files = ChunkFiles(
+        place, cap_bytes, fingerprint, direct=None, durable=True, many_hosts=True, beside=True, access=access
+    )
     stack.callback(files.close)
+    files.open()
     return files
 
 
@@ -111,42 +113,28 @@ def _check(path: Path) -> int | CorruptChunk | OSError:
 
 
 def _read_and_verify(path: Path) -> int:
-    with opened_once(path) as (file, length):
-        found, memory = read_stored(file, length, str(path), bytes.fromhex(path.name))
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
+        length = os.fstat(file.fileno()).st_size
+        header = file.read(HEADER_BYTES)
+        got = len(header)
+        memory = buffer_of(4096)
+        # Read the payload only if the header gives this length.
+        if _promised_bytes(header) == length:
+            memory = buffer_of(aligned(length))
+            while got < length and (more := file.readinto(memory[got - HEADER_BYTES :].data)):
+                got += more
+        # Drop these pages from the page cache, since they are not read again soon.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    raw_header = memoryview(header)[:PACKED_BYTES]
+    found = verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))
     if found.codec is not Codec.PLAIN:
         stored = memory[: found.payload_bytes]
         try:
-            memory = _memory(max(length, plain_bytes(stored)))
+            memory = buffer_of(max(length, plain_bytes(stored)))
         except ValueError as error:
             raise CorruptChunk(f"{path}: {error}") from error
         memory[: stored.nbytes] = stored
     return unpacked(found, memory)
-
-
-@contextmanager
-def opened_once(path: Path) -> Iterator[tuple[FileIO, int]]:
-    """Open a chunk file and yield it with its length. Its pages leave the page cache, since they are not read again soon."""
-    with FileIO(open_regular(path, os.O_RDONLY)) as file:
-        yield file, os.fstat(file.fileno()).st_size
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_stored(
-    file: BufferedReader | FileIO, length: int, name: str, key: bytes, fingerprint: bytes | None = None
-) -> tuple[Header, np.ndarray]:
-    """Read a chunk of `length` bytes and verify it as stored. Return its header, and the payload in this thread's buffer:
-    uint8, page-aligned, with padding behind it, valid until the next call.
-
-    The payload is read only if the header gives this length. `fingerprint` None accepts any layout. Raises CorruptChunk.
-    """
-    header = file.read(HEADER_BYTES)
-    got, memory = len(header), _memory(HEADER_BYTES)
-    if _promised_bytes(header) == length:
-        memory = _memory(aligned(length))
-        while got < length and (more := file.readinto(memory[got - HEADER_BYTES : length - HEADER_BYTES].data)):
-            got += more
-    raw_header = memoryview(header)[:PACKED_BYTES]
-    return verify_chunk(name, raw_header, key, fingerprint, got, length, host_checksum(memory)), memory
 
 
 def _promised_bytes(header: bytes) -> int | None:
@@ -156,7 +144,7 @@ def _promised_bytes(header: bytes) -> int | None:
         return None
 
 
-def _memory(size_bytes: int) -> np.ndarray:
+def buffer_of(size_bytes: int) -> np.ndarray:
     """Return this thread's buffer of at least that size: fresh pages for each chunk would cost more than the check."""
     memory: np.ndarray | None = getattr(_thread, "memory", None)
     if memory is None or memory.nbytes < size_bytes:

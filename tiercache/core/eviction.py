@@ -14,8 +14,7 @@ since the last eviction.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush, nlargest
-from operator import attrgetter
+from heapq import heapify, heappop, heappush
 
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 
@@ -258,11 +257,6 @@ class LeafLru:
         if entry.parent is not None:
             self._more_unleased(entry.parent)
         self._enqueue(entry)
-
-    def hottest(self, most: int) -> list[ChunkKey]:
-        """Return the residents that would be evicted last, those first."""
-        found = nlargest(most, self.entries.values(), key=attrgetter("rank"))
-        return [entry.key for entry in found if entry.rank != _ORPHAN]
 
     def victim(self, tenant: Tenant | None = None) -> Resident | None:
         """Return the leaf that `pop_victim` would remove now, of `tenant` if given; None if all are leased."""

@@ -295,8 +295,6 @@ class Promotion:
     """The source under which it is accounted."""
     requests: list[PrefetchRequest]
     """The requests that expect it."""
-    time: int | None = None
-    """The time of its last access, for the order of eviction; None: now."""
     in_flight: bool = True
     counted: bool = False
     """True if its outcome is in the account, or it was hot already."""
@@ -372,10 +370,9 @@ class PrefetchPlan:
     def cut(self, source: str, subject: Hashable) -> None:
         """Promote no more chunks for a request, and keep account of those that were promoted."""
         request = self._requests.get((source, subject))
-        if request is not None and (left := len(request.keys) - request.cursor):
-            request.keys = request.keys[: request.cursor]
-            self.keys_of[source] -= left
-            self._account(source).cancelled_bytes += left * self.chunk_bytes
+        if request is not None:
+            self._account(source).cancelled_bytes += (len(request.keys) - request.cursor) * self.chunk_bytes
+            request.cursor = len(request.keys)
 
     @property
     def has_room(self) -> bool:
@@ -408,23 +405,22 @@ class PrefetchPlan:
             if request.cursor >= len(request.keys):
                 heapq.heappop(self._open)
                 continue
-            key, at = request.keys[request.cursor], request.cursor
+            if request.source == PRELOAD and request.progress.in_flight:
+                return None  # one at a time, so that the hottest get the last slots
+            key, parent = request.keys[request.cursor], request.keys[request.cursor - 1] if request.cursor else None
             request.cursor += 1
             promotion = self._promotions.get(key)
             if promotion is not None:
                 if promotion.in_flight or request.source not in PREDICTIONS:
                     promotion.requests.append(request)
             elif (pinned := hot(key, request.source not in PREDICTIONS)) is None:
-                parent, time = request.keys[at - 1] if at else None, None
-                if request.source == PRELOAD:  # no prefix, but an order: colder than all accesses of this process
-                    parent, time = None, -at
-                promotion = self._promotions[key] = Promotion(key, parent, request.source, [request], time)
+                promotion = self._promotions[key] = Promotion(key, parent, request.source, [request])
                 request.progress.in_flight += 1
                 self._account(request.source).promoted_bytes += self.chunk_bytes
                 self._rate.take(self.chunk_bytes)
                 return promotion
             elif pinned:
-                self._promotions[key] = Promotion(key, None, request.source, [request], in_flight=False, counted=True)
+                self._promotions[key] = Promotion(key, parent, request.source, [request], False, counted=True)
             if promotion is not None and promotion.in_flight:
                 request.progress.in_flight += 1
             else:

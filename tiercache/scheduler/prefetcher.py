@@ -40,10 +40,8 @@ _QUEUED_SHARES = 4
 """Limit of the queue in multiples of the prefetcher's share. Chunks beyond it are read on demand."""
 _QUEUE_TTL_S = 60.0
 _RECENT = "recent"
-"""Subject of the request of a warm start."""
-_PRELOAD_PRIORITY = 1 << 41
-"""Priority of the warm start, after all predictions."""
-_PRELOAD_TTL_S = 3600.0
+_PRELOAD_PRIORITY, _PRELOAD_TTL_S = 1 << 41, 3600.0
+"""The warm start comes after all predictions."""
 
 
 class PrefetchHandle:
@@ -107,6 +105,7 @@ class Prefetcher:
         self._loop = asyncio.get_running_loop()
         self._lanes = max(2, sum(tier.tier.traits.read_concurrency + 2 for tier in reader.tiers))
         self._numbers = count()
+        self._preloads = count()
         self._reads: dict[ChunkKey, asyncio.Task[None]] = {}
         self._kept: dict[ChunkKey, Lease] = {}
         """Pins of the chunks that the plan keeps."""
@@ -184,9 +183,8 @@ class Prefetcher:
         """Promote the chunks that were hot before a restart, the hottest first, while slots are free."""
         now_s = self._loop.time()
         request = PrefetchRequest(PRELOAD, _RECENT, keys, now_s, now_s, now_s + _PRELOAD_TTL_S, _PRELOAD_PRIORITY)
-        if self.promotes and not self._closed:
-            self.plan.offer(request, now_s)
-            self.pump()
+        self.plan.offer(request, now_s)
+        self.pump()
         return request
 
     def served(self, keys: Sequence[ChunkKey]) -> None:
@@ -325,7 +323,10 @@ class Prefetcher:
         key = promotion.key
         lease: Lease | None = None
         try:
-            lease = await self._reader.promote(key, self._loop.time() + self._read_s, promotion.parent, promotion.time)
+            parent, time = promotion.parent, None
+            if promotion.source == PRELOAD:  # a list is not a prefix
+                parent, time = None, -next(self._preloads)
+            lease = await self._reader.promote(key, self._loop.time() + self._read_s, parent, time)
         finally:
             del self._reads[key]
             kept = self.plan.ended(promotion, promoted=lease is not None)

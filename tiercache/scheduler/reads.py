@@ -356,7 +356,10 @@ class TierReader:
         slot, placed, needs_slot = None, False, self.mapped is None
         try:
             placed = await self._place(request)
-            if placed and needs_slot and (slot := cpu.try_reserve(purpose, key)) is None:
+            if placed and needs_slot and purpose is PREFETCH and request.time is not None:  # as `promote` says
+                if not cpu.has_free(key) or (slot := cpu.try_reserve(purpose, key)) is None:
+                    return None
+            elif placed and needs_slot and (slot := cpu.try_reserve(purpose, key)) is None:
                 if purpose is PREFETCH or cpu.wait_queue.blocks_only_itself(purpose, key):
                     # A waiter for a slot must not block demand reads, or other tenants.
                     self._leave(purpose)
@@ -634,7 +637,7 @@ class Reader:
     ) -> Lease | None:
         """Return a pin on the chunk from the first tier that has it; not an access. Demand reads go first.
 
-        `time` is the time of the chunk's last access, by default now.
+        Nothing is evicted for a chunk with the `time` of an earlier access.
         """
         return self.pin(key) or await self.fetch_cold(key, deadline_s, PREFETCH, parent, time)
 

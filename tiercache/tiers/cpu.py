@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from heapq import nlargest
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -276,7 +278,7 @@ class CpuTier(LeaseOwner, Tier):
 
     def hottest(self, most: int) -> list[ChunkKey]:
         """Return the keys of up to `most` residents, the last to be evicted first."""
-        return self._order.hottest(most)
+        return [entry.key for entry in nlargest(most, self._entries.values(), key=attrgetter("rank"))]
 
     def link(self, keys: Sequence[ChunkKey], time: int | None = None) -> None:
         """Record that `keys` follow one another in a prefix: no key is evicted before its descendants.
@@ -301,6 +303,10 @@ class CpuTier(LeaseOwner, Tier):
         """Return True if a resident may be pinned: enough slots are left for reads and writes."""
         pinnable = self._quotas is None or self._quotas.may_pin(tenant_of(key))
         return pinnable and self.budget.allows(PREFETCH, self.obtainable)
+
+    def has_free(self, key: ChunkKey) -> bool:
+        """Return True if `key` can get a slot without an eviction."""
+        return self.pool.free > 0 and self._tenant_at_quota(key) is None
 
     def try_reserve(self, purpose: Purpose, key: ChunkKey | None = None) -> Slot | None:
         """Return a slot to fill, evicting the first victim if none is free.

@@ -116,8 +116,7 @@ class ChunkFiles:
         self._step_bytes = step_bytes
         self._many_hosts = many_hosts
         self._beside = beside
-        self.private = root / ".tiercache"
-        """The directory of our own files."""
+        self._private = root / ".tiercache"
         self._temporary = root.joinpath(*TEMPORARY)
         self._owner = Owner(root, TOP_LEVELS, self._owns)
         self.quarantined = Quarantine(root / "quarantine", access)
@@ -160,14 +159,14 @@ class ChunkFiles:
 
     def _keep_books(self) -> None:
         """Create our directories, lock file, counter and manifest where they are missing."""
-        for directory in (self.private, self._temporary):
+        for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
             self.access.enforce(directory)
             self._require_own(directory)
         self._owner.settle(self.access)
         if not hasattr(self, "capacity"):
             self.capacity = Capacity(
-                self.private / "ledger",
+                self._private / "ledger",
                 self.cap_bytes,
                 self._step_bytes,
                 self._owner,
@@ -203,7 +202,7 @@ class ChunkFiles:
     def answers(self) -> bool:
         """Return True if the path leads to a working directory. Lists it, since the kernel caches names of a dead mount."""
         try:
-            with opened_directory(self.private, to_list=True) as directory:
+            with opened_directory(self._private, to_list=True) as directory:
                 os.stat("ledger", dir_fd=directory)
         except OSError:
             return False
@@ -365,7 +364,7 @@ class ChunkFiles:
         """Reserve bytes. Create the file next, then call `finish_write` or `discard`."""
         self._require_ours()
         if not self._beside:
-            self._require_own(self.private)
+            self._require_own(self._private)
             self._require_own(self._temporary)
         reserved_bytes = file_bytes(payload_bytes)
         if not self.capacity.reserve(reserved_bytes):
@@ -507,7 +506,7 @@ class ChunkFiles:
         device delayed until after close fail here too.
         """
         if self._owner.lost or self.capacity.missing:
-            raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self.private))
+            raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self._private))
 
     def _delete_file(self, key: ChunkKey) -> int | None:
         """Return the bytes that the chunk occupied, None if there was none. A foreign file of that name stays, and a scan

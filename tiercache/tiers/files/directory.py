@@ -621,7 +621,7 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
         _require_ours(path, found)
         return
     try:
-        write_new(temporary, _CONTENT)
+        _write(temporary, _CONTENT)
         access.grant(temporary)
         os.replace(temporary, path)
     except OSError as error:
@@ -696,8 +696,7 @@ def _require_ours(path: Path, content: bytes) -> None:
         raise WrongFormat(f"{path.parent} has format {found!r}, this version writes {FORMAT}; use another directory")
 
 
-def write_new(unnamed: str, content: bytes) -> None:
-    """Create a file of ours, durably. Raises OSError, and then may leave a part of it."""
+def _write(unnamed: str, content: bytes) -> None:
     descriptor = open_regular(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         if os.write(descriptor, content) != len(content):

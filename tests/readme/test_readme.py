@@ -232,6 +232,9 @@ async def advised(command: str, place: Path, shell: Shell) -> str:
             await cache.flush()
         said = (await asyncio.to_thread(shell, command.replace("PATH", str(place / "c.sock")))).stdout
     assert "960 requests" in said
+    return said
+
+
 def ctl(command: str, shell: Shell, place: Path) -> str:
     return asyncio.run(changed(command, place, shell))
 

@@ -437,6 +437,6 @@ async def _connected(
         reader=reader,
         on_device=on_device,
         ahead=ahead,
-        advisor=Advisor(reader, slots, chunk_bytes, layout.chunk_tokens),
+        advisor=Advisor(reader, chunk_bytes, layout.chunk_tokens),
         opened=opened,
     )

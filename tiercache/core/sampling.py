@@ -12,9 +12,10 @@ distance of a chunk is its place in that order, and a cache of n chunks has all 
 to its first miss, so the distance of a chunk in a request is at least that of the chunks before it.
 
 Prompts that begin alike have many accesses of few chunks. A sample by chunks misses all of them, or counts them several
-times. So chunks at the beginning of many requests are followed one by one, and each of their accesses counts once. The
-paper adds the difference between expected and sampled accesses to the first bucket instead (SHARDS-adj), which is wrong
-where other chunks than the hottest were sampled too often.
+times. So the beginning that a request shares with several others is sampled whatever its hash is: its last chunk stands
+for exactly the chunks of the beginning, in accesses and in distances. The paper adds the difference between expected and
+sampled accesses to the first bucket instead (SHARDS-adj), which is wrong where other chunks than the hottest were sampled
+too often.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Iterable, Sequence
-from math import ceil, log2
+from itertools import pairwise
+from math import log2
 from typing import NamedTuple
+
+import numpy as np
 
 from tiercache.core.keys import ChunkKey
 
@@ -39,17 +43,14 @@ _PERIOD_S = 10.0
 _MOST_A_PERIOD = 12_000
 """Limit of the sampled accesses in a period: about one per cent of a core."""
 _OFTEN = 8
-"""Requests that begin with a chunk before it is followed."""
+"""Requests that begin with a chunk before it counts as a shared beginning."""
+_MARKS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
+"""Positions of the chunks that stand for a shared beginning, with its last one. It ends at the last of these."""
 _MOST_COUNTED = 512
-"""Limit of the chunks that are followed, or counted until they are."""
-_MOST_FOLLOWED = 128
-_LEAST_FOLLOWED = 8
-"""Limits of the first chunks of a request that are followed. It is halved whenever there are too many accesses."""
-_STEPS = 8
+"""Limit of the chunks whose requests are counted."""
+_STEPS = 32
 """Buckets for each doubling of the distance."""
 _BUCKETS = 40 * _STEPS
-_GROUP = 256
-"""Slots with a common sum."""
 
 
 class Curve:
@@ -67,7 +68,7 @@ class Curve:
         """Record `weight` accesses at a distance in chunks; None means that no cache could have the chunk."""
         self.accesses += weight
         if distance is not None:
-            self.buckets[min(int(_STEPS * log2(distance)), _BUCKETS - 1)] += weight
+            self.buckets[_bucket(distance)] += weight
 
     def include(self, other: Curve) -> None:
         self.accesses += other.accesses
@@ -76,16 +77,15 @@ class Curve:
 
     def hits(self, chunks: float) -> float:
         """Return the accesses that hit in a cache of `chunks` chunks."""
-        whole = int(chunks)
-        if whole < 1:
-            return 0.0
-        last = min(int(_STEPS * log2(whole)), _BUCKETS - 1)
-        begin, end = (ceil(2 ** (bucket / _STEPS)) for bucket in (last, last + 1))
-        return sum(self.buckets[:last]) + self.buckets[last] * min(1.0, (whole + 1 - begin) / (end - begin))
+        return sum(self.buckets[: _bucket(chunks) + 1]) if chunks >= 1 else 0.0
 
     def hit_rate(self, chunks: float) -> float:
         """Return the fraction of accesses that hit in a cache of `chunks` chunks; 0 without accesses."""
         return self.hits(chunks) / self.accesses if self.accesses else 0.0
+
+
+def _bucket(distance: float) -> int:
+    return min(int(_STEPS * log2(distance)), _BUCKETS - 1)
 
 
 class Access(NamedTuple):
@@ -103,67 +103,38 @@ class Access(NamedTuple):
 
 
 class _Chunk:
-    __slots__ = ("is_asked", "is_based", "is_stored", "slot", "used_s", "weight")
+    __slots__ = ("is_stored", "slot", "used_s", "weight")
 
-    def __init__(self, is_based: bool) -> None:
-        self.slot = -1
+    def __init__(self) -> None:
+        self.slot = 0
         """Its place in the LRU order: the highest is the most recent."""
-        self.is_based = is_based
-        """Its hash is in the window."""
         self.is_stored = False
         self.weight = 0.0
         """The chunks that it stands for in the distances of others, while it is stored."""
-        self.is_asked = False
-        """A request asked for it since it was last stored. The put of that request is the same access."""
         self.used_s: float | None = None
-
-
-class _Slots:
-    """The slots of the LRU order: the chunks that each stands for, and their sum in each group of slots."""
-
-    def __init__(self, weights: Iterable[float] = ()) -> None:
-        self._weights = list(weights)
-        self._sums = [sum(self._weights[first : first + _GROUP]) for first in range(0, len(self._weights), _GROUP)]
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-    def append(self, weight: float) -> None:
-        """Add a slot above all others."""
-        if not len(self._weights) % _GROUP:
-            self._sums.append(0.0)
-        self._weights.append(weight)
-        self._sums[-1] += weight
-
-    def set(self, slot: int, weight: float) -> None:
-        self._sums[slot // _GROUP] += weight - self._weights[slot]
-        self._weights[slot] = weight
-
-    def above(self, slot: int) -> float:
-        """Return the chunks that the slots above a slot stand for."""
-        group = slot // _GROUP
-        return sum(self._weights[slot + 1 : (group + 1) * _GROUP]) + sum(self._sums[group + 1 :])
 
 
 class Sample:
     """The sampled chunks in LRU order. Every call is synchronous, and takes a hash comparison per chunk not sampled."""
 
-    def __init__(self, most: int = MOST_CHUNKS, farthest: float = float("inf")) -> None:
-        """`most` limits the sampled chunks. `farthest` is the largest distance of interest in chunks."""
+    def __init__(self, most: int = MOST_CHUNKS) -> None:
+        """`most` limits the sampled chunks."""
+        self.farthest = float("inf")
+        """The largest distance of interest in chunks. Colder chunks leave a full sample before its rate falls."""
         self._most = most
-        self._farthest = farthest
         self._salt = secrets.randbits(64)
         self._sampled_hashes = _HASHES
-        self._window = (-_HASHES // 2, _HASHES // 2)
-        """Hashes of sampled chunks: from the first number to below the second. The salt is where it shrinks to."""
-        self._most_followed = _MOST_FOLLOWED
+        self._window = range(-_HASHES // 2, _HASHES // 2)
+        """Hashes of sampled chunks. The salt is where it shrinks to."""
         self._chunks: dict[ChunkKey, _Chunk] = {}
         """Least recent first."""
-        self._slots = _Slots()
+        self._weights = np.zeros(3 * most)
+        """What the stored chunks stand for, by slot."""
+        self._next_slot = 0
         self._owed = 0
         """Chunks of requests without a sampled chunk, since the last request with one."""
         self._begun: dict[ChunkKey, int] = {}
-        """Requests that begin with a chunk, after chunks that are followed."""
+        """Requests that begin with a chunk, after a shared beginning."""
         self._period_s = float("-inf")
         self._in_period = 0
 
@@ -181,154 +152,127 @@ class Sample:
         Returns the accesses of the sampled chunks. Chunks that were found though they are new to the sample, because
         another process or an earlier one stored them, have the distance `coldest`.
         """
-        places = self._places(keys)
-        while len(places) > _MOST_AT_ONCE:
+        if now_s - self._period_s >= _PERIOD_S:
+            self._period_s, self._in_period = now_s, 0
+        while len(places := self._in_window(keys)) > min(_MOST_AT_ONCE, _MOST_A_PERIOD - self._in_period):
+            self._in_period = 0
             self._shrink()
-            places = self._places(keys)
-        followed, is_new = self._follow(keys)
-        places = [*range(followed + is_new), *(place for place in places if place >= followed + is_new)]
-        weight, accesses = 1 / self.rate, []
+        self._in_period += len(places)
+        shared, is_new = self._shared_beginning(keys) if self.rate < 1 else (0, False)
+        marks = [mark for mark in _MARKS if mark < shared - 1] + [shared - 1] * (shared > 0)
+        weights = {mark: float(mark - before) for before, mark in pairwise([-1, *marks])}
+        if is_new:
+            weights[shared] = 0.0
+        weights |= dict.fromkeys((place for place in places if place >= shared), 1 / self.rate)
+        accesses: list[Access] = []
         farthest: float | None = 1.0
-        for place in places:
-            key = keys[place]
-            chunk = self._chunks.get(key)
-            if chunk is None:
-                chunk = self._chunks[key] = _Chunk(self._is_based(key))
-            if place < followed or chunk.is_based:
-                was_stored = chunk.is_stored
-                distance = self._distance(chunk) if was_stored else coldest if place < found else None
-                farthest = None if farthest is None or distance is None else max(farthest, distance)
-                counts = 1.0 if place < followed else weight
-                accesses.append(Access(key, place, counts, farthest, was_stored, chunk.used_s))
-            chunk.is_stored |= place < found
-        weights = self._stand_for(places, followed + is_new, len(keys))
-        self._renew([keys[place] for place in places], weights, now_s, asked=True)
+        for place, weight in weights.items():
+            if not weight:
+                continue
+            chunk = self._chunks.get(keys[place])
+            was_stored = chunk is not None and chunk.is_stored
+            distance = coldest if place < found else None
+            if chunk is not None and was_stored:
+                distance = 1.0 + float(self._weights[chunk.slot + 1 : self._next_slot].sum())
+            farthest = None if farthest is None or distance is None else max(farthest, distance)
+            used_s = None if chunk is None else chunk.used_s
+            accesses.append(Access(keys[place], place, weight, farthest, was_stored, used_s))
+        self._ask_for(keys, list(weights), shared + is_new, found, now_s)
         return accesses
 
     def stored(self, keys: Iterable[ChunkKey], now_s: float) -> None:
-        """Record that chunks were put, in the order of their prefix."""
-        (low, high), chunks = self._window, self._chunks
-        sampled = [key for key in keys if low <= hash(key) < high or key in chunks]
-        moved = []
-        for key in sampled[: 2 * _MOST_AT_ONCE]:
-            chunk = chunks.get(key)
+        """Record that chunks were put, in the order of their prefix. A put of a known chunk is not an access of it."""
+        low, high = self._window.start, self._window.stop
+        for key in reversed([key for key in keys if low <= hash(key) < high or key in self._chunks]):
+            chunk = self._chunks.get(key)
             if chunk is None:
-                chunk = chunks[key] = _Chunk(True)
-            if not chunk.is_asked:
-                moved.append(key)
-            else:
-                self._slots.set(chunk.slot, chunk.weight)
-            chunk.is_stored, chunk.is_asked, chunk.used_s = True, False, now_s
-        self._renew(moved, [1 / self.rate] * len(moved), now_s, asked=False)
+                chunk = self._touch(key, 1 / self.rate)
+            self._weights[chunk.slot] = chunk.weight
+            chunk.is_stored, chunk.used_s = True, now_s
 
     def forgotten(self, keys: Sequence[ChunkKey]) -> None:
         """Record that chunks were removed from every tier."""
         for key in keys:
             if (chunk := self._chunks.get(key)) is not None:
-                self._slots.set(chunk.slot, 0.0)
+                self._weights[chunk.slot] = 0.0
                 chunk.is_stored = False
 
-    def _is_based(self, key: ChunkKey) -> bool:
-        low, high = self._window
-        return low <= hash(key) < high
-
-    def _places(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Return the positions of the chunks whose hash is in the window."""
-        low, high = self._window
+    def _in_window(self, keys: Sequence[ChunkKey]) -> list[int]:
+        low, high = self._window.start, self._window.stop
         return [place for place, key in enumerate(keys) if low <= hash(key) < high]
 
-    def _follow(self, keys: Sequence[ChunkKey]) -> tuple[int, bool]:
-        """Count a request by its beginning. Return how many of its first chunks are followed, and if the next now is, too.
+    def _shared_beginning(self, keys: Sequence[ChunkKey]) -> tuple[int, bool]:
+        """Return the length of the beginning that a request shares, and if the chunk after it is shared from now on.
 
-        The chunk after those is counted until it is followed. So counting takes one step a request.
+        The chunk after the beginning is counted until it is shared. So a request adds one count.
         """
-        begun, followed = self._begun, 0
-        for key in keys[: self._most_followed + 1]:
+        begun = self._begun
+        for place, key in enumerate(keys[: _MARKS[-1] + 1]):
             count = begun[key] = begun.get(key, 0) + 1
             if count <= _OFTEN:
                 if len(begun) > _MOST_COUNTED:
-                    self._forget_beginnings()
-                return followed, count == _OFTEN
-            followed += 1
-        return min(followed, self._most_followed), False
+                    self._begun = {key: count // 2 for key, count in begun.items() if count > 1}
+                return place, count == _OFTEN
+        return min(len(keys), _MARKS[-1] + 1), False
 
-    def _forget_beginnings(self) -> None:
-        """Halve the counts of beginnings, and drop the chunks that are no longer followed."""
-        before, self._begun = self._begun, {key: count // 2 for key, count in self._begun.items() if count > 1}
-        for key, count in before.items():
-            if count >= _OFTEN > count // 2 and (chunk := self._chunks.get(key)) is not None and not chunk.is_based:
-                self._slots.set(chunk.slot, 0.0)
-                del self._chunks[key]
-
-    def _distance(self, chunk: _Chunk) -> float:
-        return self._slots.above(chunk.slot) + 1
-
-    def _stand_for(self, places: Sequence[int], followed: int, length: int) -> list[float]:
-        """Return how many chunks of a request each of those at `places` stands for, the first `followed` for themselves.
+    def _ask_for(self, keys: Sequence[ChunkKey], places: list[int], shared: int, found: int, now_s: float) -> None:
+        """Make the chunks of a request at `places` the most recent, the first of them last.
 
         A chunk stands for those between it and the place before it, too: whenever a request asks for it, it asks for
-        them. The last stands for the rest of the request as well, and for requests without a sampled chunk.
+        them. The last stands for the rest of the request as well, and for requests without a sampled chunk, unless it is
+        among the first `shared`, which other requests ask for without that rest.
         """
-        weights, before = [], -1
-        for place in places:
-            weights.append(float(place - before))
-            before = place
-        rest = length - 1 - before
-        if len(places) > followed:
-            weights[-1] += rest + self._owed
-            self._owed = 0
-        else:
-            self._owed += rest
-        return weights
+        self._owed += len(keys) - (places[-1] + 1 if places else 0)
+        for place, before in zip(reversed(places), [*reversed(places[:-1]), -1], strict=False):
+            rest = 0
+            if place >= shared:
+                rest, self._owed = self._owed, 0
+            chunk = self._touch(keys[place], place - before + rest)
+            chunk.is_stored |= place < found
+            chunk.used_s = now_s
+            self._weights[chunk.slot] = chunk.weight if chunk.is_stored else 0.0
 
-    def _renew(self, keys: Sequence[ChunkKey], weights: Sequence[float], now_s: float, *, asked: bool) -> None:
-        """Make chunks the most recent, the first of them last, and keep the limits."""
-        chunks, slots = self._chunks, self._slots
-        for key, weight in zip(reversed(keys), reversed(weights), strict=True):
-            chunk = chunks.pop(key)
-            chunks[key] = chunk
-            if chunk.slot >= 0:
-                slots.set(chunk.slot, 0.0)
-            chunk.slot, chunk.weight, chunk.is_asked, chunk.used_s = len(slots), weight, asked, now_s
-            slots.append(weight if chunk.is_stored else 0.0)
-        if now_s - self._period_s >= _PERIOD_S:
-            self._period_s, self._in_period = now_s, 0
-        self._in_period += len(keys)
-        if self._in_period > _MOST_A_PERIOD:
-            self._in_period = 0
-            self._most_followed = max(_LEAST_FOLLOWED, self._most_followed // 2)
-            self._shrink()
-        while len(self._chunks) > self._most:
-            self._make_room()
-        if len(slots) > 3 * self._most:
+    def _touch(self, key: ChunkKey, weight: float) -> _Chunk:
+        """Make a chunk the most recent, and keep the limits. The caller sets the weight of its slot."""
+        chunk = self._chunks.pop(key, None)
+        if chunk is None:
+            chunk = _Chunk()
+            if len(self._chunks) >= self._most:
+                self._make_room()
+        else:
+            self._weights[chunk.slot] = 0.0
+        if self._next_slot == len(self._weights):
             self._renumber()
+        self._chunks[key] = chunk
+        chunk.slot, chunk.weight = self._next_slot, weight
+        self._next_slot += 1
+        return chunk
 
     def _make_room(self) -> None:
-        """Drop chunks beyond the farthest distance of interest, or shrink the window if there are few."""
-        beyond = len(self._chunks) - int(min(self._farthest * self.rate, self._most))
-        if beyond < self._most // 8:
+        """Shrink the window, or drop the coldest chunks if they are beyond the farthest distance of interest."""
+        while len(self._chunks) >= self._most and self._most < self.farthest * self.rate:
             self._shrink()
-            return
-        for key in list(self._chunks)[:beyond]:
-            del self._chunks[key]
-        self._renumber()
+        if len(self._chunks) >= self._most:
+            for key in list(self._chunks)[: max(1, self._most // 8)]:
+                del self._chunks[key]
+            self._renumber()
 
     def _shrink(self) -> None:
-        """Shrink the window, and drop the chunks that it excludes and that are not followed."""
+        """Shrink the window, and drop the chunks that it excludes and that are no shared beginnings."""
         self._sampled_hashes = max(1, int(self._sampled_hashes * _FALL))
         low = (self._salt * (_HASHES - self._sampled_hashes)) // _HASHES - _HASHES // 2
         high = low + self._sampled_hashes
-        self._window, begun = (low, high), self._begun
+        self._window, begun = range(low, high), self._begun
+        chunks = self._chunks.items()
+        self._chunks = {key: chunk for key, chunk in chunks if low <= hash(key) < high or begun.get(key, 0) >= _OFTEN}
         for key, chunk in self._chunks.items():
-            chunk.is_based = low <= hash(key) < high
-        is_followed = {key for key, count in begun.items() if count >= _OFTEN}
-        self._chunks = {key: chunk for key, chunk in self._chunks.items() if chunk.is_based or key in is_followed}
-        for key, chunk in self._chunks.items():
-            if key not in is_followed:
+            if low <= hash(key) < high:
                 chunk.weight /= _FALL
         self._renumber()
 
     def _renumber(self) -> None:
+        self._weights[:] = 0.0
+        self._next_slot = len(self._chunks)
         for slot, chunk in enumerate(self._chunks.values()):
             chunk.slot = slot
-        self._slots = _Slots(chunk.weight if chunk.is_stored else 0.0 for chunk in self._chunks.values())
+            self._weights[slot] = chunk.weight if chunk.is_stored else 0.0

@@ -26,6 +26,10 @@ class WrappedTier(DeviceTier):
     def serves_device(self) -> bool:
         return self.tier.serves_device
 
+    @property
+    def capacity_bytes(self) -> int:
+        return self.tier.capacity_bytes
+
     def use_arena(self, arena: Arena) -> None:
         self.tier.use_arena(arena)
 

@@ -57,8 +57,6 @@ class TierStatistics:
     strays: int = 0
     resident: int = 0
     occupied_bytes: int = 0
-    capacity_bytes: int = 0
-    """Limit of `occupied_bytes`; 0 if the tier knows none."""
     mapped_bytes: int = 0
     """Bytes currently mapped by this process, in a tier whose chunks are mapped."""
     unlinked_bytes: int = 0
@@ -110,6 +108,11 @@ class Tier(ABC):
     def serves_device(self) -> bool:
         """True if the tier reads and writes device memory as well: see `DeviceTier`. Known once the tier is open."""
         return False
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The present limit of the bytes that the tier occupies; 0 if it knows none."""
+        return 0
 
     @cached_property
     def traffic(self) -> KeyTraffic:

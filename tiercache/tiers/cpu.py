@@ -153,6 +153,10 @@ class CpuTier(LeaseOwner, Tier):
 
     # Memory
 
+    @property
+    def capacity_bytes(self) -> int:
+        return self.budget.slots * self.pool.slot_bytes
+
     def view(self, entry: Resident, length_bytes: int) -> Any:
         """Return the first bytes of a chunk: uint8, read-only."""
         return self.pool.readable(entry.slot, length_bytes)
@@ -477,7 +481,6 @@ class CpuTier(LeaseOwner, Tier):
     def statistics(self) -> TierStatistics:
         occupied_bytes = (self.pool.count - self.pool.free) * self.pool.slot_bytes
         counters = replace(self._statistics, resident=len(self._entries), occupied_bytes=occupied_bytes)
-        counters.capacity_bytes = self.pool.count * self.pool.slot_bytes
         if self._quotas is not None:
             counters.tenants = shown(self._quotas.shares.statistics())
         return counters

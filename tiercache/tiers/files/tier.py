@@ -131,6 +131,10 @@ class FileTier(DeviceTier):
         if before._on_change is not None:
             self.tell(before._on_change)
 
+    @property
+    def capacity_bytes(self) -> int:
+        return self.settings.cap_bytes
+
     def limit(self, cap_bytes: int, tenant_bytes: int) -> None:
         """Change the cap and the quota of an open tier. What exceeds them is evicted in the background, in steps."""
         self.directories.limit(cap_bytes, tenant_bytes)
@@ -256,7 +260,6 @@ class FileTier(DeviceTier):
             directory.files.capacity.used_bytes if self.writes else directory.index.used_bytes
             for directory in directories.all
         )
-        counters.capacity_bytes = self.settings.cap_bytes
         counters.tenants = shown(added_up(directory.index.tenant_statistics() for directory in directories.all))
         return counters
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.test_cache import CHUNK_BYTES, LAYOUT, key, opened, payload
-from tiercache import TierCache
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, opened, payload
+from tiercache import CacheThread, TierCache
 from tiercache.core.advice import Usage, sentences
 
 SLOTS = 32
@@ -163,3 +164,66 @@ async def test_the_number_of_tenants_has_a_limit() -> None:
         advice = cache.statistics().advice
         assert len(advice.tenants) <= 18 and "others" in advice.tenants
         assert sum(usage.asked_tokens for usage in advice.tenants.values()) == 100 * TOKENS
+
+
+async def test_sizes_are_those_of_the_cache_as_it_is_now(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_local_cpu_size=4 / 1024) as cache:
+        await ask_in_turns(cache, [number % 48 for number in range(480)])
+        assert cache.statistics().advice.tiers["cpu"].hit_rate == pytest.approx(0.9)
+        await cache.reconfigure({"max_local_cpu_size": 2 / 1024, "max_local_disk_size": 1 / 32})
+        advice = cache.statistics().advice
+        ram, disk = advice.tiers["cpu"], advice.tiers["disk"]
+        assert (ram.capacity_bytes, ram.hit_rate, ram.hit_rate_doubled) == (2 << 20, 0.0, pytest.approx(0.9))
+        assert disk.capacity_bytes == 32 << 20
+        assert min(map(int, advice.usage.hit_tokens)) == (2 << 20) // 8
+
+
+async def test_a_detached_tier_is_down_and_gets_no_advice(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        await ask_in_turns(cache, range(40))
+        await cache.flush()
+        await cache.detach("disk")
+        cache.clear_hot()
+        await ask(cache, [key(1)], stores=False)
+        advice = cache.statistics().advice
+        assert chunks_missed(advice.usage) == {"never_stored": 40, "tier_down": 1}
+        assert set(advice.tiers) == {"cpu"}
+        await cache.attach("disk")
+        assert await ask_in_turns(cache, range(40)) == 40
+        assert set(cache.statistics().advice.tiers) == {"cpu", "disk"}
+
+
+async def test_ram_that_keeps_nothing_is_no_cache(tmp_path: Path) -> None:
+    async with opened(tmp_path, local_cpu=False) as cache:
+        await ask_in_turns(cache, [number % 48 for number in range(480)])
+        advice = cache.statistics().advice
+        assert set(advice.tiers) == {"disk"}
+        assert not [said for said in sentences(advice) if "RAM" in said]
+
+
+async def test_an_empty_cache_and_one_request() -> None:
+    async with opened() as cache:
+        advice = cache.statistics().advice
+        assert (advice.requests, advice.usage.sampled_tokens, advice.tiers["cpu"].hit_rate) == (0, 0.0, 0.0)
+        assert await cache.lookup_keys([]) and await cache.get_into([], []) == 0
+        await cache.lookup(list(range(10)))
+        assert cache.statistics().advice.usage.missed_tokens["partial_chunk"] == pytest.approx(10)
+        await ask(cache, [key(1)])
+        assert cache.statistics().advice.requests == 1
+
+
+async def test_everything_may_be_forgotten() -> None:
+    keys = [key(number) for number in range(SLOTS)]
+    async with opened() as cache:
+        await ask_in_turns(cache, range(SLOTS))
+        await cache.forget(keys)
+        await ask_in_turns(cache, range(SLOTS))
+        assert await ask_in_turns(cache, range(SLOTS)) == SLOTS
+        assert chunks_missed(cache.statistics().advice.usage) == {"never_stored": 2 * SLOTS}
+        assert hit_rate(cache, SLOTS) == pytest.approx(1 / 3)
+
+
+def test_a_cache_on_a_thread_has_advice() -> None:
+    with closing(CacheThread(configured(), LAYOUT)) as thread:
+        thread.submit(thread.cache.lookup(list(range(TOKENS)))).result(10)
+        assert thread.cache.statistics().advice.requests == 1, "another thread may ask"

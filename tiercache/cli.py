@@ -151,9 +151,6 @@ def replay(
     hint_lead_s: Annotated[float, typer.Option(min=0, help="Programs announce a turn so long before.")] = 10.0,
     hint_error: Annotated[float, typer.Option(min=0, max=1, help="By what part of that time they are wrong.")] = 0.0,
     bounds: Annotated[bool, typer.Option(help="Beside no cache, an infinite and an offline-optimal one.")] = True,
-    predict: Annotated[
-        bool, typer.Option("--predict", help="Also what a live cache predicts from its sample: see tiercache advise.")
-    ] = False,
     measure_from: Annotated[float, typer.Option(help="Part of the requests that only warms up.")] = 0.5,
     bytes_per_token: Annotated[int, typer.Option(min=1, help="KV of a token; 131072: Llama-3.1-8B, bf16.")] = 131072,
     prefill_tokens_per_s: Annotated[float, typer.Option(min=1, help="How fast an engine computes KV.")] = 20000.0,
@@ -190,7 +187,6 @@ def replay(
         gib_per_day=daily,
         prefetch=_list(prefetch),
         bounds=bounds,
-        predict=predict,
         measure_from=measure_from,
         strict=strict,
         limit=limit,

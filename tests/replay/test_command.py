@@ -91,23 +91,3 @@ def test_a_picture(tmp_path: Path) -> None:
         result = runner.invoke(app, ["replay", str(EXCERPT), *options, "--plot", str(file)])
         assert result.exit_code == 0, result.output
         assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_predictions_beside_the_simulation(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    sizes = ["--sweep", "2%,5%,20%,all", "--flash", "0,10%", "--policy", "LRU,LFU", "--no-bounds"]
-    result = runner.invoke(app, ["replay", str(EXCERPT), *sizes, "--predict", "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    assert "predicted %" in result.output
-    (found,) = json.loads(file.read_text())
-    predicted = [row for row in found["rows"] if "predicted" in row]
-    assert {row["name"] for row in predicted} == {"LRU"} and len(predicted) == 8
-    for row in predicted:
-        assert row["predicted"] == pytest.approx(row["hit"], abs=0.02), row
-
-
-def test_no_predictions_where_they_do_not_hold(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    options = ["--flash", "10%", "--admission", "second_touch", "--no-bounds", "--predict", "--json", str(file)]
-    assert runner.invoke(app, ["replay", str(EXCERPT), *options]).exit_code == 0
-    assert not any("predicted" in row for row in json.loads(file.read_text())[0]["rows"])

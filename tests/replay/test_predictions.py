@@ -1,9 +1,10 @@
-"""A real cache plays a trace and predicts other sizes, which the simulator plays."""
+"""What the sample predicts of other sizes is what the simulator finds, from a trace and from a real cache that plays it."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.replay.predictions import predictions
 from tiercache import Config, Layout, TierCache
 from tiercache.replay.formats import Trace
 from tiercache.replay.real.contents import Contents, Renamed
@@ -26,3 +27,8 @@ async def test_the_live_sample_predicts_what_replay_simulates_at_each_size() -> 
     for size, tokens in usage.hit_tokens.items():
         simulated = Simulator(Setting(int(size) // BLOCK_BYTES), 1).run(requests)
         assert tokens / usage.sampled_tokens == pytest.approx(simulated.hit, abs=0.02), size
+
+
+def test_predictions_of_a_trace() -> None:
+    for part, (simulated, predicted) in predictions(EXCERPT).items():
+        assert predicted == pytest.approx(simulated, abs=0.02), part

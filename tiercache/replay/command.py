@@ -15,7 +15,6 @@ from rich.console import Console
 from tiercache.commands.findings import complain
 from tiercache.core.admission import ADMISSIONS
 from tiercache.core.eviction import RANKS
-from tiercache.core.sampling import Curve, Sample
 from tiercache.errors import TierCacheError
 from tiercache.replay.bounds import Survey, optimal_hits, survey
 from tiercache.replay.formats import Trace
@@ -42,8 +41,6 @@ class Options:
     gib_per_day: list[float] = field(default_factory=lambda: [0.0])
     prefetch: list[str] = field(default_factory=lambda: ["none"])
     bounds: bool = True
-    predict: bool = False
-    """Also predict the hit rates from a sample of the requests, as a live cache does for `tiercache advise`."""
     measure_from: float = 0.5
     strict: bool = False
     limit: int | None = None
@@ -134,16 +131,12 @@ def _rows(options: Options, trace: Trace, looked: Survey, measure_from: int) -> 
     settings = _settings(options, looked)
     sizes: dict[int, str] = {}
     for ram, flash, setting in settings:
-        total = min(_UNBOUNDED, setting.ram_blocks + _blocks(setting.flash_blocks))
+        total = _UNBOUNDED if setting.flash_blocks is None else setting.ram_blocks + setting.flash_blocks
         sizes[total] = ram if not setting.flash_blocks else f"{ram}+{flash}"
-    curve = _predicted(trace, measure_from) if options.predict else None
     if options.bounds:
         yield _simulated("no cache", options.base, trace, looked, measure_from)
     for ram, flash, setting in settings:
-        row = _simulated(_name(options, setting), setting, trace, looked, measure_from, ram, flash)
-        if curve is not None and setting.policy == "LRU" and setting.admission == "all":
-            row.predicted = curve.hit_rate(max(setting.ram_blocks, _blocks(setting.flash_blocks)))
-        yield row
+        yield _simulated(_name(options, setting), setting, trace, looked, measure_from, ram, flash)
         for quotas in (False, True) if options.noisy else ():
             name = f"{_name(options, setting)}, noisy{', quotas' if quotas else ''}"
             shared = _beside_a_scan(setting, options.noisy, quotas)
@@ -154,21 +147,6 @@ def _rows(options: Options, trace: Trace, looked: Survey, measure_from: int) -> 
             yield Row("optimal", sizes[total], ram_blocks=total, ram_gib=total * block_bytes / 2**30, hit=hit)
         unbounded = replace(options.base, ram_blocks=_UNBOUNDED)
         yield _simulated("infinite", unbounded, trace, looked, measure_from)
-
-
-def _predicted(trace: Trace, measure_from: int) -> Curve:
-    """Return the curve that a live cache estimates. Each request stores what it lacks."""
-    sample, curve = Sample(), Curve()
-    for number, request in enumerate(trace):
-        for access in sample.asked(request.keys, 0, 0.0, request.time_s):
-            if number >= measure_from:
-                curve.add(access.weight, access.distance)
-        sample.stored(request.keys, request.time_s)
-    return curve
-
-
-def _blocks(blocks: int | None) -> int:
-    return _UNBOUNDED if blocks is None else blocks
 
 
 def _beside_a_scan(setting: Setting, noisy: float, quotas: bool) -> Setting:

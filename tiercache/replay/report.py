@@ -28,8 +28,6 @@ class Row:
     ram_gib: float | None = None
     flash_gib: float | None = None
     hit: float | None = None
-    predicted: float | None = None
-    """The hit rate that a live cache estimates from its sample."""
     ram_hit: float | None = None
     flash_hit: float | None = None
     inserted_blocks: int | None = None
@@ -78,7 +76,6 @@ def row_of(
         setting.ram_blocks * block_bytes / 2**30 if bounded else None,
         None if setting.flash_blocks is None else setting.flash_blocks * block_bytes / 2**30,
         figures.hit,
-        None,
         figures.ram_hit,
         figures.flash_blocks / figures.blocks if with_flash and figures.blocks else None,
         figures.inserted_blocks if setting.ram_blocks else None,
@@ -106,8 +103,6 @@ def table(title: str, rows: list[Row]) -> Table:
     if with_flash:
         columns.append(("flash", [row.flash for row in rows]))
     columns.append(("hit %", [_percent(row.hit) for row in rows]))
-    if any(row.predicted is not None for row in rows):
-        columns.append(("predicted %", [_percent(row.predicted) for row in rows]))
     if with_flash:
         columns.append(("in RAM %", [_percent(row.ram_hit) for row in rows]))
     columns.append(("into RAM k", [_thousands(row.inserted_blocks) for row in rows]))

@@ -79,7 +79,7 @@ class Advice:
     """The fraction of chunks that is sampled."""
     usage: Usage
     tenants: dict[str, Usage]
-    """By tag in hex, as in `TierStatistics.tenants`. Empty while there is only one tenant."""
+    """Those that asked for most, by tag in hex as in `TierStatistics.tenants`. Empty while there is only one tenant."""
     tiers: dict[str, TierAdvice]
 
 

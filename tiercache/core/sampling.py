@@ -70,11 +70,6 @@ class Curve:
         if distance is not None:
             self.buckets[_bucket(distance)] += weight
 
-    def include(self, other: Curve) -> None:
-        self.accesses += other.accesses
-        for bucket, weight in enumerate(other.buckets):
-            self.buckets[bucket] += weight
-
     def hits(self, chunks: float) -> float:
         """Return the accesses that hit in a cache of `chunks` chunks."""
         return sum(self.buckets[: _bucket(chunks) + 1]) if chunks >= 1 else 0.0

@@ -13,13 +13,13 @@ from tiercache.core.advice import EVICTED, REASONS, Advice, TierAdvice, Usage
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.sampling import Access, Curve, Sample
-from tiercache.core.tenants import DEFAULT, OTHERS
+from tiercache.core.tenants import DEFAULT
 from tiercache.scheduler.reads import Reader
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
 
 _MOST_TENANTS = 16
-"""Tenants with figures of their own: those with most accesses. The others are summed up."""
+"""Tenants with figures of their own: those with most accesses."""
 _FARTHEST = 16
 """Largest size of interest, in multiples of the largest tier."""
 _ANYWHERE = float(1 << 30)
@@ -37,13 +37,6 @@ class _Tally:
         self.found = 0
         self.missed = dict.fromkeys(REASONS, 0.0)
 
-    def include(self, other: _Tally) -> None:
-        self.curve.include(other.curve)
-        self.asked += other.asked
-        self.found += other.found
-        for reason, chunks in other.missed.items():
-            self.missed[reason] += chunks
-
 
 class Advisor:
     """Bound to the event loop. Every call is synchronous and bounded; see `Sample`."""
@@ -55,8 +48,8 @@ class Advisor:
         self._loop = asyncio.get_running_loop()
         self._opened_s = self._loop.time()
         self._sample = Sample()
-        self._tallies: dict[Tenant | None, _Tally] = {}
-        """By tenant; None for the sum of tenants without their own."""
+        self._whole = _Tally()
+        self._tenants: dict[Tenant, _Tally] = {}
         self._requests = 0
         self._loaded = 0
         self._looks_up = False
@@ -74,15 +67,15 @@ class Advisor:
         if not self._looks_up:
             self._asked(keys, delivered, deadline_s)
         elif (late := len(keys) - delivered) and self._loop.time() >= deadline_s:
-            tally = self._tally(tenant_of(keys[0]))
-            tally.found = max(0, tally.found - late)
-            tally.missed["deadline"] += late
+            for tally in self._tallies(keys):
+                tally.found = max(0, tally.found - late)
+                tally.missed["deadline"] += late
 
     def asked_partial(self, keys: Sequence[ChunkKey], tokens: int) -> None:
         """Count the tokens that a request has after its last whole chunk, if all its chunks `keys` were found."""
-        tally = self._tally(tenant_of(keys[0]) if keys else b"")
-        tally.asked += (chunks := tokens / self._chunk_tokens)
-        tally.missed["partial_chunk"] += chunks
+        for tally in self._tallies(keys):
+            tally.asked += tokens / self._chunk_tokens
+            tally.missed["partial_chunk"] += tokens / self._chunk_tokens
 
     def stored(self, keys: Iterable[ChunkKey]) -> None:
         """Record that chunks were put."""
@@ -95,18 +88,20 @@ class Advisor:
     def _asked(self, keys: Sequence[ChunkKey], found: int, deadline_s: float) -> None:
         if not keys:
             return
-        now_s = self._loop.time()
-        tally = self._tally(tenant_of(keys[0]))
+        now_s, tallies = self._loop.time(), self._tallies(keys)
         self._requests += 1
-        tally.asked += len(keys)
-        tally.found += found
+        for tally in tallies:
+            tally.asked += len(keys)
+            tally.found += found
         largest = max((tier.capacity_bytes for tier in self._below()), default=0) // file_bytes(self._chunk_bytes)
         self._sample.farthest = _FARTHEST * max(largest, self._slots)
         # Chunks that an earlier process stored are assumed to be within the largest tier.
         for access in self._sample.asked(keys, found, 0.9 * largest or _ANYWHERE, now_s):
-            tally.curve.add(access.weight, access.distance)
-            if access.place >= found:
-                tally.missed[self._reason(access, now_s, late=now_s >= deadline_s)] += access.weight
+            reason = self._reason(access, now_s, late=now_s >= deadline_s) if access.place >= found else None
+            for tally in tallies:
+                tally.curve.add(access.weight, access.distance)
+                if reason is not None:
+                    tally.missed[reason] += access.weight
 
     def _reason(self, access: Access, now_s: float, *, late: bool) -> str:
         """Return why a chunk was not found, a name in `REASONS`."""
@@ -129,15 +124,14 @@ class Advisor:
         ago_s = now_s - (access.used_s or now_s)
         return next(reason for reason, most_s in EVICTED.items() if ago_s < most_s)
 
-    def _tally(self, tenant: Tenant | None) -> _Tally:
-        """Return the counts of a tenant. A new one replaces the tenant with the fewest accesses."""
-        tallies = self._tallies
-        if (tally := tallies.get(tenant)) is None:
-            if len(tallies) > _MOST_TENANTS:
-                least = min((name for name in tallies if name is not None), key=lambda name: tallies[name].asked)
-                tallies.setdefault(None, _Tally()).include(tallies.pop(least))
-            tally = tallies[tenant] = _Tally()
-        return tally
+    def _tallies(self, keys: Sequence[ChunkKey]) -> tuple[_Tally, _Tally]:
+        """Return the counts of all tenants and of the tenant of `keys`. A new one replaces that with the fewest accesses."""
+        tenants, tenant = self._tenants, tenant_of(keys[0]) if keys else b""
+        if tenant not in tenants:
+            if len(tenants) >= _MOST_TENANTS:
+                del tenants[min(tenants, key=lambda name: tenants[name].asked)]
+            tenants[tenant] = _Tally()
+        return self._whole, tenants[tenant]
 
     # Figures
 
@@ -153,12 +147,8 @@ class Advisor:
 
     def advice(self) -> Advice:
         """Return the figures since the cache was opened."""
-        whole, tallies = _Tally(), list(self._tallies.items())
-        for _, tally in tallies:
-            whole.include(tally)
-        named = {OTHERS if tenant is None else tenant.hex() or DEFAULT: tally for tenant, tally in tallies}
-        chunk_s = self._reader.settings.recompute_s
-        cpu = self._reader.cpu
+        tenants = list(self._tenants.items()) if len(self._tenants) > 1 else []
+        chunk_s, cpu = self._reader.settings.recompute_s, self._reader.cpu
         return Advice(
             span_s=self._loop.time() - self._opened_s,
             requests=self._requests,
@@ -166,9 +156,9 @@ class Advisor:
             saved_s=None if chunk_s is None else self._loaded * chunk_s,
             sampled_chunks=len(self._sample),
             rate=self._sample.rate,
-            usage=self._usage(whole),
-            tenants={name: self._usage(tally) for name, tally in named.items()} if len(named) > 1 else {},
-            tiers={tier.name: self._tier(tier, whole.curve) for tier in ([cpu] if cpu.keep else []) + self._below()},
+            usage=self._usage(self._whole),
+            tenants={tenant.hex() or DEFAULT: self._usage(tally) for tenant, tally in tenants},
+            tiers={tier.name: self._tier(tier) for tier in ([cpu] if cpu.keep else []) + self._below()},
         )
 
     def _usage(self, tally: _Tally) -> Usage:
@@ -182,9 +172,9 @@ class Advisor:
             hit_tokens={str(size * self._chunk_bytes): tally.curve.hits(size) * tokens for size in sorted(sizes)},
         )
 
-    def _tier(self, tier: Tier, curve: Curve) -> TierAdvice:
+    def _tier(self, tier: Tier) -> TierAdvice:
         """Return the advice for a tier, from the size that its chunks have there."""
-        known, chunks = tier.statistics(), float(self._slots)
+        curve, known, chunks = self._whole.curve, tier.statistics(), float(self._slots)
         if tier is not self._reader.cpu:
             chunks = tier.capacity_bytes / (known.occupied_bytes / max(1, known.resident) or self._chunk_bytes)
         return TierAdvice(

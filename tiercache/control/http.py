@@ -28,7 +28,6 @@ from tiercache.control.messages import (
     COMMANDS,
     LARGEST_MESSAGE_BYTES,
     Advise,
-    Command,
     ControlError,
     Statistics,
     decode,
@@ -66,8 +65,8 @@ def make_app(fleet: Fleet, token: str | None) -> Starlette:
     server = _Server(fleet, token)
     return Starlette(
         routes=[
-            Route("/v1/statistics", server.guarded(server.statistics), methods=["GET", "POST"]),
-            Route("/v1/advise", server.guarded(server.advise), methods=["GET", "POST"]),
+            Route("/v1/statistics", server.guarded(server.each(Statistics())), methods=["GET", "POST"]),
+            Route("/v1/advise", server.guarded(server.each(Advise())), methods=["GET", "POST"]),
             Route("/v1/{command}", server.guarded(server.command), methods=["POST"]),
             Route("/metrics", server.guarded(server.metrics), methods=["GET"]),
             Route("/healthz", server.health, methods=["GET"]),
@@ -162,21 +161,19 @@ class _Server:
         command: Any = decode(msgspec.json.Decoder(kind), await _body(request) or b"{}", "body")
         return _json(await self._fleet.ask(command))
 
-    async def statistics(self, request: Request) -> Response:
-        return await self._each(Statistics())
+    def each(self, command: Statistics | Advise) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint with the answer of each socket by its name, since sums over ranks would hide a slow rank."""
 
-    async def advise(self, request: Request) -> Response:
-        return await self._each(Advise())
+        async def answer(request: Request) -> Response:
+            answers = await self._fleet.ask_each(command)
+            return _json(
+                {
+                    path.name: error_of(answer) if isinstance(answer, ControlError) else answer
+                    for path, answer in answers.items()
+                }
+            )
 
-    async def _each(self, command: Command) -> Response:
-        """Return the answer of each socket by its name, since sums over ranks would hide a slow rank."""
-        answers = await self._fleet.ask_each(command)
-        return _json(
-            {
-                path.name: error_of(answer) if isinstance(answer, ControlError) else answer
-                for path, answer in answers.items()
-            }
-        )
+        return answer
 
     async def metrics(self, request: Request) -> Response:
         answers: Any = await self._fleet.ask_each(Statistics()) if self._fleet.sockets() else {}

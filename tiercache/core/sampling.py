@@ -93,8 +93,8 @@ class Access(NamedTuple):
     distance: float | None
     """The size in chunks from which on a cache has it, with all chunks before it; None if it was never stored."""
     was_stored: bool
-    used_s: float | None
-    """The time of the access or put before this one, if known."""
+    used_s: float
+    """The time of the access or put before this one, or of this one if there was none."""
 
 
 class _Chunk:
@@ -106,7 +106,7 @@ class _Chunk:
         self.is_stored = False
         self.weight = 0.0
         """The chunks that it stands for in the distances of others, while it is stored."""
-        self.used_s: float | None = None
+        self.used_s = 0.0
 
 
 class Sample:
@@ -170,7 +170,7 @@ class Sample:
             if chunk is not None and was_stored:
                 distance = 1.0 + float(self._weights[chunk.slot + 1 : self._next_slot].sum())
             farthest = None if farthest is None or distance is None else max(farthest, distance)
-            used_s = None if chunk is None else chunk.used_s
+            used_s = now_s if chunk is None else chunk.used_s
             accesses.append(Access(keys[place], place, weight, farthest, was_stored, used_s))
         self._ask_for(keys, list(weights), shared + is_new, found, now_s)
         return accesses

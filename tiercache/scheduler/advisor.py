@@ -121,8 +121,7 @@ class Advisor:
             return "never_stored"
         if any(reader.tier.admission and not reader.tier.admission.admits(key) for reader in readers):
             return "declined"
-        ago_s = now_s - (access.used_s or now_s)
-        return next(reason for reason, most_s in EVICTED.items() if ago_s < most_s)
+        return next(reason for reason, most_s in EVICTED.items() if now_s - access.used_s < most_s)
 
     def _tallies(self, keys: Sequence[ChunkKey]) -> tuple[_Tally, _Tally]:
         """Return the counts of all tenants and of the tenant of `keys`. A new one replaces that with the fewest accesses."""

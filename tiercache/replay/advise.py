@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tiercache.commands.findings import complain
 from tiercache.control.client import Fleet
@@ -62,7 +62,7 @@ def advise_command(sockets: list[Path], plot_file: Path | None, as_json: bool) -
 def _by_tenant(advice: Mapping[str, Any]) -> Table:
     """Return hit rates by size, and misses by reason."""
     usages = _usages(advice).items()
-    table = Table("% of tokens", *(f"{tenant}" for tenant, _ in usages))
+    table = _table("% of tokens", *(tenant for tenant, _ in usages))
     for size_bytes in advice["usage"]["hit_tokens"]:
         hits = (_percent(usage["hit_tokens"][size_bytes], usage["sampled_tokens"]) for _, usage in usages)
         table.add_row(f"found with {size(int(size_bytes))}", *hits)
@@ -74,12 +74,16 @@ def _by_tenant(advice: Mapping[str, Any]) -> Table:
 
 
 def _by_tier(advice: Mapping[str, Any]) -> Table:
-    table = Table("tier", "holds", "hit %, half of it", "as it is", "twice of it", "written", "read again")
+    table = _table("tier", "holds", "hit %, half of it", "as it is", "twice of it", "written", "read again")
     for tier, figures in advice["tiers"].items():
         rates = (figures["hit_rate_halved"], figures["hit_rate"], figures["hit_rate_doubled"])
         amounts = (size(figures["written_bytes"]), size(figures["read_bytes"]))
         table.add_row(tier, size(figures["capacity_bytes"]), *(_percent(rate, 1.0) for rate in rates), *amounts)
     return table
+
+
+def _table(*headers: str) -> Table:
+    return Table(headers[0], *(Column(header, justify="right") for header in headers[1:]))
 
 
 def _usages(advice: Mapping[str, Any]) -> dict[str, Any]:

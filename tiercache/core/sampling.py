@@ -119,8 +119,8 @@ class Sample:
         self._most = most
         self._salt = secrets.randbits(64)
         self._sampled_hashes = _HASHES
-        self._window = range(-_HASHES // 2, _HASHES // 2)
-        """Hashes of sampled chunks. The salt is where it shrinks to."""
+        self._window = (-_HASHES // 2, _HASHES // 2)
+        """Hashes of sampled chunks: from the first number to below the second. The salt is where it shrinks to."""
         self._chunks: dict[ChunkKey, _Chunk] = {}
         """Least recent first."""
         self._weights = np.zeros(3 * most)
@@ -177,7 +177,7 @@ class Sample:
 
     def stored(self, keys: Iterable[ChunkKey], now_s: float) -> None:
         """Record that chunks were put, in the order of their prefix. A put of a known chunk is not an access of it."""
-        low, high = self._window.start, self._window.stop
+        low, high = self._window
         for key in reversed([key for key in keys if low <= hash(key) < high or key in self._chunks]):
             chunk = self._chunks.get(key)
             if chunk is None:
@@ -193,7 +193,7 @@ class Sample:
                 chunk.is_stored = False
 
     def _in_window(self, keys: Sequence[ChunkKey]) -> list[int]:
-        low, high = self._window.start, self._window.stop
+        low, high = self._window
         return [place for place, key in enumerate(keys) if low <= hash(key) < high]
 
     def _shared_beginning(self, keys: Sequence[ChunkKey]) -> tuple[int, bool]:
@@ -257,7 +257,7 @@ class Sample:
         self._sampled_hashes = max(1, int(self._sampled_hashes * _FALL))
         low = (self._salt * (_HASHES - self._sampled_hashes)) // _HASHES - _HASHES // 2
         high = low + self._sampled_hashes
-        self._window, begun = range(low, high), self._begun
+        self._window, begun = (low, high), self._begun
         chunks = self._chunks.items()
         self._chunks = {key: chunk for key, chunk in chunks if low <= hash(key) < high or begun.get(key, 0) >= _OFTEN}
         for key, chunk in self._chunks.items():

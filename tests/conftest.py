@@ -132,8 +132,8 @@ _SLOW = (
     *(
         f"tests/vllm/test_{name}.py"
         for name in (
-            "disaggregated", "end_to_end", "every_request", "forms_of_answers", "hybrid_models", "images",
-            "offloading_engine", "parallel", "same_weights", "versions",
+            "disaggregated", "end_to_end", "every_request", "hybrid_models", "offloading_engine", "parallel",
+            "same_weights", "versions",
         )
     ),
 )  # fmt: skip

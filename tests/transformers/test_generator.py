@@ -98,30 +98,24 @@ async def test_closing_waits_until_all_is_stored(kv: ModelKv, open_cache: Open) 
             await generator.generate(PROMPT, SHORT)
 
 
-async def test_who_still_waits_when_it_closes_is_told(generator: Generator) -> None:
-    async with generator._turn:
-        waiting = asyncio.create_task(generator.generate(PROMPT, SHORT))
-        await asyncio.sleep(0)
-        await generator.close()
-    with pytest.raises(CacheClosed):
-        await waiting
-
-
 @pytest.mark.parametrize("step_of_close", [3, 9])
 async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
     kv: ModelKv, open_cache: Open, step_of_close: int
 ) -> None:
-    """In its prompt, and in its answer."""
+    """In its prompt, and in its answer. So is one that still waits for its turn."""
     settings = GenerationConfig(max_new_tokens=9, do_sample=False)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         with held(kv.model, step_of_close) as (step, _):
             asking = asyncio.create_task(generator.generate(PROMPT, settings))
             await step.until_reached()
+            waiting = asyncio.create_task(generator.generate(PROMPT, settings))
+            await asyncio.sleep(0)
             closing = asyncio.create_task(generator.close())
             await asyncio.sleep(0)
             step.go_on.set()
-            with pytest.raises(CacheClosed):
-                await asking
+            for one in (asking, waiting):
+                with pytest.raises(CacheClosed):
+                    await one
             await closing
         assert (await generator.prefixes.load(PROMPT)).hit_tokens == min(step_of_close, 7) * CHUNK_TOKENS
 
@@ -221,38 +215,28 @@ async def test_a_streamer_is_told_all_and_ended_once(generator: Generator) -> No
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-async def test_a_streamer_is_ended_when_its_request_is_cut_off_in_its_prompt(
+async def test_a_streamer_is_ended_when_its_request_is_cut_off_refused_or_gives_up_waiting(
     kv: ModelKv, generator: Generator, how: str
 ) -> None:
-    streamer = Streamer()
+    streamer, waiting, refused, late = (Streamer() for _ in range(4))
     with held(kv.model, 1) as (step, _):
         asking = asyncio.create_task(generator.generate(PROMPT, SHORT, streamer=streamer))
         await step.until_reached()
+        gives_up = asyncio.create_task(generator.generate(PROMPT, SHORT, streamer=waiting))
+        await asyncio.sleep(0)
+        gives_up.cancel()
+        await asyncio.wait([gives_up])
+        with pytest.raises(ValueError, match="num_beams"):
+            await generator.generate(PROMPT, GenerationConfig(num_beams=2), streamer=refused)
         if how == "cancelled":
             asking.cancel()
         closing = asyncio.create_task(generator.close())
         await asyncio.sleep(0)
         step.go_on.set()
         await asyncio.gather(asking, closing, return_exceptions=True)
-    assert streamer.ended.is_set() and not streamer.told
-
-
-async def test_a_streamer_is_ended_when_its_request_is_refused_or_gives_up_waiting(
-    kv: ModelKv, open_cache: Open
-) -> None:
-    refused, waiting, late = Streamer(), Streamer(), Streamer()
-    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        with pytest.raises(ValueError, match="num_beams"):
-            await generator.generate(PROMPT, GenerationConfig(num_beams=2), streamer=refused)
-        async with generator._turn:
-            asking = asyncio.create_task(generator.generate(PROMPT, SHORT, streamer=waiting))
-            await asyncio.sleep(0)
-            asking.cancel()
-            await asyncio.wait([asking])
-        await generator.close()
-        with pytest.raises(CacheClosed):
-            await generator.generate(PROMPT, SHORT, streamer=late)
-    assert refused.ended.is_set() and waiting.ended.is_set() and late.ended.is_set()
+    with pytest.raises(CacheClosed):
+        await generator.generate(PROMPT, SHORT, streamer=late)
+    assert all(one.ended.is_set() and not one.told for one in (streamer, waiting, refused, late))
 
 
 async def test_expecting_brings_a_prefix_from_disk_into_memory(generator: Generator) -> None:

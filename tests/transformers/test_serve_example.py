@@ -36,23 +36,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def server(place: Path, ends_by: signal.Signals) -> Iterator[httpx.Client]:
-    """What it has made for itself is gone behind it."""
-    with serving(place, ends_by) as (client, _):
-        yield client
-        assert made(place)
-    assert not made(place)
-
-
-def made(place: Path) -> list[Path]:
-    return list(place.glob("tiercache-serve-*"))
-
-
-@contextmanager
 def serving(
     place: Path, ends_by: signal.Signals = signal.SIGINT
 ) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
-    """Told to end behind the test, unless it has been."""
+    """Told to end behind the test, unless it has been. What it has made for itself is gone then."""
     port = hold_port()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}
     command = sys.executable, str(EXAMPLE), "--port", str(port), "--directory", str(place / "kv"), "--hot-gb", "0.1"
@@ -72,6 +59,7 @@ def serving(
                 process.send_signal(ends_by)
                 status = process.wait(30)
     assert status == 0, (place / "server.log").read_text()
+    assert not list(place.glob("tiercache-serve-*"))
 
 
 def wait_for(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
@@ -95,7 +83,8 @@ def ask(client: httpx.Client, session: str, text: str, **more: Any) -> list[dict
 
 
 def test_a_session_goes_on_from_memory_and_after_a_restart_from_disk(place: Path) -> None:
-    with server(place, signal.SIGTERM) as client:
+    with serving(place, signal.SIGTERM) as (client, _):
+        assert list(place.glob("tiercache-serve-*"))
         *pieces, first = ask(client, "one", TEXT)
         assert pieces[0] == {"text": ""}, "as soon as there is a token"
         assert first["done"] and not any(first["hit_by_tier"].values()) and first["ttft_s"] > 0
@@ -114,7 +103,7 @@ def test_a_session_goes_on_from_memory_and_after_a_restart_from_disk(place: Path
         with client.stream("GET", "/live") as response:
             assert json.loads(next(response.iter_lines()).removeprefix("data: "))["count"] == 4
         assert "<svg" in client.get("/").text
-    with server(place, signal.SIGINT) as client:
+    with serving(place) as (client, _):
         (refused,) = ask(client, "long", TEXT * 30)
         assert "too long" in refused["error"]
         *_, again = ask(client, "two", TEXT)

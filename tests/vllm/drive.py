@@ -229,19 +229,6 @@ class Driver:
         while core.scheduler.has_requests():
             core.step_fn()
 
-    def generate_together(self, prompts: list[str], tokens: int) -> dict[str, Any]:
-        """Many requests at once, to their full length; and how often one had to give its blocks away."""
-        from vllm import SamplingParams
-
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        with self.preemptions() as preempted:
-            answers = self.llm.generate(prompts, wanted, use_tqdm=False)
-        return {
-            "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
-            "cached": [answer.num_cached_tokens for answer in answers],
-            "preempted": len(preempted),
-        }
-
     def on_workers(self, name: str, *arguments: Any) -> list[Any]:
         """The step `name` in the process of each worker; what it returns, by rank."""
         return list(self.llm.collective_rpc(in_worker, args=(name, arguments)))

@@ -38,16 +38,17 @@ SHAPE = (BLOCKS, HEADS, TOKENS, CONTENT)
 Tensors = dict[str, Any]
 
 
-def in_host_memory(tensors: Tensors, content_bytes: int = 0, heads: int = HEADS, **more: Any) -> KvBlocks:
+def sizes_of(tensors: Tensors, content_bytes: int, heads: int = HEADS) -> dict[str, int]:
     content_bytes = content_bytes or (CONTENT * next(iter(tensors.values())).element_size() if tensors else 1)
-    return KvBlocks(tensors, blocks=BLOCKS, heads=heads, block_tokens=TOKENS, content_bytes=content_bytes, **more)
+    return {"blocks": BLOCKS, "heads": heads, "block_tokens": TOKENS, "content_bytes": content_bytes}
+
+
+def in_host_memory(tensors: Tensors, content_bytes: int = 0, heads: int = HEADS, **more: Any) -> KvBlocks:
+    return KvBlocks(tensors, **sizes_of(tensors, content_bytes, heads), **more)
 
 
 def in_device_memory(tensors: Tensors, content_bytes: int = 0) -> DeviceKvBlocks:
-    content_bytes = content_bytes or (CONTENT * next(iter(tensors.values())).element_size() if tensors else 1)
-    return DeviceKvBlocks(
-        Driver(), tensors, blocks=BLOCKS, heads=HEADS, block_tokens=TOKENS, content_bytes=content_bytes
-    )
+    return DeviceKvBlocks(Driver(), tensors, **sizes_of(tensors, content_bytes))
 
 
 def layers_of(whole: Any) -> Tensors:
@@ -314,9 +315,13 @@ def test_a_save_that_is_taken_back_ends_when_its_copy_has_and_is_not_stored(monk
     ("wrong", "found"),
     [
         (torch.zeros(2, BLOCKS, TOKENS, HEADS, HEAD_SIZE), r"found \(2, 24, 32, 2, 8\)"),
+        (torch.zeros(BLOCKS, TOKENS, HEAD_SIZE), r"found \(24, 32, 8\)"),
         (torch.zeros(BLOCKS, TOKENS, HEADS, CONTENT), r"found \(24, 32, 2, 16\)"),
         (torch.zeros(BLOCKS, HEADS, TOKENS, HEAD_SIZE), r"found \(24, 2, 32, 8\)"),
         (torch.zeros(BLOCKS + 1, HEADS, TOKENS, CONTENT), r"found \(25, 2, 32, 16\)"),
+        (torch.zeros(3 * BLOCKS, HEADS, TOKENS // 3, CONTENT), r"found \(72, 2, 10, 16\)"),
+        (torch.zeros(0, HEADS, TOKENS, CONTENT), r"found \(0, 2, 32, 16\)"),
+        (torch.zeros(SHAPE, dtype=torch.bfloat16), "64 bytes, .*found .* of 2 bytes"),
     ],
 )
 def test_an_unknown_shape_is_refused(blocks_of: Callable[..., Any], wrong: Any, found: str) -> None:
@@ -334,31 +339,17 @@ def test_unlike_layers_and_no_layers_are_refused(blocks_of: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "found"),
+    ("blocks_of", "wrong", "found"),
     [
-        (torch.zeros(BLOCKS, TOKENS, HEADS, CONTENT).transpose(1, 2), "expected 24 dense blocks"),
-        (torch.zeros(BLOCKS, LAYERS, HEADS, TOKENS, CONTENT)[:, 0], "expected 24 dense blocks"),
-        (torch.zeros(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT), "expected 24 dense blocks .* found 48"),
+        (in_host_memory, torch.zeros(BLOCKS, TOKENS, HEADS, CONTENT).transpose(1, 2), "expected 24 dense blocks"),
+        (in_host_memory, torch.zeros(BLOCKS, LAYERS, HEADS, TOKENS, CONTENT)[:, 0], "expected 24 dense blocks"),
+        (in_host_memory, torch.zeros(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT), "24 dense blocks .* found 48"),
+        (in_device_memory, torch.zeros(1, HEADS, TOKENS, CONTENT).expand(SHAPE), "do not overlap"),
+        (in_device_memory, torch.zeros(BLOCKS, 1, TOKENS, CONTENT).expand(SHAPE), "do not overlap"),
+        (in_device_memory, torch.zeros(24576).as_strided(SHAPE, (512, 512, 16, 1)), "do not overlap"),
+        (in_device_memory, torch.zeros(SHAPE, device="meta"), "KV tensor 0: expected memory of cpu"),
     ],
 )
-def test_blocks_that_are_not_dense_are_refused_in_host_memory(wrong: Any, found: str) -> None:
-    with pytest.raises(LayoutError, match=found):
-        in_host_memory({"layer.0": wrong})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "found"),
-    [
-        (torch.zeros(BLOCKS, TOKENS, HEAD_SIZE), r"expected shape .*found \(24, 32, 8\)"),
-        (torch.zeros(SHAPE, dtype=torch.bfloat16), "expected shape .* 64 bytes, .*found .* of 2 bytes"),
-        (torch.zeros(3 * BLOCKS, HEADS, TOKENS // 3, CONTENT), r"expected shape .*found \(72, 2, 10, 16\)"),
-        (torch.zeros(0, HEADS, TOKENS, CONTENT), r"expected shape .*found \(0, 2, 32, 16\)"),
-        (torch.zeros(1, HEADS, TOKENS, CONTENT).expand(SHAPE), "do not overlap"),
-        (torch.zeros(BLOCKS, 1, TOKENS, CONTENT).expand(SHAPE), "do not overlap"),
-        (torch.zeros(BLOCKS * HEADS * TOKENS * CONTENT).as_strided(SHAPE, (512, 512, 16, 1)), "do not overlap"),
-        (torch.zeros(SHAPE, device="meta"), "KV tensor 0: expected memory of cpu"),
-    ],
-)
-def test_an_unknown_arrangement_is_refused_in_device_memory(wrong: Any, found: str) -> None:
+def test_an_unknown_arrangement_is_refused(blocks_of: Callable[..., Any], wrong: Any, found: str) -> None:
     with pytest.raises(LayoutError, match=rf"KV of layer layer\.0: .*{found}"):
-        in_device_memory({"layer.0": wrong}, 4 * CONTENT)
+        blocks_of({"layer.0": wrong}, 4 * CONTENT)

@@ -5,6 +5,7 @@ Each engine runs in a process of its own and goes through many steps, because st
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -108,54 +109,6 @@ def test_operators_find_the_lines_they_know(first_life: Life) -> None:
     assert all(int(hit) == int(ram) == int(load) > 250 for hit, ram, _, load in cpu)
     assert all(int(hit) == int(flash) == int(load) > 250 for hit, _, flash, load in disk)
     assert len(re.findall(r"Stored \d+ out of total \d+ tokens for request", log)) >= 4
-
-
-def test_a_new_process_loads_asynchronously(first_life: Life, model: str, prompts: list[str], oracle: Answers) -> None:
-    directory = first_life[0]
-    (hit, truncated, recomputed), log = drive(
-        engine_of(model, tiercache_settings(directory, enable_async_loading=True, local_cpu=False)),
-        [["generate", prompts], ["damage_files", str(directory), "truncate", 2], ["generate", prompts]],
-    )
-    assert "WAITING" not in log and truncated >= 2
-    for first, second, theirs in zip(hit, recomputed, oracle, strict=True):
-        assert first["cached"] == theirs["cached"]
-        assert first["tokens"][:4] == second["tokens"][:4] == theirs["tokens"][:4]
-
-
-def test_compressed_chunks_give_the_answer(model: str, prompts: list[str], oracle: Answers, tmp_path: Path) -> None:
-    (cold, _, _, hit, counted), _ = drive(
-        engine_of(model, tiercache_settings(tmp_path, disk_compression="zstd")),
-        [["generate", prompts], ["flush"], ["clear_hot"], ["generate", prompts], ["statistics"]],
-    )
-    assert [answer["cached"] for answer in cold] == [0, 0]
-    assert_hits(hit, oracle)
-    disk = counted["tiers"]["disk"]
-    assert disk["stored_bytes"] < 0.9 * disk["written_bytes"]
-
-
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_many_requests_in_little_memory(
-    model: str, prompts: list[str], oracle: Answers, tmp_path: Path, device: str
-) -> None:
-    """Preemption, blocks that are held for their copies, generated tokens that are stored, an engine whose own block hashes
-    are weak, and a reset of all caches."""
-    together = ["generate_together", prompts, 60]
-    small = {"prefix_caching_hash_algo": "xxhash", "max_model_len": 512, "num_gpu_blocks_override": 20}
-    (first, second, reset, after), log = drive(
-        engine_of(model, tiercache_settings(tmp_path, save_decode_cache=True, device=device), **small)
-        | {"enable_prefix_caching": True},
-        [together, together, ["reset_prefix_cache", True], ["generate", prompts]],
-    )
-    assert "is not cryptographic: blocks are hashed again for the cache" in log
-    assert first["preempted"] >= 1 and second["preempted"] >= 1
-    for answers in (first, second):
-        for tokens, theirs in zip(answers["tokens"], oracle, strict=True):
-            assert len(tokens) == 60 and tokens[:4] == theirs["tokens"][:4]
-    assert all(cached >= 256 for cached in second["cached"])
-    assert reset
-    for ours, theirs in zip(after, oracle, strict=True):
-        assert ours["cached"] == 0 and close_answer(ours, theirs)
-    assert not re.search(r"Traceback|of no use|failed", log)
 
 
 @pytest.fixture(scope="session")
@@ -269,3 +222,35 @@ def test_remote_storage_below_the_cpu_tier_gives_the_prefix_caches_answer_to_ano
     assert_hits(loaded, oracle)
     assert_hits(restored, oracle)
     assert_wrong_hits(wrong, oracle)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"title": {"type": "string", "maxLength": 20}, "pages": {"enum": [1, 20, 300]}},
+    "required": ["title", "pages"],
+    "additionalProperties": False,
+}
+WIDTH, BEAM_TOKENS = 3, 6
+
+
+def test_structured_answers_and_beams_are_those_of_the_prefix_cache(
+    model: str, prompts: list[str], continued: str, tmp_path: Path
+) -> None:
+    """With what lies on the disk."""
+    engine: dict[str, Any] = {
+        "model": model,
+        "max_logprobs": 2 * WIDTH,
+        "structured_outputs_config": {"disable_any_whitespace": True, "backend": "xgrammar"},
+    }
+    compute = ["generate", [*prompts, continued]]
+    asked = [["generate_structured", prompts[0], {"json": SCHEMA}, 80], ["beam_search", continued, WIDTH, BEAM_TOKENS]]
+    (*_, theirs, their_beams), _ = drive(engine | {"enable_prefix_caching": True}, [compute, *asked])
+    ours = engine | {"enable_prefix_caching": False, "tiercache": tiercache_settings(tmp_path)}
+    (*_, hit, beams), _ = drive(ours, [["loads_always"], compute, ["flush"], ["clear_hot"], *asked])
+
+    assert hit["cached"] == (hit["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert_hits([hit], [theirs])
+    assert json.loads(hit["text"]).keys() == {"title", "pages"}
+    assert len({tuple(beam["tokens"]) for beam in beams}) == WIDTH
+    assert [beam["tokens"] for beam in beams] == [beam["tokens"] for beam in their_beams]
+    assert [beam["logprob"] for beam in beams] == pytest.approx([beam["logprob"] for beam in their_beams], abs=1e-3)

@@ -192,17 +192,6 @@ def test_every_rank_has_to_have_its_part_and_of_those_with_the_same_part_one_is_
     assert kinds(announced, change(FIRST, "disk", False, rank=1)) == [BlockRemoved]
 
 
-def test_a_tail_and_the_chunk_that_it_became_hold_the_same_block_once() -> None:
-    announced = AnnouncedBlocks()
-    announced.know(block(1), chunk((1,), 1))
-    announced.know(block(*FIRST), chunk(FIRST, 2))
-    announced.changed([change((1,), "cpu", True), change(FIRST, "cpu", True)])
-    assert announced.take() == [chunk((1,), 1).stored("CPU", 0), chunk(FIRST, 2).stored("CPU", 1)]
-    assert kinds(announced, change((1,), "cpu", False)) == []
-    announced.changed([change(FIRST, "cpu", False)])
-    assert announced.take() == [removed("CPU", [block(1), block(*FIRST)])]
-
-
 def test_workers_watch_what_is_known_and_no_more() -> None:
     announced = knowing(FIRST, SECOND, most=2)
     assert announced.take_watching() == {block(*FIRST): True, block(*SECOND): True}

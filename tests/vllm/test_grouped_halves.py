@@ -164,16 +164,6 @@ def test_a_hit_fills_the_blocks_that_the_window_keeps_and_all_others(engine: Eng
     assert engine.until(lambda: engine.claims == 0)
 
 
-def test_only_what_the_engine_lacks_is_loaded(engine: Engine) -> None:
-    window, full = engine.computes_and_saves()
-    request = engine.arrives(132)
-    assert engine.admits(request, [0] * 5 + [6, 31, 32, 33], [*range(20, 26), 46, 47, 48], computed=96) == (32, True)
-    (load,) = engine.steps().loads
-    assert [(one.group, one.blocks) for one in load.transfers] == [(0, (31, 32)), (1, (46, 47))]
-    assert engine.receives() == set()
-    assert torch.equal(engine.content(31, 32), window[:, 6:]) and torch.equal(engine.content(46, 47), full[:, 6:])
-
-
 def test_the_last_token_is_left_to_compute_and_windows_are_there_for_the_rest(made: Callable[..., Engine]) -> None:
     """No more than that is waited for, where another engine stores four whole chunks."""
     engine = made(lookup_timeout_ms=60_000)

@@ -47,14 +47,16 @@ def engine(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 class Worker(Cached):
     """A cache with a lookup server, holding the first `blocks` blocks of NAMES."""
 
-    def __init__(self, engine: str, rank: int, blocks: int) -> None:
+    def __init__(self, engine: str, rank: int, blocks: int, token_bytes: int = 64) -> None:
         ends = [*range(4, blocks + 1, 4), *([blocks] if blocks % 4 else [])]
-        self._start(engine, rank, GEOMETRY, [NAMES[end - 1] for end in ends])
+        self._start(engine, rank, GEOMETRY, [NAMES[end - 1] for end in ends], token_bytes)
 
-    def _start(self, engine: str, rank: int, geometry: BlockGeometry, held: Sequence[bytes]) -> None:
+    def _start(
+        self, engine: str, rank: int, geometry: BlockGeometry, held: Sequence[bytes], token_bytes: int = 64
+    ) -> None:
         tokens = geometry.chunk_tokens
-        layout = Layout("m", chunk_tokens=tokens, bytes_per_token=64, block_tokens=16, rank=rank, world_size=2)
-        self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
+        layout = Layout("m", chunk_tokens=tokens, bytes_per_token=token_bytes, block_tokens=16, rank=rank, world_size=2)
+        self.thread = CacheThread(Config(max_local_cpu_size=2 / 1024), layout)
         try:
             for key in self.keys(*held):
                 assert self.thread.submit(self.thread.cache.put(key, b"x" * layout.chunk_bytes)).result(10)
@@ -181,7 +183,7 @@ def test_full_chunks_then_the_longest_tail(engine: str, blocks: int) -> None:
     with Worker(engine, 0, blocks):
         client = LookupClient(engine, 1, GEOMETRY)
         assert answer_of(begun(client, NAMES)) == Match(blocks, {"cpu": 16 * blocks}, held=blocks > 0)
-        assert client._loop is None
+        assert "tiercache-lookup" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(("first", "second", "both"), [(11, 8, 8), (11, 4, 4), (6, 6, 6), (11, 6, 4), (11, 0, 0)])
@@ -194,9 +196,8 @@ def test_over_sockets_the_answer_is_what_all_workers_have(engine: str, first: in
 
 @pytest.mark.parametrize("room", [3, 2])
 def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, client: LookupClient, room: int) -> None:
-    """Two chunks and a tail, of which the second worker may hold so many."""
-    with Worker(engine, 0, 11) as first, Worker(engine, 1, 11) as second:
-        second.thread.cache.cpu.budget.slots = 2 * room
+    """Two chunks and a tail, of which the second worker may hold so many: half of its 2 MiB."""
+    with Worker(engine, 0, 11) as first, Worker(engine, 1, 11, token_bytes=8192 if room == 2 else 5440) as second:
         assert answer_of(begun(client, NAMES, "r")) == Match(11, {"cpu": 176}, held=room == 3)
         assert [first.held(), second.held()] == [3, 3 if room == 3 else 0]
         for worker in (first, second):

@@ -203,30 +203,23 @@ def snapshot(cache: Path, model: Path, commit: str) -> Path:
     return place
 
 
-def test_a_name_of_the_hub_is_the_snapshot_that_was_loaded(model: Path, tmp_path: Path) -> None:
+def test_a_name_of_the_hub_is_the_snapshot_that_was_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another hub, the cache of Hugging Face's has nothing to do with it."""
     commit, cache = "a" * 40, tmp_path / "hub"
-    repository = cache / "models--org--tiny"
-    snapshot = repository / "snapshots" / commit
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    shutil.copytree(model, snapshot)
-    assert place_of("org/tiny", None, str(cache)) == snapshot
-    assert place_of("org/tiny", commit, str(cache)) == snapshot
+    place = snapshot(cache, model, commit)
+    (place.parents[1] / "refs").mkdir()
+    (place.parents[1] / "refs" / "main").write_text(commit)
+    assert place_of("org/name", None, str(cache)) == place
+    assert place_of("org/name", commit, str(cache)) == place
     assert place_of("org/other", None, str(cache)) is None
     assert place_of("s3://bucket/model", None, str(cache)) is None
     assert place_of(str(model), None, str(cache)) == model
-
-
-@pytest.mark.parametrize("variable", ["VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"])
-def test_a_name_of_another_hub_is_not_looked_for_in_the_cache_of_hugging_face(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv(variable, "True")
-    repository = tmp_path / "models--org--tiny"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("a" * 40)
-    shutil.copytree(model, repository / "snapshots" / ("a" * 40))
-    assert place_of("org/tiny", None, str(tmp_path)) is None
+    for variable in ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"):
+        with monkeypatch.context() as other_hub:
+            other_hub.setenv(variable, "True")
+            assert place_of("org/name", None, str(cache)) is None
 
 
 def test_commits_with_the_same_weights_are_one_model_and_so_is_a_copy(model: Path, tmp_path: Path) -> None:
@@ -325,20 +318,16 @@ def test_a_record_that_came_with_a_copy_is_of_other_files(model: Path, tmp_path:
     assert identity_of_model(copy) != before
 
 
-def test_digests_are_kept_in_the_users_cache_where_the_directory_takes_none(model: Path, home: Path) -> None:
+def test_digests_are_kept_in_the_users_cache_where_the_directory_takes_none_or_nowhere(
+    model: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (model / KEPT / "in the way").mkdir(parents=True)
     before = identity_of_model(model)
     (place,) = home.iterdir()
     assert kept(place).keys() == {path.name for path in model.glob("model*")}
     write_made_up(place, model, "c")
     assert identity_of_model(model) != before, "it was found there"
-
-
-def test_where_nothing_can_be_kept_it_is_read_each_time(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
-    (model / KEPT / "in the way").mkdir(parents=True)
     with caplog.at_level("INFO", "tiercache"):
         assert identity_of_model(model) == identity_of_model(model)
     assert "can be kept nowhere: each start reads them; model_id spares that" in caplog.text

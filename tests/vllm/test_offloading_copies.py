@@ -64,32 +64,40 @@ def made(opened: Callable[..., Any]) -> Callable[..., Copies]:
     return partial(opened, Copies)
 
 
-def test_blocks_come_back_into_other_blocks(made: Callable[..., Copies]) -> None:
-    copies = made(ALL_LAYERS, 1)
-    assert copies.store([1, 4], [3, 0], [2], [0]).transfer_size == 2 * 4 * PAGE
-    copies.load([0, 5], [3, 0], [2], [0])
-    for tensor, old in zip(copies.tensors, copies.before, strict=True):
-        assert tensor[0].equal(old[1]) and tensor[5].equal(old[4])
-        assert not tensor[1:5].any()
+Spec = tuple[list[int], list[int], list[int], list[int]]
 
 
-def test_a_prefix_may_begin_in_the_middle_of_a_chunk(made: Callable[..., Copies]) -> None:
-    """Two blocks a chunk; the load needs the second block of the first one, and both of the next."""
-    copies = made(ALL_LAYERS, 2)
-    copies.store([0, 1, 2, 3], [2, 1], [4], [0])
-    copies.load([1, 4, 5], [2, 1], [3], [1])
-    for tensor, old in zip(copies.tensors, copies.before, strict=True):
-        assert tensor[1].equal(old[1]) and tensor[4].equal(old[2]) and tensor[5].equal(old[3])
-        assert not tensor[0].any() and not tensor[2:4].any()
-
-
-def test_groups_have_rows_of_their_own(made: Callable[..., Copies]) -> None:
-    """A window's group begins at another block than the one of layers that see every token, and one may have nothing."""
-    copies = made([[(0, PAGE), (1, PAGE)], [(2, PAGE)], [(0, PAGE)]], 1)
-    copies.store([1, 2, 5], [0, 1, 2], [2, 1, 0], [0, 1, 0])
-    copies.load([3, 4, 0], [0, 1, 2], [2, 1, 0], [0, 1, 0])
-    tensors, before = copies.tensors, copies.before
-    for number in (0, 1):
-        assert tensors[number][3].equal(before[number][1]) and tensors[number][4].equal(before[number][2])
-    assert tensors[2][0, :PAGE].equal(before[2][5, :PAGE])
-    assert not tensors[2][0, PAGE:].any()
+@pytest.mark.parametrize(
+    ("groups", "per_chunk", "stored", "loaded", "came"),
+    [
+        (ALL_LAYERS, 1, ([1, 4], [3, 0], [2], [0]), ([0, 5], [3, 0], [2], [0]), [{0: 1, 5: 4}] * 3),
+        (ALL_LAYERS, 2, ([0, 1, 2, 3], [2, 1], [4], [0]), ([1, 4, 5], [2, 1], [3], [1]), [{1: 1, 4: 2, 5: 3}] * 3),
+        (
+            [[(0, PAGE), (1, PAGE)], [(2, PAGE)], [(0, PAGE)]],
+            1,
+            ([1, 2, 5], [0, 1, 2], [2, 1, 0], [0, 1, 0]),
+            ([3, 4, 0], [0, 1, 2], [2, 1, 0], [0, 1, 0]),
+            [{3: 1, 4: 2}, {3: 1, 4: 2}, {0: 5}],
+        ),
+    ],
+    ids=["other blocks", "from the middle of a chunk", "a group of a window, and one with nothing"],
+)
+def test_blocks_come_back_into_other_blocks(
+    made: Callable[..., Copies],
+    groups: list[list[tuple[int, int]]],
+    per_chunk: int,
+    stored: Spec,
+    loaded: Spec,
+    came: list[dict[int, int]],
+) -> None:
+    """`came` has for each tensor the blocks that are filled, and where their content was. The unused end of a page stays."""
+    copies = made(groups, per_chunk)
+    moved_bytes = sum(blocks * sum(used for _, used in group) for group, blocks in zip(groups, stored[2], strict=False))
+    assert copies.store(*stored).transfer_size == moved_bytes
+    copies.load(*loaded)
+    used = {number: size for group in groups for number, size in group}
+    for number, (tensor, old) in enumerate(zip(copies.tensors, copies.before, strict=True)):
+        expected = torch.zeros_like(tensor)
+        for block, source in came[number].items():
+            expected[block, : used[number]] = old[source, : used[number]]
+        assert tensor.equal(expected)

@@ -22,7 +22,6 @@ from tiercache.integrations.vllm.planning import (
     Match,
     all_names,
     blocks_behind,
-    end_of_saves,
     fitted,
     held_names,
     in_parts,
@@ -73,6 +72,9 @@ def test_what_is_loaded_is_neither_the_last_token_nor_what_the_engine_has_nor_a_
     assert loadable_tokens(Match(2), 600, 384, 0, PAIRS) == 0
     assert loadable_tokens(Match(4), 600, 0, 512, PAIRS) == 512
     assert loadable_tokens(Match(4), 600, 0, 513, PAIRS) == 0
+    # With windows a hit is loaded as it was found or not at all.
+    assert [loadable_tokens(Match(6), tokens, 0, 0, TWO) for tokens in (97, 96)] == [96, 0]
+    assert loadable_tokens(Match(6), 200, 48, 0, TWO) == 48
 
 
 def test_a_shortened_match_counts_the_first_tiers_first() -> None:
@@ -103,12 +105,6 @@ def test_every_load_covers_exactly_what_was_asked() -> None:
                     assert all(part.skip + len(part.blocks) <= part.chunk_blocks for part in plan)
 
 
-@pytest.mark.parametrize(("first", "end"), [(0, 500), (100, 512)])
-def test_a_load_of_a_part_of_a_block_is_refused(first: int, end: int) -> None:
-    with pytest.raises(ValueError, match=f"expected whole blocks of 128 tokens to load, found tokens {first} .. {end}"):
-        plan_loads(NAMES, 4, first, end, TABLES, PAIRS)
-
-
 def test_a_chunk_is_saved_once_with_its_last_block_as_soon_as_that_is_in_the_table() -> None:
     first, second = BlockTransfer(NAMES[1], 2, 0, (100, 101)), BlockTransfer(NAMES[3], 2, 0, (102, 103))
     assert plan_saves(NAMES, 0, 3, TABLES, PAIRS, last=False) == ([first], 2)
@@ -122,15 +118,6 @@ def test_a_tail_is_saved_at_the_end_only_and_then_its_whole_chunk() -> None:
     assert plan_saves(NAMES, 4, 6, TABLES, FOURS, last=False) == ([], 4)
     assert plan_saves(NAMES, 4, 6, TABLES, FOURS, last=True) == ([tail], 6)
     assert plan_saves(NAMES, 6, 8, TABLES, FOURS, last=False) == ([whole], 8)
-
-
-def test_the_cheap_question_agrees_with_the_plan() -> None:
-    for geometry in (PAIRS, FOURS):
-        for saved in range(10):
-            for ready in range(12):
-                for last in (False, True):
-                    transfers, _ = plan_saves(NAMES, saved, ready, TABLES, geometry, last=last)
-                    assert (end_of_saves(ready, geometry, last=last) > saved) == bool(transfers)
 
 
 # Several groups of layers
@@ -179,17 +166,6 @@ def test_the_search_finds_the_longest_hit_that_all_groups_agree_on(data: st.Data
     assert questions <= chunks + 2
 
 
-def test_of_a_window_only_the_end_is_asked_for() -> None:
-    search = HitSearch(6, TWO)
-    assert search.question == [(1, chunk) for chunk in range(6)]
-    search.answer(6)
-    assert search.question == window_chunks(6, TWO) == [(0, 5), (0, 4)]
-    search.answer(1)
-    assert search.chunks == 4 and search.question == [(0, 3), (0, 2)]
-    search.answer(2)
-    assert search.chunks == 4 and search.question == []
-
-
 @settings(deadline=None)  # the import takes long
 @given(
     window=st.integers(1, 100), extra=st.integers(0, 3), size=st.sampled_from([1, 4, 16]), computed=st.integers(0, 400)
@@ -201,12 +177,6 @@ def test_what_a_window_keeps_is_what_vllm_keeps(window: int, extra: int, size: i
     skipped = vllm.SlidingWindowManager.get_num_skipped_tokens(manager, computed)
     assert KvGroup(0, size, window_tokens=window + extra).first_block(computed) == skipped // size
     assert KvGroup(0, size).first_block(computed) == 0
-
-
-def test_a_hit_of_groups_is_loaded_as_it_was_found_or_not_at_all() -> None:
-    assert loadable_tokens(Match(6), 97, 0, 0, TWO) == 96
-    assert loadable_tokens(Match(6), 96, 0, 0, TWO) == 0
-    assert loadable_tokens(Match(6), 200, 48, 0, TWO) == 48
 
 
 def parts_of(position: int, geometry: BlockGeometry) -> list[tuple[bytes, range]]:
@@ -241,16 +211,19 @@ def test_a_load_fills_what_vllm_keeps_and_nothing_else(data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize(
-    ("geometry", "tables"),
+    ("geometry", "tables", "first", "said"),
     [
-        (TWO, ([0, 0, 7, 0, 9, 10], [*range(20, 26)])),
-        (TWO, ([0, 0, 7, 8, 9], [*range(20, 26)])),
-        (BlockGeometry(16, 2), (BLOCKS[:5],)),
+        (TWO, ([0, 0, 7, 0, 9, 10], [*range(20, 26)]), 0, r"group 0: expected blocks \d \.\. \d to load into, found"),
+        (TWO, ([0, 0, 7, 8, 9], [*range(20, 26)]), 0, r"group 0: expected blocks \d \.\. \d to load into, found"),
+        (BlockGeometry(16, 2), (BLOCKS[:5],), 0, r"group 0: expected blocks \d \.\. \d to load into, found"),
+        (BlockGeometry(16, 2), TABLES, 8, r"expected whole blocks of 16 tokens to load, found tokens 8 \.\. 96"),
     ],
 )
-def test_null_or_missing_blocks_are_never_loaded_into(geometry: BlockGeometry, tables: tuple[list[int], ...]) -> None:
-    with pytest.raises(ValueError, match=r"group 0: expected blocks \d \.\. \d to load into, found"):
-        plan_loads(NAMES, 6, 0, 96, tables, geometry)
+def test_null_missing_and_parts_of_blocks_are_never_loaded_into(
+    geometry: BlockGeometry, tables: tuple[list[int], ...], first: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_loads(NAMES, 6, first, 96, tables, geometry)
 
 
 @given(geometries(), st.integers(1, 8))

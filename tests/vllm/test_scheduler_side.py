@@ -32,9 +32,11 @@ BLOCKS = list(range(100, 164))
 class Engine(Scheduled):
     """A scheduler's half, its worker's cache, and vLLM's side of the conversation."""
 
-    def __init__(self, role: str = "kv_both", geometry: BlockGeometry = GEOMETRY, **settings: Any) -> None:
+    def __init__(
+        self, role: str = "kv_both", geometry: BlockGeometry = GEOMETRY, token_bytes: int = 128, **settings: Any
+    ) -> None:
         name = uuid.uuid4().hex
-        layout = Layout("m", chunk_tokens=32, bytes_per_token=128, block_tokens=TOKENS)
+        layout = Layout("m", chunk_tokens=32, bytes_per_token=token_bytes, block_tokens=TOKENS)
         config = Config(**({"max_local_cpu_size": 0.01} | settings))
         self.thread = CacheThread(config, layout)
         self.server = LookupServer(name, 0, self.thread, geometry)
@@ -48,7 +50,8 @@ class Engine(Scheduled):
 
     def holds(self, blocks: int) -> None:
         for key in self.keys(*NAMES[1:blocks:2]):
-            assert self.thread.submit(self.thread.cache.put(key, b"x" * 4096)).result(10)
+            chunk = b"x" * self.thread.cache.layout.chunk_bytes
+            assert self.thread.submit(self.thread.cache.put(key, chunk)).result(10)
 
     def claims(self) -> int:
         """Chunks that are held for requests."""
@@ -109,20 +112,19 @@ def test_hit_is_loaded_and_not_saved_again(engine: Engine) -> None:
     assert saved(engine.steps((request, 1))) == [NAMES[7]]
 
 
-def test_only_what_is_held_to_the_last_chunk_is_loaded_at_once(with_disk: Engine) -> None:
-    engine = with_disk
+def test_only_what_is_held_to_the_last_chunk_is_loaded_at_once(with_disk: Engine, made: Callable[..., Engine]) -> None:
+    """Half of the hot cache may be held: two chunks of the small one."""
+    engine, small = with_disk, made(token_bytes=16384, max_local_cpu_size=2 / 1024)
     engine.holds(6)
     assert engine.enters(engine.arrives(132, "hot")) == (96, False)
     engine.only_on_disk(NAMES[5])
     assert engine.enters(engine.arrives(132, "promoted")) == (96, False)
     assert engine.claims() == 3
-    claims = engine.server.claims
-    assert claims is not None
-    claims._most = 2
-    assert engine.enters(engine.arrives(132, "no room")) == (96, True)
-    assert [(load.request_id, load.asynchronous) for load in engine.steps().loads] == [
-        ("hot", False), ("promoted", False), ("no room", True)
-    ]  # fmt: skip
+    small.holds(6)
+    for name in ("no room", "no more than the first"):
+        assert small.enters(small.arrives(132, name)) == (96, True)
+    loads = engine.steps().loads + small.steps().loads
+    assert [load.asynchronous for load in loads] == [False, False, True, True]
 
 
 def test_a_chunk_that_cannot_be_read_makes_the_hit_shorter(with_disk: Engine, tmp_path: Path) -> None:

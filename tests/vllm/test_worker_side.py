@@ -230,7 +230,10 @@ def test_a_tail_stays_hot_until_its_whole_chunk_is_stored(
     worker.stores(FIRST, tail)
     assert worker.thread.submit(cache.flush(10)).result(20).complete
     (disk,) = cache.tiers
-    assert [worker.on_loop(lambda key=key: disk.contains(key)) for key in worker.keys(NAMES[1], NAMES[2])] == [True, False]
+    assert [worker.on_loop(lambda key=key: disk.contains(key)) for key in worker.keys(NAMES[1], NAMES[2])] == [
+        True,
+        False,
+    ]
     expected = worker.content(7)
     worker.erase(7)
     worker.loads(tail)
@@ -238,15 +241,6 @@ def test_a_tail_stays_hot_until_its_whole_chunk_is_stored(
     worker.side.save(StepWork(saves=[Save("r", [SECOND], 64, replaced=tail.name)]))
     worker.until(lambda: worker.has(SECOND.name))
     worker.until(lambda: not worker.has(tail.name))
-
-
-def test_asynchronous_load_is_received_when_it_has_ended(worker: Worker) -> None:
-    expected = worker.content(4, 9)
-    worker.stores(FIRST)
-    worker.loads(into(FIRST, 20, 21), later=True)
-    worker.until(lambda: worker.side.finished()[1] == {"r"})
-    assert torch.equal(worker.content(20, 21), expected)
-    assert worker.side.take_progress() is None
 
 
 def test_save_that_never_began_is_cut_short_by_a_preemption(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

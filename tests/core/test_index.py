@@ -1,104 +1,92 @@
-"""The capped index of a directory against the simplest model that can be written."""
+"""The index of a directory: what is evicted, what a prefix finds, and which directories have to be listed again."""
 
-from hypothesis import given, settings
+from collections import OrderedDict
+from random import Random
+
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.core.index import CappedIndex, counts_in
+from tiercache.core.index import CappedIndex, Freshness, LruMap, counts_in
+from tiercache.core.keys import KEY_BYTES, tenant_of, tenant_tag
 
-KEYS = st.integers(0, 7).map(lambda number: bytes([number]) * 24)
-
-
-class IndexAgainstModel(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = CappedIndex()
-        self.uses: dict[bytes, int] = {}
-        """When each was used last; what was found after a restart counts back from 0."""
-        self.sizes: dict[bytes, int] = {}
-        self.now = 0
-        self.before_all = 0
-
-    @rule(key=KEYS, size=st.integers(1, 5000))
-    def add(self, key: bytes, size: int) -> None:
-        self.now += 1
-        self.index.add(key, size)
-        self.uses[key] = self.now
-        self.sizes[key] = size
-
-    @rule(key=KEYS, size=st.integers(1, 5000))
-    def find_after_restart(self, key: bytes, size: int) -> None:
-        known = key in self.uses
-        self.index.add(key, size, cold=True)
-        self.sizes[key] = size
-        if not known:
-            self.before_all -= 1
-            self.uses[key] = self.before_all
-
-    @rule(key=KEYS)
-    def touch(self, key: bytes) -> None:
-        self.now += 1
-        self.index.touch(key)
-        if key in self.uses:
-            self.uses[key] = self.now
-
-    @rule(key=KEYS)
-    def remove(self, key: bytes) -> None:
-        assert self.index.remove(key) == self.sizes.pop(key, None)
-        self.uses.pop(key, None)
-
-    @precondition(lambda self: self.uses)
-    @rule()
-    def evict_one(self) -> None:
-        victim = min(self.uses, key=self.uses.__getitem__)
-        assert self.index.evict(1) == [(victim, self.sizes[victim])]
-        del self.uses[victim], self.sizes[victim]
-
-    @rule(needed=st.integers(1, 12000))
-    def evict_bytes(self, needed: int) -> None:
-        victims = self.index.evict(needed)
-        freed = sum(size for _, size in victims)
-        assert freed >= needed or not self.index.used_bytes
-        assert freed - (victims[-1][1] if victims else 0) < needed, "no more went than had to"
-        for key, size in victims:
-            assert self.sizes.pop(key) == size
-            del self.uses[key]
-
-    @invariant()
-    def agrees(self) -> None:
-        assert self.index.used_bytes == sum(self.sizes.values())
-        assert len(self.index) == len(self.sizes)
-        assert all(key in self.index for key in self.sizes)
+TENANTS = [b"", tenant_tag("a")]
 
 
-TestIndex = IndexAgainstModel.TestCase
-TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+def key(number: int, tenant: bytes = b"") -> bytes:
+    return bytes([number % 7]) + number.to_bytes(KEY_BYTES - 1, "big") + tenant
 
 
-def test_prefix_counts_up_to_the_first_gap() -> None:
-    index = CappedIndex()
-    for number in (0, 1, 3):
-        index.add(bytes([number]), 1)
-    assert index.prefix([bytes([number]) for number in range(4)]) == 2
+@pytest.mark.parametrize(("keys", "quota_bytes"), [(12_000, 0), (12_000, 5000), (8, 0)])
+def test_index_evicts_in_the_order_of_an_ordered_dict(keys: int, quota_bytes: int) -> None:
+    """A large index, and what it knows of each of two tenants, is divided on the way."""
+    chance = Random(1)
+    index = CappedIndex(quota_bytes)
+    everything = OrderedDict[bytes, int]()
+    of_tenant = {tenant: OrderedDict[bytes, int]() for tenant in TENANTS}
+    for _ in range(100_000 if keys > 8 else 5000):
+        each = key(chance.randrange(keys), chance.choice(TENANTS))
+        models = (everything, of_tenant[tenant_of(each)])
+        step, size = chance.random(), 1 if keys > 8 else chance.randrange(1, 5)
+        if step < 0.65:
+            index.add(each, size)
+            for model in models:
+                model[each] = size
+                model.move_to_end(each)
+        elif step < 0.7:  # found after a restart
+            index.add(each, size, cold=True)
+            for model in models:
+                is_new = each not in model
+                model[each] = size
+                if is_new:
+                    model.move_to_end(each, last=False)
+        elif step < 0.85:
+            index.touch(each)
+            for model in models:
+                if each in model:
+                    model.move_to_end(each)
+        elif step < 0.9:
+            known = [model.pop(each, None) for model in models]
+            assert known == [index.remove(each)] * 2
+        else:
+            needed_bytes = 1 if keys > 8 else chance.randrange(1, 12)
+            over = [own for own in of_tenant.values() if len(own) > quota_bytes > 0]  # a byte each
+            victims = index.evict(1 if over else needed_bytes)
+            if over:
+                assert victims in [[next(iter(own.items()))] for own in over]
+            for victim, size in victims:
+                assert over or victim == next(iter(everything))
+                assert everything.pop(victim) == of_tenant[tenant_of(victim)].pop(victim) == size
+            freed_bytes = [size for _, size in victims]
+            assert over or sum(freed_bytes) >= needed_bytes > sum(freed_bytes[:-1]) or not everything
+        assert len(index) == len(everything) and (each in index) == (each in everything)
+    assert index.used_bytes == sum(everything.values())
+    if keys > 8:
+        assert len(index) > 2 * 4096
+    own_victims = index.evict_own(b"x" * KEY_BYTES, 4500)
+    assert own_victims == (list(of_tenant[b""].items())[: len(own_victims)] if quota_bytes else [])
+
+
+def test_clock_follows_the_time_that_it_is_told() -> None:
+    known = LruMap()
+    known.put(key(1), 5, time=1000)
+    known.put(key(2), 5, time=1000)
+    known.put(key(3), 5, time=900)
+    times = [known.time(key(number)) for number in (1, 2, 3)]
+    assert times == [1000, 1001, 1002] and known.time(key(4)) is None
 
 
 NUMBERS = st.integers(0, 700)
 SOME = st.lists(NUMBERS, max_size=700) | st.integers(0, 700).map(range)
 
 
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
-
 def one_by_one(places: list[set[bytes]], keys: list[bytes]) -> list[int]:
     counts = [0] * len(places)
     for wanted in keys:
-        for number, place in enumerate(places):
-            if wanted in place:
-                counts[number] += 1
-                break
-        else:
+        found = next((number for number, place in enumerate(places) if wanted in place), None)
+        if found is None:
             break
+        counts[found] += 1
     return counts
 
 
@@ -124,3 +112,32 @@ def test_not_much_is_looked_for_behind_the_first_that_is_nowhere() -> None:
     place = Place()
     assert counts_in([place], [key(number) for number in range(100_000)]) == [1]
     assert place.asked <= 1 + 128, "one step of keys"
+
+
+# Directories that others change too
+
+
+def times(**changed: int) -> list[int]:
+    found = [0] * 256
+    for name, time_ns in changed.items():
+        found[int(name[1:])] = time_ns
+    return found
+
+
+def test_everything_is_listed_once_and_then_what_changes_appears_or_goes() -> None:
+    freshness = Freshness(settle_s=1.0)
+    assert freshness.stale(times(d3=100), now_s=10.0) == list(range(256))
+    for directory in range(256):
+        freshness.listed(directory, began_s=11.0)
+    assert freshness.stale(times(d3=100), now_s=12.0) == []
+    assert freshness.stale(times(d3=101), now_s=13.0) == [3]
+    assert freshness.stale(times(d7=100), now_s=14.0) == [3, 7], "a listing that failed is due again"
+
+
+def test_a_time_is_believed_when_it_has_stood_for_a_while() -> None:
+    freshness = Freshness(settle_s=1.0)
+    freshness.stale(times(d3=100), now_s=10.0)
+    freshness.listed(3, began_s=10.5)
+    assert 3 in freshness.stale(times(d3=100), now_s=10.6), "it may have changed within the same tick"
+    freshness.listed(3, began_s=11.0)
+    assert 3 not in freshness.stale(times(d3=100), now_s=11.1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
 from itertools import pairwise
 from math import inf
 
@@ -15,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiercache.core.prefetch import (
     MAX_REQUEST_KEYS,
+    Account,
     PrefetchPlan,
     PrefetchRequest,
     Promotion,
@@ -39,29 +38,13 @@ def expecting(
     return PrefetchRequest(source, subject or keys, chunks, due_s, due_s, due_s + ttl_s, priority)
 
 
-def hot_if(keys: str, *, pins: bool = False) -> Callable[[bytes, bool], bool | None]:
-    """The driver's answer about hot chunks, which it pins or has no room to pin."""
-    there = {key.encode() for key in keys}
-    return lambda key, pin: (pins and pin) if key in there else None
-
-
-def begin(plan: PrefetchPlan, now_s: float = 0.0, resident: str = "") -> list[Promotion]:
-    """What is begun at `now_s`, until there is nothing to do."""
+def promotions(plan: PrefetchPlan, now_s: float = 0.0) -> str:
+    """The keys of what is begun at `now_s`, until there is nothing to do. Nothing is hot."""
     plan.run_timers(now_s)
     begun = []
-    while (promotion := plan.next(now_s, hot_if(resident))) is not None:
-        begun.append(promotion)
-    return begun
-
-
-def promotions(plan: PrefetchPlan, now_s: float = 0.0, resident: str = "") -> str:
-    return "".join(promotion.key.decode() for promotion in begin(plan, now_s, resident))
-
-
-def account_of(plan: PrefetchPlan, source: str = "hints") -> dict[str, int]:
-    """In chunks, without what is zero."""
-    found = asdict(plan.accounts[source])
-    return {name.removesuffix("_bytes"): number // CHUNK for name, number in found.items() if number}
+    while (promotion := plan.next(now_s, lambda key, pin: None)) is not None:
+        begun.append(promotion.key.decode())
+    return "".join(begun)
 
 
 # The plan
@@ -83,17 +66,6 @@ def test_priority_goes_before_the_deadline_and_that_before_the_order_of_arrival(
     plan.offer(expecting("w", 4.0), 0.0)
     plan.offer(expecting("x", 4.0), 0.0)
     assert promotions(plan, 9.5) == "wxvu"
-
-
-def test_hot_chunk_that_is_expected_is_kept_within_the_share() -> None:
-    plan = plan_of(share=2)
-    plan.offer(expecting("abc"), 0.0)
-    plan.run_timers(0.0)
-    assert plan.next(0.0, hot_if("abc", pins=True)) is None
-    assert not plan.has_room
-    plan.withdraw("hints", "abc")
-    assert plan.take_unexpected() == [b"a", b"b"] and plan.has_room
-    assert account_of(plan) == {"cancelled": 1}, "nothing was promoted, and one was not looked at"
 
 
 def test_rate_is_kept_and_what_was_not_used_is_not_saved_up() -> None:
@@ -126,7 +98,7 @@ def test_keys_of_one_request_and_of_all_together_are_bounded() -> None:
         plan.offer(request, 0.0)
         assert (len(request.keys), request.progress.cancelled) == (MAX_REQUEST_KEYS, 5)
     assert [plan.has("hints", str(number)) for number in range(20)] == [False] * 4 + [True] * 16
-    assert account_of(plan) == {"cancelled": 4 * MAX_REQUEST_KEYS}
+    assert plan.accounts["hints"] == Account(cancelled_bytes=4 * MAX_REQUEST_KEYS * CHUNK)
 
 
 SOME = st.sampled_from([bytes([number]) for number in range(12)])
@@ -309,15 +281,6 @@ def test_sessions_that_stay_away_for_an_hour_count_as_lost() -> None:
     assert predictor.ended("mine", KEYS, 20.0) is not None
     assert predictor.ended("mine", KEYS, 4000.0) is None, "every other session does not come back"
     assert len(predictor) == 1
-
-
-def test_gaps_that_are_spread_over_too_long_a_time_give_no_prediction() -> None:
-    of_all: Counter[int] = Counter()
-    for number in range(100):
-        count_gap(of_all, 4.0**number if number < 10 else 3600.0 if number % 2 else 10.0, 4096)
-    for _ in range(100):
-        count_gap(of_all, inf, 4096)
-    assert next_turn(Counter(), of_all) is None
 
 
 def test_older_gaps_weigh_less() -> None:

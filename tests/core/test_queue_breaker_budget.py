@@ -137,32 +137,26 @@ def test_pause_has_a_ceiling() -> None:
     assert breaker.allows(now_s + 4.0)
 
 
-def test_floors_keep_reads_and_writes_from_starving_each_other() -> None:
-    budget = SlotBudget(16)
-    free = 16
-    while budget.allows(Purpose.WRITE, free):
-        budget.take(Purpose.WRITE)
-        free -= 1
-    assert free == 2, "writes stop at the floor for reads"
-    while budget.allows(Purpose.READ, free):
-        budget.take(Purpose.READ)
-        free -= 1
-    assert free == 0, "reads get all of their floor: writes have had theirs"
-
-
-def test_prefetch_leaves_both_floors() -> None:
-    budget = SlotBudget(16)
-    free = 16
-    while budget.allows(Purpose.PREFETCH, free):
-        budget.take(Purpose.PREFETCH)
-        free -= 1
-    assert free == 4, "what is kept for later is no demand read: both floors are whole"
-    assert budget.allows(Purpose.WRITE, free) and budget.allows(Purpose.READ, free)
-
-
 def test_many_that_find_the_device_full_together_are_one_bad_sign() -> None:
     breaker = Breaker(BreakerSettings(first_pause_s=1.0))
     for ended_s in (2.0, 2.1, 2.2):
         breaker.trip(ended_s, began_s=1.0)
     assert not breaker.allows(2.9)
     assert breaker.allows(3.0), "the pause is that of one failure"
+
+
+def taken(budget: SlotBudget, purpose: Purpose, free: int) -> int:
+    """Take as many slots as the budget allows. Return how many stay free."""
+    while budget.allows(purpose, free):
+        budget.take(purpose)
+        free -= 1
+    return free
+
+
+def test_floors_keep_reads_writes_and_prefetches_from_starving_each_other() -> None:
+    budget = SlotBudget(16)
+    assert taken(budget, Purpose.WRITE, 16) == 2, "writes stop at the floor for reads"
+    assert taken(budget, Purpose.READ, 2) == 0, "reads get all of their floor: writes have had theirs"
+    budget = SlotBudget(16)
+    assert taken(budget, Purpose.PREFETCH, 16) == 4, "what is kept for later is no demand read: both floors are whole"
+    assert budget.allows(Purpose.WRITE, 4) and budget.allows(Purpose.READ, 4)

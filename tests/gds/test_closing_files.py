@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,20 +78,28 @@ def test_a_copy_that_fails_midway_has_ended_when_the_call_has(
     into = slots.filled(payload)
     files.open()
     files.write(path, key, FINGERPRINT, into, CHUNK_BYTES, direct=False, durable=False)
-    copied, copy = threading.Event(), driver.copy
+    copied, go_on, copy, finish = threading.Event(), threading.Event(), driver.copy, driver.finish
 
     def half(destination: Any, source: Any, stream: Stream) -> None:
-        driver.enqueue(stream, lambda: time.sleep(0.05))
+        driver.enqueue(stream, lambda: go_on.wait(30))
         copy(destination[:4096], source[:4096], stream)
         driver.enqueue(stream, copied.set)
         raise DeviceError("it refuses the second half")
 
+    def waited_for(stream: Stream) -> None:
+        go_on.set()
+        finish(stream)
+
     monkeypatch.setattr(driver, "copy", half)
+    monkeypatch.setattr(driver, "finish", waited_for)
     with pytest.raises(DeviceError, match="second half"):
         files.read(path, key, FINGERPRINT, into, direct=False)
     assert copied.is_set()
+    copied.clear()
+    go_on.clear()
     with pytest.raises(DeviceError, match="second half"):
         files.write(str(tmp_path / "two"), key, FINGERPRINT, into, CHUNK_BYTES, direct=False, durable=False)
+    assert copied.is_set()
     files.close()
 
 

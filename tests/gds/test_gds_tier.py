@@ -5,7 +5,6 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.tiers.test_contract import limits
 from tests.tiers.test_disk import DAMAGES, flip
 from tiercache.core.header import HEADER_BYTES, aligned, file_bytes
 from tiercache.device.device import Device
-from tiercache.errors import CorruptChunk, TierFull
+from tiercache.errors import CorruptChunk
 from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
@@ -103,14 +102,6 @@ async def test_damaged_file_is_refused_and_put_aside_and_stored_anew(
     assert await is_hit(tier, slots, 1)
 
 
-async def test_file_that_is_damaged_after_it_was_read_once_is_refused(tier: GdsTier, slots: Slots) -> None:
-    key = await store(tier, slots, 1)
-    assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES
-    flip(Path(tier.path(key)), HEADER_BYTES + 100)
-    with pytest.raises(CorruptChunk, match="payload checksum"):
-        await tier.read_device(key, slots.empty())
-
-
 async def test_all_files_are_closed_by_a_thread(
     opened: Opened, slots: Slots, files: DeviceFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,30 +125,6 @@ async def test_file_that_another_process_deleted_is_a_miss(tier: GdsTier, slots:
     os.unlink(tier.path(key))
     assert await tier.read_device(key, slots.empty()) is None
     assert not tier.contains(key)
-
-
-async def test_nothing_fits_under_the_cap(opened: Opened, slots: Slots, tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_bytes=CHUNK_BYTES) as tier:
-        key, payload = chunk(1)
-        assert await tier.write_device(key, slots.filled(payload), CHUNK_BYTES) is False
-
-
-async def test_directory_without_write_access_after_opening(tier: GdsTier, slots: Slots, tmp_path: Path) -> None:
-    """A write that fails leaves no file, no charge, and the slot to its owner."""
-    await store(tier, slots, 1)
-    await tier.scanned()  # it may correct the count
-    used = tier.statistics().occupied_bytes
-    place = Path(tier.path(chunk(2)[0])).parent
-    moved = place.rename(tmp_path / "elsewhere")
-    place.write_text("in the way")
-    key, payload = chunk(2)
-    with suppress(OSError, TierFull):
-        assert not await tier.write_device(key, slots.filled(payload), CHUNK_BYTES)
-    assert not tier.contains(key)
-    assert tier.statistics().occupied_bytes == used
-    place.unlink()
-    moved.rename(place)
-    assert await tier.write_device(key, slots.filled(payload), CHUNK_BYTES)
 
 
 class TestFindingTheWay:

@@ -130,29 +130,3 @@ def test_settings_do_not_show_secrets() -> None:
     settings = RemoteSettings("redis", "redis", bytes(16), 1, url="redis://:hush@a", options={"password": "hush"})
     assert "hush" not in repr(settings)
     assert "hush" not in str(settings.error("password", "is wrong"))
-
-
-class DeadTier(ShelfTier):
-    async def remove(self, key: bytes) -> bool:
-        raise OSError("connection refused")
-
-    async def close(self) -> None:
-        raise OSError("connection refused")
-
-
-async def test_tier_that_fails_keeps_no_other_from_forgetting_nor_from_closing() -> None:
-    settings = {}
-    for name, class_name in (("dead", "DeadTier"), ("well", "ShelfTier")):
-        own = {"module_path": __name__, "class_name": class_name, "shelf": name}
-        settings |= {f"{name}.{option}": value for option, value in own.items()}
-    config = Config(
-        max_local_cpu_size=0.001, remote_storage_plugins=("dead", "well"), remote_storage_plugin_settings=settings
-    )
-    async with TierCache.open(config, LAYOUT) as cache:
-        await cache.store(TOKENS, [PAYLOAD])
-        await cache.flush()
-        assert len(SHELVES["well"]) == 1
-        with pytest.raises(OSError, match="connection refused"):
-            await cache.forget(cache.keys(TOKENS))
-        assert not SHELVES["well"]
-        assert (await cache.lookup(TOKENS)).by_tier["cpu"] == 0

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.servers.processes import stop_process
-from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, physical_bytes
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import access
@@ -85,19 +85,6 @@ def test_steps_shrink_with_the_room_so_that_the_last_bytes_can_be_used(tmp_path:
         assert write(several[0], 400)
 
 
-def test_a_reservation_comes_back_after_idleness_and_at_the_end(tmp_path: Path) -> None:
-    with opened(tmp_path, step=100) as capacity:
-        write(capacity, 10)
-        capacity.catch_up()
-        assert counted_in(counter(tmp_path)) == 100, "it may be spending"
-        capacity.catch_up()
-        assert counted_in(counter(tmp_path)) == capacity.used_bytes == 10
-        assert not capacity.is_behind
-        write(capacity, 5)
-    assert counted_in(counter(tmp_path)) == 15
-    assert locks(tmp_path) == []
-
-
 def test_what_was_freed_for_a_file_suffices_for_it_above_a_lowered_cap(tmp_path: Path) -> None:
     with opened(tmp_path) as capacity:
         write(capacity, CAP)
@@ -159,13 +146,6 @@ def test_a_recount_does_not_take_off_twice_what_is_being_deleted(tmp_path: Path)
             freed(100)
             assert capacity.recount(mark, 200) == 0, "it is gone, and not yet taken off"
         assert capacity.used_bytes == 200
-
-
-def test_a_count_that_is_too_low_becomes_what_is_there(tmp_path: Path) -> None:
-    """As a power cut leaves it."""
-    with opened(tmp_path) as capacity:
-        write(capacity, 300)
-        assert capacity.recount(capacity.mark(), 500) == 200
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "deletes meanwhile"])
@@ -353,7 +333,7 @@ def test_what_was_written_by_a_call_that_failed_is_not_given_back_twice(
 BUSY = """
 import sys
 from pathlib import Path
-from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, physical_bytes
 from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -394,12 +374,6 @@ def follow(child: "subprocess.Popen[str]", chunks: int) -> None:
 def kill(child: "subprocess.Popen[str]") -> None:
     with child:
         child.kill()
-
-
-def physical_bytes(place: Path) -> int:
-    """Chunks, and what is half-written."""
-    files = [*place.glob("00/*"), *place.glob(".tiercache/tmp/*.*[0-9]")]
-    return sum(path.lstat().st_blocks * 512 for path in files)
 
 
 def physical_bytes_now(place: Path, children: "list[subprocess.Popen[str]]") -> int:

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
+import importlib
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -24,7 +24,6 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import FileSettings
-from tiercache.tiers.files.directory import Scanned
 
 FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
@@ -36,7 +35,7 @@ def opened(directory: Path, cap_chunks: float = 64, **settings: Any) -> Abstract
     return open_tier(DiskTier(FileSettings((directory,), cap_bytes, **settings), FINGERPRINT))
 
 
-async def fill(tier: DiskTier, numbers: range) -> None:
+async def fill(tier: Tier, numbers: range) -> None:
     for number in numbers:
         key, payload = chunk(number)
         assert await tier.write(key, payload, CHUNK_BYTES)
@@ -68,6 +67,15 @@ def allocated_bytes(directory: Path) -> int:
 
 def half_written(directory: Path) -> list[Path]:
     return [*directory.glob("[0-9a-f][0-9a-f]/*.[0-9]*"), *directory.glob(".tiercache/tmp/*.[0-9]*")]
+
+
+def physical_bytes(directory: Path) -> int:
+    """Chunks, and what is half-written. Chunks may be deleted meanwhile; nothing may be written."""
+    total = 0
+    for path in [*directory.glob("[0-9a-f][0-9a-f]/*"), *half_written(directory)]:
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -188,20 +196,6 @@ async def test_cap_holds_where_a_file_system_says_only_later_what_a_file_takes(
             patch.setattr(os, "fstat", fstat_late)
             await fill(tier, range(1, 21))
         assert allocated_bytes(tmp_path) <= tier.statistics().occupied_bytes <= tier.settings.cap_bytes
-
-
-async def test_concurrent_writers_keep_the_cap(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=8) as tier:
-
-        async def write(number: int) -> None:
-            key, payload = chunk(number)
-            with contextlib.suppress(TierFull):  # everything known may be being replaced at this moment
-                await tier.write(key, payload, CHUNK_BYTES)
-
-        for start in range(0, 64, 8):
-            await asyncio.gather(*(write(number) for number in range(start, start + 8)))
-            assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
-            assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
 
 
 async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
@@ -418,7 +412,8 @@ async def test_directory_that_cannot_be_written_still_gives_its_hits(tmp_path: P
 KILLED_WRITER = """
 import asyncio, sys
 from pathlib import Path
-from tests.tiers.test_disk import opened, fill
+from {module} import opened
+from tests.tiers.test_disk import fill
 
 async def main():
     async with opened(Path(sys.argv[1]), cap_chunks=100) as tier:
@@ -432,18 +427,20 @@ asyncio.run(main())
 """
 
 
-async def test_killed_writer_leaves_nothing_wrong_and_what_was_durable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["tests.tiers.test_disk", "tests.tiers.weka"])
+async def test_killed_writer_leaves_nothing_wrong_and_what_was_durable(tmp_path: Path, module: str) -> None:
+    open_it = importlib.import_module(module).opened
     random = np.random.default_rng(5)
     next_number = 1
     for _ in range(8):
-        async with running("-c", KILLED_WRITER, tmp_path, next_number) as child:
+        async with running("-c", KILLED_WRITER.format(module=module), tmp_path, next_number) as child:
             durable = [int(await child.line()) for _ in range(int(random.integers(1, 12)))]
             await child.kill()
             while (line := await child.line()).isdigit():
                 durable.append(int(line))
-        async with opened(tmp_path, cap_chunks=100) as tier:
+        async with open_it(tmp_path, cap_chunks=100) as tier:
             await tier.scanned()
-            assert tier_total(tier) == allocated_bytes(tmp_path)
+            assert tier_total(tier) == allocated_bytes(tmp_path) <= tier.settings.cap_bytes
             assert not half_written(tmp_path)
             for number in range(max(next_number, durable[-1] - 40), durable[-1] + 1):
                 assert await is_hit(tier, number), "what was durable before the kill is found after it"
@@ -462,48 +459,3 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
         assert files.delete(key, occupied)
         (tmp_path / key.hex()[:2]).rmdir()
     files.close()
-
-
-def hold_scan(tier: DiskTier) -> threading.Event:
-    """Make scans of the directory wait for the event that is returned."""
-    scanner, go_on = tier.directories.all[0].files.scanner, threading.Event()
-    scan = scanner.scan
-
-    def slow(top: str) -> Scanned:
-        go_on.wait()
-        return scan(top)
-
-    scanner.scan = slow  # type: ignore[method-assign]
-    return go_on
-
-
-async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducted_twice(tmp_path: Path) -> None:
-    """A lookup makes them known, writes evict them, and only then the scan reaches their directories."""
-    async with opened(tmp_path, 20) as tier:
-        await fill(tier, range(1, 21))
-        used = tier.statistics().occupied_bytes
-    async with opened(tmp_path, 20) as tier:
-        go_on = hold_scan(tier)
-        assert await tier.probe([chunk(number)[0] for number in range(1, 21)]) == 20
-        await fill(tier, range(101, 111))
-        go_on.set()
-        await tier.scanned()
-        assert tier.statistics().evicted >= 8
-        assert tier.statistics().occupied_bytes == pytest.approx(used, abs=3 * FILE_BYTES)
-        chunk_paths = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
-        assert tier.statistics().occupied_bytes >= chunk_paths
-
-
-async def test_another_who_deletes_during_the_first_scan_leaves_the_count_uncorrected(tmp_path: Path) -> None:
-    async with opened(tmp_path, 20) as tier:
-        await fill(tier, range(1, 21))
-    async with opened(tmp_path, 20) as first:
-        go_on = hold_scan(first)
-        async with opened(tmp_path, 20) as second:
-            await second.scanned()
-            await fill(second, range(101, 111))
-        go_on.set()
-        await first.scanned()
-        chunk_paths = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
-        await first.directories.metadata.submit(first.directories.all[0].files.capacity.refresh)
-        assert first.statistics().occupied_bytes >= chunk_paths

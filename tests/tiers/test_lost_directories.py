@@ -15,10 +15,8 @@ import pytest
 
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
-from tests.remote.fs.test_fs import is_hit
 from tests.tiers.kinds import opened
-from tests.tiers.test_disk import FILE_BYTES
-from tests.tiers.weka import physical_bytes
+from tests.tiers.test_disk import FILE_BYTES, is_hit, physical_bytes
 from tiercache.errors import CacheClosed, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

@@ -118,15 +118,6 @@ class ReaderContract:
             assert not os.path.lexists(directory)
         assert not os.path.lexists(directory)
 
-    async def test_a_reader_refuses_a_directory_of_another_format(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "tiercache.json").write_text('{"format": 99}')
-        before = contents(directory)
-        with pytest.raises(Exception, match="has format 99"):
-            async with opened(**self.configured(directory, "read", 5)):
-                pass
-        assert contents(directory) == before
-
 
 class TestFs(ReaderContract):
     configured = staticmethod(fs)

@@ -1,4 +1,4 @@
-"""A tier on files whose opening is interrupted, and what it answers while its directory is looked through then."""
+"""A tier on files while its directory is made, and what it answers while that is looked through."""
 
 import asyncio
 import errno
@@ -13,35 +13,6 @@ import pytest
 from tests.tiers.kinds import make, opened
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.chunk_files import ChunkFiles
-
-
-@pytest.mark.parametrize("kind", ["disk", "weka"])
-async def test_an_opening_that_is_cancelled_leaves_nothing_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Several threads do metadata: what was being opened was closed by another one, before it was open."""
-    loop = asyncio.get_running_loop()
-    began, goes_on = asyncio.Event(), threading.Event()
-    really_open = ChunkFiles.open
-
-    def open_late(files: ChunkFiles) -> None:
-        loop.call_soon_threadsafe(began.set)
-        assert goes_on.wait(10.0)
-        really_open(files)
-
-    monkeypatch.setattr(ChunkFiles, "open", open_late)
-    tier = make(kind, tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
-    opening = asyncio.create_task(tier.open())
-    await began.wait()
-    opening.cancel()
-    loop.call_later(0.01, goes_on.set)
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    assert goes_on.is_set(), "it waits for the thread"
-    assert not list(tmp_path.glob(".tiercache/tmp/*.lock"))
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_a_directory_that_another_process_makes_and_deletes_meanwhile_is_made(

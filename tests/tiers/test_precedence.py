@@ -1,137 +1,99 @@
-"""Prefetches from files give way to demand reads, also of their own chunks."""
+"""Prefetches from files give way to demand reads, and so many writes are at a device at a time; none waits for ever."""
 
 import asyncio
+import os
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.tiers.test_disk import FINGERPRINT, opened
-from tiercache.core.header import HEADER_BYTES, Header, payload_checksum
+from tests.tiers.test_disk import FILE_BYTES, fill, flip, opened
 from tiercache.errors import CorruptChunk
-from tiercache.memory.workers import Workers
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import format as chunk_format
 from tiercache.tiers.files import io_posix
-from tiercache.tiers.files.format import read_chunk_file, write_chunk_file
-from tiercache.tiers.files.io_posix import Precedence
-
-A = b"a" * 24
-
-
-class Line:
-    """Those who read, each until it is told that it has ended, and those who prefetch in two parts."""
-
-    def __init__(self, workers: Workers) -> None:
-        self.precedence = Precedence()
-        self.order: list[str] = []
-        self._workers = workers
-
-    def read(self) -> asyncio.Future[int | None]:
-        return self.precedence.read(asyncio.get_running_loop().create_future())
-
-    async def prefetch(self, key: bytes) -> asyncio.Future[int | None]:
-        """One whose first part has been read."""
-        begun = threading.Event()
-
-        def parts(pause: Callable[[], None]) -> int:
-            begun.set()
-            pause()
-            self.order.append(key[:1].decode())
-            return 1
-
-        work = self.precedence.prefetch(key, lambda pause: self._workers.submit(parts, pause))
-        await asyncio.to_thread(begun.wait)
-        return work
-
-    def end(self, read: asyncio.Future[int | None]) -> None:
-        self.order.append("read")
-        read.set_result(1)
-
-
-@asynccontextmanager
-async def line(monkeypatch: pytest.MonkeyPatch, patience_s: float = 60.0) -> AsyncIterator[Line]:
-    monkeypatch.setattr(io_posix, "_PATIENCE_S", patience_s)
-    workers = Workers("prefetch", 2)
-    async with asyncio.timeout(10.0):
-        yield Line(workers)
-    workers.close()
-
-
-async def test_prefetch_stands_still_until_the_last_read_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with line(monkeypatch) as those:
-        reads = [those.read(), those.read()]
-        work = await those.prefetch(A)
-        those.end(reads[0])
-        those.end(reads[1])
-        await work
-        assert those.order == ["read", "read", "a"]
-
-
-async def test_prefetch_does_not_wait_for_ever_for_a_read_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with line(monkeypatch, patience_s=0.01) as those:
-        read = those.read()
-        await (await those.prefetch(A))
-        those.end(read)
-        assert those.order == ["a", "read"]
-
-
-def written(path: Path, key: bytes, payload: np.ndarray) -> None:
-    header = Header(key, FINGERPRINT, CHUNK_BYTES, payload_checksum(payload[:CHUNK_BYTES]))
-    write_chunk_file(path, header, payload, direct=False, durable=False)
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many parts a chunk is read in."""
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefetch reads a chunk in eight parts."""
     monkeypatch.setattr(chunk_format, "PART_BYTES", 4096)
-    return CHUNK_BYTES // max(4096, CHUNK_BYTES // 8)
 
 
-def test_chunk_read_in_parts_is_whole_and_pauses_between_them(tmp_path: Path, small_parts: int) -> None:
-    key, payload = chunk(1)
-    written(tmp_path / "chunk", key, payload)
-    into, pauses = page_aligned(CHUNK_BYTES), []
-    header = read_chunk_file(tmp_path / "chunk", key, FINGERPRINT, into, direct=False, pause=lambda: pauses.append(1))
-    assert header.payload_bytes == CHUNK_BYTES and np.array_equal(into, payload)
-    assert len(pauses) == small_parts - 1 > 1
-
-
-@pytest.mark.parametrize("harm", ["flipped", "cut"])
-@pytest.mark.usefixtures("small_parts")
-def test_chunk_that_is_bad_in_its_last_part_is_refused(tmp_path: Path, harm: str) -> None:
-    key, payload = chunk(1)
-    path = tmp_path / "chunk"
-    written(path, key, payload)
-    with path.open("r+b") as file:
-        if harm == "flipped":
-            file.seek(HEADER_BYTES + CHUNK_BYTES - 1)
-            file.write(bytes([int(payload[CHUNK_BYTES - 1]) ^ 1]))
-        else:
-            file.truncate(HEADER_BYTES + CHUNK_BYTES - 4096)
-    with pytest.raises(CorruptChunk):
-        read_chunk_file(path, key, FINGERPRINT, page_aligned(CHUNK_BYTES), direct=False, pause=lambda: None)
-
-
-async def test_reads_find_a_thread_while_every_prefetch_stands_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_parts: int
+@pytest.mark.parametrize("until", ["the last read has ended", "it has a waiter", "its patience is over"])
+async def test_prefetches_stand_still_during_a_read_and_other_reads_find_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_parts: None, until: str
 ) -> None:
-    monkeypatch.setattr(io_posix, "_PATIENCE_S", 60.0)
-    async with opened(tmp_path, threads=1) as tier:
-        for number in (1, 2):
-            key, payload = chunk(number)
-            await tier.write(key, payload, CHUNK_BYTES)
-        io = tier.directories.io
-        never = asyncio.get_running_loop().create_future()
-        io._precedence.read(never)  # type: ignore[attr-defined]
-        prefetching = asyncio.create_task(tier.prefetch(chunk(1)[0], page_aligned(CHUNK_BYTES)))
-        async with asyncio.timeout(10.0):
-            assert await tier.read(chunk(2)[0], page_aligned(CHUNK_BYTES)) == CHUNK_BYTES
-            assert not prefetching.done()
-            tier.hurry(chunk(1)[0])
-            assert await prefetching == CHUNK_BYTES
-        never.set_result(None)
+    monkeypatch.setattr(io_posix, "_PATIENCE_S", 0.01 if until == "its patience is over" else 60.0)
+    go_on, preadv = threading.Event(), os.preadv
+    keys = [chunk(number)[0] for number in range(5)]
+    async with opened(tmp_path, threads=2) as tier, asyncio.timeout(20):
+        await fill(tier, range(5))
+
+        def held(descriptor: int, *rest: object) -> int:
+            if os.readlink(f"/proc/self/fd/{descriptor}") == tier.path(keys[0]):
+                assert go_on.wait(20)
+            return preadv(descriptor, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "preadv", held)
+        reading = asyncio.create_task(tier.read(keys[0], page_aligned(CHUNK_BYTES)))
+        into = [page_aligned(CHUNK_BYTES) for _ in range(2)]
+        prefetches = [asyncio.create_task(tier.prefetch(key, each)) for key, each in zip(keys[1:], into, strict=False)]
+        for key in keys[3:]:
+            assert await tier.read(key, page_aligned(CHUNK_BYTES)) == CHUNK_BYTES
+        if until == "the last read has ended":
+            assert not (await asyncio.wait(prefetches, timeout=0.1))[0]
+            go_on.set()
+        elif until == "it has a waiter":
+            for key in keys[1:3]:
+                tier.hurry(key)
+        assert await asyncio.gather(*prefetches) == [CHUNK_BYTES] * 2
+        assert all(np.array_equal(each, chunk(number)[1]) for number, each in enumerate(into, start=1))
+        go_on.set()
+        assert await reading == CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [lambda path: flip(path, FILE_BYTES - 1), lambda path: os.truncate(path, FILE_BYTES - 4096)],
+    ids=["flipped", "cut"],
+)
+async def test_prefetch_refuses_a_chunk_that_is_bad_in_its_last_part(
+    tmp_path: Path, in_parts: None, harm: Callable[[Path], None]
+) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 2))
+        await tier.scanned()
+        harm(Path(tier.path(chunk(1)[0])))
+        with pytest.raises(CorruptChunk):
+            await tier.prefetch(chunk(1)[0], page_aligned(CHUNK_BYTES))
+
+
+@pytest.mark.parametrize(("patience_s", "together"), [(60.0, 2), (0.001, 3)], ids=["each waits", "those there hang"])
+async def test_two_threads_hand_over_bytes_at_a_time_unless_they_hang(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, patience_s: float, together: int
+) -> None:
+    monkeypatch.setattr(chunk_format, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(chunk_format, "LARGE_BYTES", CHUNK_BYTES)
+    counting, pwritev = threading.Lock(), os.pwritev
+    at_device, most_at_device, writing = 0, 0, threading.Barrier(together)
+
+    def counted(descriptor: int, *arguments: object) -> int:
+        nonlocal at_device, most_at_device
+        with counting:
+            at_device += 1
+            most_at_device = max(most_at_device, at_device)
+        writing.wait(10.0)  # until others are there
+        written = pwritev(descriptor, *arguments)  # type: ignore[arg-type]
+        with counting:
+            at_device -= 1
+        return written
+
+    async with opened(tmp_path, threads=4) as tier:
+        monkeypatch.setattr(os, "pwritev", counted)
+        writes = [tier.write(*chunk(number), CHUNK_BYTES) for number in range(6)]
+        assert all(await asyncio.gather(*writes))
+    assert most_at_device == 2 if together == 2 else most_at_device >= 3

@@ -99,16 +99,7 @@ def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path
     files.close()
 
 
-def test_link_asked_twice_about_the_same_file_is_no_conflict(tmp_path: Path) -> None:
-    file, name = tmp_path / "file", tmp_path / "name"
-    file.write_bytes(b"chunk")
-    name.hardlink_to(file)
-    link_new(str(file), str(name))
-    assert not file.exists()
-    assert name.read_bytes() == b"chunk"
-
-
-KILLED_BETWEEN_TWO_NAMES = """
+KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.tiers.test_publishing import opened
@@ -116,61 +107,39 @@ from tiercache.testing import chunk
 from tiercache.tiers.files import directory
 from tiercache.testing.contract import CHUNK_BYTES
 
-def half(temporary, path):
+make = os.mkdir
+
+def between_two_names(temporary, path):
     os.link(temporary, path)
     os.kill(os.getpid(), signal.SIGKILL)
 
-files = opened(Path(sys.argv[1]), ())
-files.write(*chunk(1), CHUNK_BYTES)
-directory.WAYS = (half,)
-files.write(*chunk(2), CHUNK_BYTES)
-"""
-
-
-def test_killed_between_two_names_the_chunk_stays_and_is_counted_once(tmp_path: Path) -> None:
-    repository = Path(__file__).parents[2]
-    run = subprocess.run([sys.executable, "-c", KILLED_BETWEEN_TWO_NAMES, str(tmp_path)], cwd=repository, check=False)
-    assert run.returncode == -9
-    assert len(temporaries(tmp_path)) == 1
-    files = opened(tmp_path, ())
-    assert temporaries(tmp_path) == []
-    into = page_aligned(CHUNK_BYTES)
-    for number in (1, 2):
-        assert files.read(chunk(number)[0], into) == CHUNK_BYTES
-    mark, _ = files.begin_scan()
-    files.recount(mark, files.scanner.scan("00").counted_bytes)
-    assert files.capacity.used_bytes == allocated_bytes(tmp_path)
-    files.close()
-
-
-KILLED_AFTER_A_DIRECTORY = """
-import os, signal, sys
-from pathlib import Path
-
-from tests.tiers.test_disk import FINGERPRINT
-from tiercache.testing import chunk
-from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.chunk_files import ChunkFiles
-
-make = os.mkdir
-
-def killed(path, mode=0o777):
+def after_a_directory(path, mode=0o777):
     make(path, mode)
     if os.path.basename(path) == "00":
         os.kill(os.getpid(), signal.SIGKILL)
 
-directory = ChunkFiles(Path(sys.argv[1]), 1 << 30, FINGERPRINT, direct=False, durable=False, beside=True)
-directory.open()
-os.mkdir = killed
-directory.write(*chunk(1), CHUNK_BYTES)
+files = opened(Path(sys.argv[1]), ())
+if sys.argv[2] == "after a directory":
+    os.mkdir = after_a_directory
+files.write(*chunk(1), CHUNK_BYTES)
+directory.WAYS = (between_two_names,)
+files.write(*chunk(2), CHUNK_BYTES)
 """
 
 
-def test_a_directory_whose_maker_was_killed_is_counted(tmp_path: Path) -> None:
-    repository = Path(__file__).parents[2]
-    run = subprocess.run([sys.executable, "-c", KILLED_AFTER_A_DIRECTORY, str(tmp_path)], cwd=repository, check=False)
-    assert run.returncode == -9
+@pytest.mark.parametrize("when", ["between two names", "after a directory"])
+def test_what_a_killed_process_has_published_stays_and_is_counted_once(tmp_path: Path, when: str) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), when]
+    assert subprocess.run(command, cwd=Path(__file__).parents[2], check=False).returncode == -9
     assert (tmp_path / "00").is_dir()
     files = opened(tmp_path, ())
-    assert files.capacity.used_bytes >= allocated_bytes(tmp_path)
+    assert temporaries(tmp_path) == []
+    if when == "after a directory":
+        assert files.capacity.used_bytes >= allocated_bytes(tmp_path)
+    into = page_aligned(CHUNK_BYTES)
+    for number in (1, 2) if when == "between two names" else ():
+        assert files.read(chunk(number)[0], into) == CHUNK_BYTES
+    mark, _ = files.begin_scan()
+    files.recount(mark, files.scanner.scan("00").counted_bytes)
+    assert files.capacity.used_bytes == allocated_bytes(tmp_path)
     files.close()

@@ -24,7 +24,7 @@ async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
 ) -> None:
     loop = asyncio.get_running_loop()
     async with weka.opened(tmp_path, refresh_s=5.0) as tier, weka.opened(tmp_path, refresh_s=5.0) as other:
-        await weka.store(other, range(1, 2))
+        await fill(other, range(1, 2))
         seen = threading.Event()
 
         def scanned_then_removed(scanner: Scanner, top: str, known: Collection[bytes] | None = None) -> Scanned:
@@ -37,7 +37,7 @@ async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
         monkeypatch.setattr(Scanner, "scan", scanned_then_removed)
         await tier.refreshed()
         assert seen.is_set()
-        await weka.store(tier, range(1, 2))
+        await fill(tier, range(1, 2))
         assert await is_hit(other, 1)
 
 

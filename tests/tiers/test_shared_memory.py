@@ -201,31 +201,6 @@ async def test_a_bad_chunk_is_put_aside_before_anybody_asks(in_memory: Path) -> 
         await until(lambda: key_of(2) in tier.mappings)
 
 
-async def test_what_was_stored_again_is_mapped_as_it_is_now(in_memory: Path) -> None:
-    async with opened(in_memory) as tier, other(in_memory) as writer:
-        await store(tier, 1)
-        await ready_for_news(tier, writer)
-        for number in range(2, 12):
-            assert await writer.do("store", number) == "done"
-            assert await writer.do("replace", number) == "done"
-        assert await writer.do("store", 50) == "done"
-        await until(lambda: key_of(50) in tier.mappings)
-        for number in range(2, 12):
-            lease = await tier.map(key_of(number), READ)
-            assert lease is not None
-            lease.release()
-            await until(lambda number=number: is_current(tier, number))
-
-
-def is_current(tier: SharedMemoryTier, number: int) -> bool:
-    """Whether what is found here, if anything is, is what was stored last."""
-    lease = tier.lease(key_of(number))
-    if lease is None:
-        return True
-    with lease:
-        return is_right(lease, number + 1000)
-
-
 async def ready_for_news(tier: SharedMemoryTier, writer: Other) -> None:
     """Once what comes to the directory of chunks is mapped."""
     tier.maps_ahead = True

@@ -94,32 +94,24 @@ async def test_disk_tells_of_what_another_instance_removes(tmp_path: Path) -> No
         await followed.comes_to({0, 2, 4, 5, 6})
 
 
-async def test_disk_tells_that_its_directory_was_emptied_and_goes_on_in_the_new_one(tmp_path: Path) -> None:
-    async with opened(tmp_path / "kv") as tier, opened(tmp_path / "other") as unconcerned:
-        followed = Followed(tier)
-        await fill(tier, range(4))
-        await fill(unconcerned, range(4))
-        shutil.rmtree(tmp_path / "kv")
-        await followed.comes_to(set())
-        await fill(tier, range(4, 8))
-        assert followed.has == keys(4, 5, 6, 7)
-        Path(tier.path(chunk(5)[0])).unlink()
-        await followed.comes_to({4, 6, 7})
-
-
-@pytest.mark.parametrize("moved", ["host/kv", "host"])
-async def test_disk_hears_of_deletions_in_the_directory_that_took_the_place_of_a_moved_one(
-    tmp_path: Path, moved: str
+@pytest.mark.parametrize("how", ["deleted", "moved", "moved with its parent"])
+async def test_disk_hears_of_changes_in_the_directory_that_took_the_place_of_a_lost_one(
+    tmp_path: Path, how: str
 ) -> None:
     place = tmp_path / "host" / "kv"
     place.mkdir(parents=True)
-    async with opened(place) as tier:
+    async with opened(place) as tier, opened(tmp_path / "other") as unconcerned:
         followed = Followed(tier)
         await fill(tier, range(4))
+        await fill(unconcerned, range(4))
         Path(tier.path(chunk(3)[0])).unlink()
         await followed.comes_to({0, 1, 2})
-        (tmp_path / moved).rename(tmp_path / "away")
-        place.mkdir(parents=True)
+        if how == "deleted":
+            shutil.rmtree(place)
+            await followed.comes_to(set())
+        else:
+            (place if how == "moved" else place.parent).rename(tmp_path / "away")
+            place.mkdir(parents=True)
         await fill(tier, range(4, 8))
         await followed.comes_to({4, 5, 6, 7})
         Path(tier.path(chunk(5)[0])).unlink()

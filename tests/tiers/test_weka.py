@@ -1,6 +1,8 @@
 """The Weka tier: what instances on one directory know of each other, and how they make room."""
 
 import asyncio
+import errno
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.tiers import test_contract
-from tests.tiers.test_disk import FILE_BYTES, is_hit
-from tests.tiers.weka import JumpingPolicy, key_of, opened, refresher_of, store, until
+from tests.tiers.test_disk import FILE_BYTES, fill, is_hit
+from tests.tiers.weka import JumpingPolicy, key_of, opened, until
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files import capacity, index
+from tiercache.tiers.files import index
 from tiercache.tiers.files.index import Refresher, pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -22,12 +24,6 @@ from tiercache.tiers.weka import WekaSettings, WekaTier
 @pytest.fixture
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     return JumpingPolicy()
-
-
-@pytest.fixture
-def short_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a lock that a test holds. A thread that waits for it does not keep the clock from jumping."""
-    monkeypatch.setattr(capacity, "_LOCK_WAIT_S", 0.3)
 
 
 class TestWekaTier(test_contract.TestDiskTier):
@@ -41,20 +37,20 @@ class TestWekaTier(test_contract.TestDiskTier):
 
 async def test_chunk_removed_and_stored_again_elsewhere_is_known_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as one, opened(tmp_path) as other:
-        await store(one, range(1, 2))
+        await fill(one, range(1, 2))
         await other.refreshed()
         await other.remove(key_of(1))
-        await store(one, range(1, 2))
+        await fill(one, range(1, 2))
         assert one.contains(key_of(1)), "it may err until the next refresh"
         await one.refreshed()
-        await store(one, range(1, 2))
+        await fill(one, range(1, 2))
         await other.refreshed()
         assert other.contains(key_of(1))
 
 
 async def test_lookup_asks_memory_and_a_read_asks_the_mount(tmp_path: Path) -> None:
     async with opened(tmp_path, refresh_s=1e3) as other, opened(tmp_path) as one:
-        await store(one, range(1, 2))
+        await fill(one, range(1, 2))
         assert await other.probe([key_of(1)]) == 0
         assert await is_hit(other, 1)
 
@@ -95,30 +91,34 @@ async def test_a_mount_that_hung_twice_is_refreshed_soon_after(tmp_path: Path, m
         assert loop.time() - began_s < 10.0
 
 
-async def test_a_count_that_cannot_be_had_for_a_while_does_not_end_the_refresh(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None
+async def test_a_directory_that_cannot_be_listed_for_a_while_does_not_end_the_refresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(tmp_path, cap_chunks=10) as tier, opened(tmp_path, cap_chunks=10) as other:
-        with tier.directories.all[0].files.capacity._files:
-            refresher_of(tier).hint()
-            await until(lambda: "could not be listed" in caplog.text)
-        await store(other, range(5, 7))
+    def fails(path: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async with opened(tmp_path) as tier, opened(tmp_path) as other:
+        await fill(other, range(1, 2))
+        with monkeypatch.context() as device:
+            device.setattr(os, "scandir", fails)
+            await tier.refreshed()
+        assert "could not be listed" in caplog.text
         await tier.refreshed()
-        assert tier.contains(key_of(6))
+        assert tier.contains(key_of(1))
 
 
 async def test_a_chunk_that_cannot_be_deleted_stays_known_and_others_go(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=10) as tier:
-        await store(tier, range(1, 8))
+        await fill(tier, range(1, 8))
         path = tier.path(key_of(1))
         if subprocess.run(["chattr", "+i", path], capture_output=True, check=False).returncode:
             pytest.skip("this file system cannot forbid deletion")
         try:
-            await store(tier, range(8, 30))
+            await fill(tier, range(8, 30))
             assert tier.contains(key_of(1))
         finally:
             subprocess.run(["chattr", "-i", path], check=True)
-        await store(tier, range(30, 60))
+        await fill(tier, range(30, 60))
         assert not tier.contains(key_of(1))
 
 

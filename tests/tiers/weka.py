@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +11,6 @@ from tests.tiers.opened import open_tier
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import JumpingClockLoop, chunk
-from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.base import Tier
-from tiercache.tiers.files.index import Refresher, RelistingLookup
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
@@ -36,27 +32,6 @@ async def opened(directory: Path, cap_chunks: int = 64, **settings: object) -> A
 
 def key_of(number: int) -> ChunkKey:
     return chunk(number)[0]
-
-
-async def store(tier: Tier, numbers: range) -> None:
-    for number in numbers:
-        key, payload = chunk(number)
-        assert await tier.write(key, payload, CHUNK_BYTES)
-
-
-def physical_bytes(directory: Path) -> int:
-    """Chunks, and what is half-written. Chunks may be deleted meanwhile; nothing may be written."""
-    total = 0
-    for path in [*directory.glob("00/*"), *directory.glob(".tiercache/tmp/*.*[0-9]")]:
-        with contextlib.suppress(FileNotFoundError):
-            total += path.lstat().st_blocks * 512
-    return total
-
-
-def refresher_of(tier: WekaTier) -> Refresher:
-    lookup = tier.lookup
-    assert isinstance(lookup, RelistingLookup)
-    return next(iter(lookup.refreshers.values()))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -8,7 +8,6 @@ import pytest
 from hf3fs_fuse.io import deregister_fd, make_ioring, make_iovec, register_fd
 
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.hf3fs_emulator.client.mounts import add_link
 
 BUFFER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -43,18 +42,6 @@ class Client:
         self._descriptors.remove(descriptor)
         deregister_fd(descriptor)
         os.close(descriptor)
-
-    def recover(self) -> None:
-        """With a new daemon: register the buffer under its old name, and get rid of descriptors of the dead mount.
-
-        A number can be deregistered only while it is on 3FS, so each is made to be once more.
-        """
-        add_link(f"/dev/shm/{self.shm.name}", self.iov.link)
-        for descriptor in list(self._descriptors):
-            fresh = os.open(self.file("fresh"), os.O_RDONLY)
-            os.dup2(fresh, descriptor, inheritable=False)
-            os.close(fresh)
-            self.close_descriptor(descriptor)
 
     def close(self) -> None:
         for descriptor in list(self._descriptors):

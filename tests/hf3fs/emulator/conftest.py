@@ -42,17 +42,3 @@ def client(emulator: Hf3fsEmulator) -> Iterator[Client]:
     client = Client(emulator)
     yield client
     client.close()
-
-
-@pytest.fixture
-def mortal(kind: str) -> Iterator[Hf3fsEmulator]:
-    """One of the test's own, to be killed, or to be left with what cannot be taken back."""
-    with Hf3fsEmulator(fuse=kind == "fuse") as emulator:
-        yield emulator
-
-
-@pytest.fixture
-def mortal_client(mortal: Hf3fsEmulator) -> Iterator[Client]:
-    client = Client(mortal)
-    yield client
-    client.close()

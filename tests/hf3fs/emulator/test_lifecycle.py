@@ -1,4 +1,4 @@
-"""Starting, stopping, dying: of the daemon, and of its clients."""
+"""The emulator's daemon ends with its owner."""
 
 import contextlib
 import os
@@ -12,28 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.hf3fs.emulator.client import PATIENCE_S
-from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.servers.processes import stop_process
-
-CLIENT = """
-import os, sys
-from multiprocessing import resource_tracker, shared_memory
-from hf3fs_fuse.io import make_iovec, make_ioring, register_fd
-shm = shared_memory.SharedMemory(sys.argv[2], create=True, size=4096)
-resource_tracker.unregister(shm._name, "shared_memory")  # the test looks after it
-mount = sys.argv[1]
-iov, ring = make_iovec(shm, mount), make_ioring(mount, 4)
-descriptor = os.open(f"{mount}/file", os.O_RDONLY)
-register_fd(descriptor)
-ring.prepare(iov[:1], True, descriptor, 0)
-assert ring.submit().wait(min_results=1, timeout=20.0)[0].result == 1
-print("ready", flush=True)
-sys.stdin.readline()
-ring.prepare(iov[:1], True, descriptor, 0)
-ring.submit().wait(min_results=1)
-"""
-
-CLIENT_MEMORY = f"test-3fs-client-{os.getpid()}"
 
 OWNER = """
 import sys
@@ -45,35 +24,12 @@ sys.stdin.read()
 """
 
 
-def start(code: str, argument: str, emulator: Hf3fsEmulator) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, argument, CLIENT_MEMORY],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **emulator.environment},
-    )
-
-
-def test_rule_9_waiting_without_a_timeout_is_for_ever_when_the_daemon_dies(mortal: Hf3fsEmulator) -> None:
-    (mortal.mount / "file").write_bytes(b"x")
-    with start(CLIENT, str(mortal.mount), mortal) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        mortal.control.hang()
-        assert process.stdin is not None
-        print(file=process.stdin, flush=True)
-        mortal.control.until_hanging(1)
-        mortal.kill()
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.2)
-        process.kill()
-    Path("/dev/shm", CLIENT_MEMORY).unlink()
-
-
 @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "running"])
-def test_daemon_goes_with_its_owner(kind: str, emulator: Hf3fsEmulator, stopped: bool) -> None:
+def test_daemon_goes_with_its_owner(kind: str, stopped: bool) -> None:
     """A stopped daemon does not see the end of its stdin, and a mount without a daemon hangs every process that uses it."""
-    with start(OWNER, kind, emulator) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         pid, directory = owner.stdout.readline().split()
         daemon = os.pidfd_open(int(pid))

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,33 @@ def mortal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 mortal_on_fuse = pytest.mark.parametrize("mortal", [pytest.param("fuse", marks=needs_fuse)], indirect=True)
+
+
+LONGEST_LAG_S = 1.0
+"""Longest lag of the loop on a busy machine. A mount that hangs would stop the loop until the daemon continues."""
+
+
+@asynccontextmanager
+async def responsive() -> AsyncIterator[None]:
+    """The loop goes on all the time."""
+    loop = asyncio.get_running_loop()
+    lag_s = 0.0
+
+    async def beat() -> None:
+        nonlocal lag_s
+        while True:
+            before_s = loop.time()
+            await asyncio.sleep(0.01)
+            lag_s = max(lag_s, loop.time() - before_s)
+
+    heart = asyncio.create_task(beat())
+    try:
+        yield
+        await asyncio.sleep(0)
+    finally:
+        heart.cancel()
+        await asyncio.wait([heart])
+    assert lag_s < LONGEST_LAG_S
 
 
 async def until(condition: Callable[[], bool]) -> None:

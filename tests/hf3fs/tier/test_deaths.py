@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -17,6 +15,7 @@ from tests.hf3fs.tier.conftest import (
     make_tier,
     mortal_on_fuse,
     put,
+    responsive,
     until,
     works_again,
     written,
@@ -28,32 +27,6 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.tiers.hf3fs import tier as tier_module
 from tiercache.tiers.hf3fs.files import RegisteredFiles
-
-LONGEST_LAG_S = 1.0
-"""Longest lag of the loop on a busy machine. A mount that hangs would stop the loop until the daemon continues."""
-
-
-@asynccontextmanager
-async def responsive() -> AsyncIterator[None]:
-    """The loop goes on all the time."""
-    loop = asyncio.get_running_loop()
-    lag_s = 0.0
-
-    async def beat() -> None:
-        nonlocal lag_s
-        while True:
-            before_s = loop.time()
-            await asyncio.sleep(0.01)
-            lag_s = max(lag_s, loop.time() - before_s)
-
-    heart = asyncio.create_task(beat())
-    try:
-        yield
-        await asyncio.sleep(0)
-    finally:
-        heart.cancel()
-        await asyncio.wait([heart])
-    assert lag_s < LONGEST_LAG_S
 
 
 async def test_daemon_that_died_while_nobody_asked_is_noticed_by_writes(
@@ -144,34 +117,6 @@ async def test_daemon_that_stops_while_a_tier_opens(
     again = make_tier(mortal.mount / "chunks", rings=HASTY)
     await again.open()
     await again.close()
-
-
-@mortal_on_fuse
-async def test_closing_does_not_wait_for_a_daemon_that_stops_while_it_is_taken_up(
-    mortal: Hf3fsEmulator, opened: Opened, memory: Memory, short_waits: None
-) -> None:
-    # So small a tier asks the counter, and with it the mount, at each write.
-    async with opened(mortal.mount / "chunks", rings=HASTY, cap_bytes=1 << 20) as tier3:
-        await put(tier3, memory, 1)
-        await tier3.scanned()
-        reviving = asyncio.Event()
-        revive = tier3.io.engine._revive
-
-        async def stopped() -> None:
-            mortal.pause()
-            reviving.set()
-            await revive()
-
-        tier3.io.engine._revive = stopped
-        await asyncio.to_thread(mortal.restart)
-        with contextlib.suppress(OSError, TierUnavailable):
-            await put(tier3, memory, 2)
-        await asyncio.wait_for(reviving.wait(), PATIENCE_S)
-        async with responsive():
-            await asyncio.wait_for(tier3.close(), PATIENCE_S)
-        left = [task.get_name() for task in asyncio.all_tasks() if "examine" in task.get_name()]
-        mortal.resume()
-        assert not left
 
 
 @needs_fuse

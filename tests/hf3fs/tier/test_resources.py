@@ -69,16 +69,19 @@ async def test_shared_memory_is_what_the_configuration_says(opened: Opened, plac
 async def test_what_cannot_work_is_refused_and_leaves_nothing(
     emulator: Hf3fsEmulator, place: Path, tmp_path: Path
 ) -> None:
-    """Buffers too small for two chunks, a directory outside of 3FS, and a mount that is not the directory's."""
+    """Buffers too small for two chunks, a directory outside of 3FS, a mount that is not the directory's, and a file."""
     before = ours()
+    (place.with_name(f"{place.name}-file")).touch()
     for tier, said in (
         (make_tier(place, chunk_bytes=3 << 20), "hf3fs_iov_size"),
         (make_tier(tmp_path / "no"), "does not lie on a 3FS mount"),
         (make_tier(place, mount=tmp_path), str(tmp_path)),
+        (make_tier(place, place.with_name(f"{place.name}-file")), "cannot be used"),
     ):
         with pytest.raises(ConfigError, match=said):
             await tier.open()
     assert ours() == before
+    emulator.control.until_registered(buffers=0, rings=0)
 
 
 async def test_refused_depth_is_named(mortal: Hf3fsEmulator) -> None:
@@ -89,17 +92,6 @@ async def test_refused_depth_is_named(mortal: Hf3fsEmulator) -> None:
         await make_tier(mortal.mount / "chunks", rings=replace(RINGS, io_depth=-4)).open()
     assert ours() == before
     mortal.control.until_registered(buffers=0, rings=0)
-
-
-async def test_unusable_base_path_leaves_nothing(emulator: Hf3fsEmulator, place: Path, opened: Opened) -> None:
-    place.mkdir()
-    (place / "file").touch()
-    before = ours()
-    with pytest.raises(ConfigError, match="cannot be used"):
-        async with opened(place / "good", place / "file"):
-            pass
-    assert ours() == before
-    emulator.control.until_registered(buffers=0, rings=0)
 
 
 @mortal_on_fuse

@@ -20,6 +20,7 @@ import mfusepy
 ROOT = sys.argv[1]
 FLIP = ROOT + ".flip"
 FULL = ROOT + ".full"
+UNREADABLE = ROOT + ".unreadable"
 STATUS = "atime ctime mtime gid uid mode nlink size blocks ino".split()
 SPACE = "bavail bfree blocks bsize favail ffree files flag frsize namemax".split()
 
@@ -44,6 +45,8 @@ class Loopback(mfusepy.Operations):
         return os.open(ROOT + path, flags & ~(os.O_CREAT | os.O_EXCL | os.O_DIRECT))
 
     def read(self, path, size, offset, fh):
+        if os.path.exists(UNREADABLE) and any(map(path.endswith, open(UNREADABLE).read().split(","))):
+            raise mfusepy.FuseOSError(errno.EIO)
         data = os.pread(fh, size, offset)
         if len(data) > 4096 and os.path.exists(FLIP):
             os.unlink(FLIP)
@@ -111,6 +114,11 @@ class FragileMount:
     def flip_next(self) -> None:
         """A bit of the next large read flips on its way."""
         self.behind.with_name(f"{self.behind.name}.flip").touch()
+
+    def make_unreadable(self, *ends: str) -> None:
+        """From here on only files of which the path ends so cannot be read."""
+        place = self.behind.with_name(f"{self.behind.name}.unreadable")
+        place.write_text(",".join(ends)) if ends else place.unlink()
 
     def fill(self) -> None:
         """From here on nothing can be written."""

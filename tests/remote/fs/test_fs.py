@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.compression.contract import CompressionContract
@@ -19,13 +18,12 @@ from tests.remote.fs.mount import FragileMount
 from tests.remote.waiting import eventually
 from tests.tiers.opened import open_tier
 from tests.tiers.test_contract import LAYOUT, limits
-from tests.tiers.test_disk import flip
-from tests.tiers.weka import store
+from tests.tiers.test_disk import fill, flip, is_hit
 from tiercache import Config, Layout, TierCache
 from tiercache.assembly import make_tiers
 from tiercache.core.header import file_bytes
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.testing import TierContract, chunk, page_aligned
+from tiercache.testing import TierContract, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files.access import Mount
@@ -54,21 +52,6 @@ def tier_on(*directories: Path, timeout_s: float = 5.0, url: str = "", item_byte
 
 def opened(*directories: Path, **options: Any) -> AbstractAsyncContextManager[FsTier]:
     return open_tier(tier_on(*directories, **options))
-
-
-def drop_cached(path: Path) -> None:
-    """What the kernel has kept of a file: the next read asks the mount."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-
-
-async def is_hit(tier: Tier, number: int) -> bool:
-    key, payload = chunk(number)
-    into = page_aligned(CHUNK_BYTES)
-    length = await tier.read(key, into)
-    assert length is None or np.array_equal(into, payload)
-    return length is not None
 
 
 @pytest.fixture
@@ -188,10 +171,11 @@ async def test_a_directory_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path
 @needs_fuse
 async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: FragileMount) -> None:
     async with opened(mount.path, use_odirect=False) as writer:
-        await store(writer, range(1, 2))
+        await fill(writer, range(1, 2))
     async with opened(mount.path) as tier:
         os.sync()
-        drop_cached(Path(tier.path(chunk(1)[0])))
+        with open(tier.path(chunk(1)[0]), "rb") as file:  # the next read asks the mount
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         mount.flip_next()
         assert await is_hit(tier, 1)
         assert not mount.behind.with_name("behind.flip").exists(), "it was flipped"
@@ -204,7 +188,7 @@ async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(
     mount: FragileMount, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(mount.path) as tier:
-        await store(tier, range(1, 3))
+        await fill(tier, range(1, 3))
     mount.hang()
     tier = tier_on(mount.path, timeout_s=1.0)
     with caplog.at_level(logging.WARNING, "tiercache.disk"):
@@ -228,9 +212,9 @@ async def test_a_mount_that_cannot_be_used_at_the_start_is_tried_again(mount: Fr
     await asyncio.to_thread(away)
     async with open_tier(tier_on(mount.path, timeout_s=1.0)) as tier:
         with pytest.raises(TierUnavailable, match="cannot be reached" if how == "dead" else None):
-            await store(tier, range(1, 2))
+            await fill(tier, range(1, 2))
         await asyncio.to_thread(back)
-        await eventually(lambda: store(tier, range(1, 2)))
+        await eventually(lambda: fill(tier, range(1, 2)))
 
 
 @needs_fuse

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from tests.needs import takes_minutes
 from tests.remote.arena import chunk, page_aligned
 from tests.remote.mooncake.conftest import make_tier
+from tests.remote.waiting import eventually
 from tests.servers.mooncake import Holder, Master, running
 from tests.tiers.opened import open_tier
 from tiercache.bench.loop_figures import lags
@@ -26,19 +27,6 @@ pytestmark = pytest.mark.needs("libibverbs1")
 
 KEY, PAYLOAD = chunk(1, 1 << 20)
 LENGTH = 1 << 20
-
-
-async def eventually(work: Callable[[], Awaitable[object]], *, seconds: float = 20.0) -> object:
-    """Try again until it is true and raises neither TierUnavailable nor TierFull; the pauses spare the processor."""
-    end_s = time.monotonic() + seconds
-    while True:
-        try:
-            if found := await work():
-                return found
-        except (TierUnavailable, TierFull):
-            assert time.monotonic() < end_s
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.02)
 
 
 @pytest.fixture
@@ -71,12 +59,6 @@ async def test_a_master_that_is_down_at_the_start_is_used_when_it_comes(
         master.kill()
 
 
-async def test_closing_does_not_wait_for_a_master_that_never_came(tmp_path: Path) -> None:
-    tier = make_tier(Master(tmp_path).url)
-    await tier.open()
-    await asyncio.wait_for(tier.close(), 60)
-
-
 async def test_a_master_that_dies_and_comes_back_is_a_failure_then_a_miss_then_well(
     store: tuple[Master, Holder],
 ) -> None:
@@ -89,15 +71,11 @@ async def test_a_master_that_dies_and_comes_back_is_a_failure_then_a_miss_then_w
         assert not tier.contains(KEY), "what was known of a lost master is forgotten"
         master.start()
         # It has forgotten everything; the holder gives its memory again without being asked.
-        await eventually(lambda: answered(tier.probe([KEY]), 0))
+        await eventually(lambda: tier.probe([KEY]), lambda found: found == 0)
         assert await tier.read(KEY, page_aligned(LENGTH)) is None
         assert await eventually(lambda: tier.write(KEY, PAYLOAD, LENGTH))
         into = page_aligned(LENGTH)
         assert await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
-
-
-async def answered(question: Awaitable[int], expected: int) -> bool:
-    return await question == expected
 
 
 async def test_a_frozen_master_costs_its_deadline_and_never_the_loop(store: tuple[Master, Holder]) -> None:
@@ -125,7 +103,7 @@ async def test_a_frozen_master_costs_its_deadline_and_never_the_loop(store: tupl
         assert tier._control.unfinished <= 10
         master.thaw()
         assert await asyncio.gather(*reads) == [LENGTH, LENGTH]
-        await eventually(lambda: answered(tier.probe([KEY]), 1))
+        await eventually(lambda: tier.probe([KEY]), lambda found: found == 1)
     finally:
         master.thaw()
         await tier.close()
@@ -167,11 +145,8 @@ async def test_lost_memory_is_a_failure_or_a_miss_and_other_memory_is_used(
         into = page_aligned(LENGTH)
         with pytest.raises(TierUnavailable):
             await tier.read(KEY, into)
-
-        async def missed() -> bool:
-            return await tier.read(KEY, into) is None
-
-        await eventually(missed)  # once the master has noticed
+        # Once the master has noticed:
+        await eventually(lambda: tier.read(KEY, into), lambda found: found is None)
         with pytest.raises((TierFull, TierUnavailable)):
             await tier.write(KEY, PAYLOAD, LENGTH)
         holder.start()

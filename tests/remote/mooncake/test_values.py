@@ -60,15 +60,6 @@ async def test_the_value_is_the_payload_and_its_header(tier: MooncakeTier, clien
     assert value[:1000] == PAYLOAD[:1000].tobytes() and value[1000:1008] == b"TIERKV\r\n"
 
 
-async def test_two_clients_share_their_chunks(tier: MooncakeTier, other: MooncakeTier) -> None:
-    assert await tier.write(KEY, PAYLOAD, LENGTH)
-    assert await other.probe([KEY]) == 1
-    assert await other.write(KEY, PAYLOAD, LENGTH), "already there"
-    assert await other.remove(KEY) is True
-    assert await tier.read(KEY, page_aligned(LENGTH)) is None
-    assert not tier.contains(KEY)
-
-
 async def test_a_value_that_is_still_being_written_is_not_there(tier: MooncakeTier, client: Any) -> None:
     assert client.batch_put_session_start([NAME], [LENGTH]) == [0]
     assert await tier.probe([KEY]) == 0

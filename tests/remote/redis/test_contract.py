@@ -1,4 +1,4 @@
-"""The contract of tiers, on every kind of server, and the one of compressed chunks."""
+"""The contract of tiers, on every kind of server, the one of compressed chunks, and the tier in a cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.compression.contract import CompressionContract
+from tests.remote.in_the_cache import chunks_come_back, works_without_its_server
 from tests.remote.redis.servers import Cluster, Server
-from tests.remote.redis.tiers import make_tier, value_name
+from tests.remote.redis.tiers import CHUNK_BYTES, make_tier, opened, value_name
+from tiercache import Config
 from tiercache.core.keys import ChunkKey
-from tiercache.testing import TierContract
+from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.tiers.base import Tier
 
 pytestmark = pytest.mark.needs("redis-server")
@@ -36,22 +38,20 @@ class RedisContract(TierContract):
         return True
 
 
+async def test_a_chunk_comes_back_over_a_socket_and_from_another_database(server: Server) -> None:
+    key, payload = chunk(1)
+    for url, database in ((f"unix://{server.socket_path}", 0), (f"valkey://127.0.0.1:{server.port}/3", 3)):
+        async with opened(url) as tier:
+            assert await tier.write(key, payload, CHUNK_BYTES)
+            assert await tier.read(key, page_aligned(CHUNK_BYTES)) == CHUNK_BYTES
+        with server.client(db=database) as client:
+            assert client.exists(value_name(key))
+
+
 class TestStandalone(RedisContract):
     @pytest.fixture(autouse=True)
     def use(self, server: Server) -> None:
         self.server = server
-
-
-class TestUnixSocket(TestStandalone):
-    def url(self) -> str:
-        return f"unix://{self.server.socket_path}"
-
-
-class TestAnotherDatabase(TestStandalone):
-    client: ClassVar[dict[str, Any]] = {"db": 3}
-
-    def url(self) -> str:
-        return f"valkey://127.0.0.1:{self.server.port}/3"
 
 
 @pytest.mark.needs("openssl")
@@ -98,3 +98,16 @@ class TestCompressed(CompressionContract):
     async def damage(self, tier: Tier, key: bytes) -> None:
         with self.server.client() as client:
             client.setrange(value_name(key), 20_000, b"damaged!")
+
+
+def configured(port: int) -> Config:
+    values = {"chunk_size": 16, "max_local_cpu_size": 0.004, "remote_url": f"redis://127.0.0.1:{port}"}
+    return Config.load(environ={}, overrides=values)
+
+
+async def test_chunks_come_back_in_another_cache(server: Server) -> None:
+    await chunks_come_back(configured(server.port))
+
+
+async def test_a_cache_starts_and_works_without_its_server() -> None:
+    await works_without_its_server(configured(1))

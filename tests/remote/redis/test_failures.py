@@ -8,7 +8,6 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +25,6 @@ pytestmark = pytest.mark.needs("redis-server")
 SECRET = "correct-horse-7"  # what must never be shown
 KEY, PAYLOAD = chunk(1, 9 << 20)
 LENGTH = 9 << 20
-
-
-@pytest.fixture
-def silent() -> Iterator[int]:
-    """The port of a server that the kernel connects to and that never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-        yield listener.getsockname()[1]
 
 
 async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:
@@ -111,20 +103,6 @@ async def test_a_server_killed_in_the_middle_of_a_transfer_is_a_clean_failure(tm
             assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes), outcomes
             server.start().ready()
             assert await eventually(lambda: tier.write(*chunks[0], 4 << 20))
-
-
-async def test_a_server_that_never_answers_costs_a_time_out_and_no_thread(silent: int) -> None:
-    async with opened(f"redis://127.0.0.1:{silent}", timeout_s=1.0, concurrency=2) as tier:
-        for _ in range(2):
-            began = time.monotonic()
-            outcomes = await asyncio.gather(
-                *(tier.read(KEY, page_aligned(LENGTH)) for _ in range(2)),
-                tier.write(KEY, PAYLOAD, LENGTH),
-                tier.probe([KEY]),
-                return_exceptions=True,
-            )
-            assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes), outcomes
-            assert time.monotonic() - began < 20.0
 
 
 @pytest.mark.parametrize("where", ["in an answer", "in the greeting"])

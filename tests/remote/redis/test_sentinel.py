@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server, until
-from tests.remote.redis.tiers import make_tier, opened, value_name
+from tests.remote.redis.tiers import make_tier, opened
 from tests.remote.waiting import eventually
-from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.testing import TierContract
 from tiercache.testing.contract import chunk, page_aligned
-from tiercache.tiers.base import Tier
 
 pytestmark = pytest.mark.needs("redis-server")
 
@@ -78,20 +75,6 @@ def watched(shared: Watched) -> Watched:
     with shared.master.client() as client:
         client.flushall()
     return shared
-
-
-class TestWatchedMaster(TierContract):
-    @pytest.fixture(autouse=True)
-    def use(self, watched: Watched) -> None:
-        self.watched = watched
-
-    async def make_tier(self, place: Path) -> Tier:
-        return make_tier(self.watched.url)
-
-    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        with self.watched.master.client() as client:
-            client.setrange(value_name(key), 88 + 17, b"damaged!")
-        return True
 
 
 async def test_a_service_that_nobody_knows_does_not_stop_the_start(watched: Watched) -> None:

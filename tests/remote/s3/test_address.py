@@ -24,7 +24,6 @@ def place(url: str, **options: Any) -> S3Address:
         ("s3://kv", {"prefix": ""}, ("kv", "", None, None, None)),
         ("s3://kv", {"region": "eu-west-1"}, ("kv", "tiercache", None, None, "eu-west-1")),
         ("s3://kv", {"endpoint": "https://s:9000/"}, ("kv", "tiercache", "https://s:9000", None, None)),
-        ("s3://kv", {"endpoint": "s:9000"}, ("kv", "tiercache", "https://s:9000", None, None)),
         ("s3://kv", {"endpoint": "s:9000", "allow_http": True}, ("kv", "tiercache", "http://s:9000", None, None)),
         (
             "s3://my.own.kv",
@@ -60,7 +59,6 @@ def test_a_bucket_and_perhaps_an_endpoint(url: str, options: dict[str, Any], exp
             ("kv", "tiercache", "https://store.corp", False, None),
         ),
         ("s3://kv.127.0.0.1:9000", {}, ("kv", "tiercache", "https://127.0.0.1:9000", False, None)),
-        ("s3://kv.localhost:9000", {}, ("kv", "tiercache", "https://localhost:9000", False, None)),
     ],
 )
 def test_the_host_that_requests_go_to_as_lmcache_has_it(
@@ -74,7 +72,6 @@ def test_the_host_that_requests_go_to_as_lmcache_has_it(
     [
         ("", {}, r"\.url: this names no bucket"),
         ("http://kv", {}, r"\.url: this names no bucket"),
-        ("s3://", {}, r"\.url: this names no bucket"),
         ("s3://k", {}, r"\.url: this is no name of a bucket"),
         ("s3://key:hunter2@kv", {}, r"\.url: credentials do not belong here"),
         ("s3://kv?token=hunter2", {}, r"\.url: an S3 URL has no \?"),
@@ -82,7 +79,6 @@ def test_the_host_that_requests_go_to_as_lmcache_has_it(
         ("s3://kv", {"endpoint": "ftp://s"}, r"\.endpoint: expected a URL"),
         ("s3://kv", {"endpoint": "https://me:hunter2@s"}, r"\.endpoint: expected a URL"),
         ("s3://kv", {"prefix": "../../x"}, r"\.prefix: expected names with / between them, without '\.\.'"),
-        ("s3://kv", {"prefix": "a/./b"}, r"\.prefix: expected names"),
         ("s3://kv", {"prefix": "a\nb"}, r"\.prefix: expected names"),
         ("s3://kv/../x", {}, r"\.url: expected names"),
         ("s3://kv", {"endpoint": "http://s"}, r"\.allow_http: http://s is plain HTTP"),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.remote.in_the_cache import LAYOUT, PAYLOADS, TOKENS, chunks_come_back, loads_all
+from tests.remote.in_the_cache import chunks_come_back
 from tests.servers.s3 import BUCKET, KEY, SECRET, S3Server
-from tiercache import Config, TierCache
+from tiercache import Config
 
 
 def configured(path: Path, server: S3Server, **more: object) -> Config:
@@ -37,22 +36,3 @@ async def test_chunks_come_back_in_another_cache(
     writer, _ = await chunks_come_back(configured(tmp_path, s3_server))
     assert writer.name == "s3"
     assert SECRET not in caplog.text
-
-
-async def test_the_role_says_which_way_chunks_go(tmp_path: Path, s3_server: S3Server) -> None:
-    def opened(role: str) -> AbstractAsyncContextManager[TierCache]:
-        config = configured(tmp_path, s3_server, **{"remote_storage_plugin.s3.role": role})
-        return TierCache.open(config, LAYOUT)
-
-    async with opened("read") as cache:
-        assert await cache.store(TOKENS, PAYLOADS) == len(PAYLOADS)
-        assert (await cache.flush()).complete
-    async with opened("both") as cache:
-        assert not await loads_all(cache), "it was only read"
-    async with opened("write") as cache:
-        assert await cache.store(TOKENS, PAYLOADS) == len(PAYLOADS)
-        assert (await cache.flush()).complete
-    async with opened("write") as cache:
-        assert not await loads_all(cache), "it was only written"
-    async with opened("read") as cache:
-        assert await loads_all(cache)

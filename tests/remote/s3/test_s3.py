@@ -49,16 +49,6 @@ async def read(tier: S3Tier, number: int, length: int = CHUNK_BYTES) -> np.ndarr
     return None if found is None else into[:found]
 
 
-@pytest.mark.parametrize("length", [LARGE_BYTES, 4 << 20, (4 << 20) + 1, 1])
-async def test_a_large_chunk_is_read_in_parts_and_a_tail_is_found_whole(make_tier: MakeTier, length: int) -> None:
-    async with opened(make_tier(chunk_bytes=LARGE_BYTES, part_bytes=2 << 20)) as tier:
-        key, payload = chunk(1, length)
-        assert await tier.write(key, payload, length)
-        found = await read(tier, 1)
-        assert found is not None
-        assert np.array_equal(found, payload[:length])
-
-
 async def test_a_chunk_of_another_layout_is_not_found(make_tier: MakeTier) -> None:
     async with opened(make_tier()) as one, opened(make_tier(fingerprint=b"o" * 16)) as other:
         await one.write(*chunk(1), CHUNK_BYTES)

@@ -48,7 +48,7 @@ async def fill(cache: TierCache, count: int, length: int = CHUNK_BYTES, first: i
 
 async def pages_have_moved(cache: TierCache) -> None:
     """Pages are given up one call after the other."""
-    await cache.cpu._pages.submit(int)
+    await cache.cpu.slot_pool._pages.submit(int)
 
 
 async def found(cache: TierCache, keys: list[bytes], length: int = CHUNK_BYTES) -> int:
@@ -229,7 +229,7 @@ async def test_quotas_that_are_lowered_and_raised(tmp_path: Path) -> None:
         assert (await cache.flush()).complete and is_whole(cache)
 
 
-async def test_leased_chunks_of_a_tenant_above_its_new_quota_go_with_its_next_chunk() -> None:
+async def test_leased_chunks_of_a_tenant_above_its_new_quota_go_when_their_leases_end() -> None:
     async with opened(tenant_max_local_cpu_size=gb(16 * CHUNK_BYTES)) as cache:
         keys = keys_of(cache, "noisy", 16)
         await put(cache, keys)
@@ -238,7 +238,6 @@ async def test_leased_chunks_of_a_tenant_above_its_new_quota_go_with_its_next_ch
         assert held(cache, "cpu", "noisy")[1] == 16
         for lease in leases:
             lease.release()
-        await put(cache, keys_of(cache, "noisy", 1, session=1))
         assert held(cache, "cpu", "noisy")[1] == 4 and is_whole(cache)
 
 

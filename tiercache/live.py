@@ -70,7 +70,7 @@ async def apply(parts: Parts, layout: Layout, old: Config, new: Config) -> tuple
             await _open(parts, fresh)
             opened.append(fresh)
         try:
-            populated = await parts.cpu.populated(slots)
+            populated = await parts.cpu.slot_pool.populated(slots)
         except OSError as error:
             raise ConfigError(f"max_local_cpu_size: there is no memory for that: {error}") from error
         _check_open(parts)
@@ -79,9 +79,7 @@ async def apply(parts: Parts, layout: Layout, old: Config, new: Config) -> tuple
         raise
     if slots < parts.cpu.budget.slots and parts.arena.pinned:
         logger.warning("max_local_cpu_size: the memory stays with this process, since a device has registered it")
-    parts.cpu.resize(slots, populated)
-    if quota_bytes:
-        parts.cpu.limit_tenants(quota_bytes)
+    parts.cpu.limit(slots, populated, quota_bytes)
     arena_bytes, slot_bytes = slots * parts.cpu.pool.slot_bytes, parts.cpu.pool.slot_bytes
     for writer in parts.fan_out.writers:
         writer.limit(writer_settings(new, len(parts.tiers), arena_bytes, slot_bytes, parts.cpu.budget))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiercache.config.explanation import shown_setting
+from tiercache.config.explanation import as_text, shown_setting
 from tiercache.config.loading import Config
 from tiercache.config.remote_options import OPTIONS
 from tiercache.config.remotes import PLUGIN_PREFIX, remotes_of
@@ -44,7 +44,7 @@ class Change:
     """False if the change needs a restart."""
 
     def __str__(self) -> str:
-        return f"{self.key}: {_text(self.before)} -> {_text(self.after)}"
+        return f"{self.key}: {as_text(self.before)} -> {as_text(self.after)}"
 
 
 def changes(old: ConfigFields, new: ConfigFields) -> list[Change]:
@@ -105,11 +105,3 @@ def _may_follow(name: str, before: Any, after: Any) -> bool:
     if "max_" in name:
         return float(before or 0) > 0 and float(after or 0) > 0
     return True
-
-
-def _text(value: Any) -> str:
-    if value is None or value in ("", ()):
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiercache.config.explanation import as_text, shown_setting
 from tiercache.config.loading import Config
-from tiercache.config.remote_options import OPTIONS
+from tiercache.config.remote_options import ALIASES, OPTIONS
 from tiercache.config.remotes import PLUGIN_PREFIX, remotes_of
 from tiercache.config.schema import KEYS, ConfigFields
 from tiercache.config.secrets import without_credentials
@@ -101,7 +101,9 @@ def _live_settings(config: ConfigFields) -> set[str]:
 def _may_follow(name: str, before: Any, after: Any) -> bool:
     """Return True if a live key can get this value."""
     if name.endswith("url"):
-        return bool(before and after) and without_credentials(before) == without_credentials(after)
+        type_name = ALIASES.get(str(before).partition("://")[0])
+        rotates = "url" in LIVE_OPTIONS.get(type_name or "", ()) and bool(after)
+        return rotates and without_credentials(before) == without_credentials(after)
     if "max_" in name:
         return float(before or 0) > 0 and float(after or 0) > 0
     return True

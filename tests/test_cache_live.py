@@ -124,24 +124,24 @@ async def test_growth_while_a_shrink_is_under_way_ends_with_the_new_size() -> No
 
 
 async def test_a_hot_cache_shrinks_and_grows_beside_puts_and_gets(tmp_path: Path) -> None:
-    async with opened(tmp_path) as cache:
+    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA // 2)) as cache:
         stop = False
 
         async def use(first: int) -> None:
             while not stop:
-                for number in range(first, first + 20):
-                    await cache.put(key(number), payload(number))
-                await found(cache, [key(number) for number in range(first, first + 20)])
+                for number in range(first, first + 6):
+                    await cache.put(key(number), payload(number, MIB))
+                await found(cache, [key(number) for number in range(first, first + 6)], MIB)
 
-        users = [asyncio.create_task(use(1 + 20 * user)) for user in range(3)]
-        for slots in (8, 32, 4, 16, 5, 32):
-            await cache.reconfigure({"max_local_cpu_size": gb(slots * CHUNK_BYTES + 1 - CHUNK_BYTES)})
-            for user in range(3):
-                await cache.put(key(1000 + user), payload(1000 + user))
+        users = [asyncio.create_task(use(1 + 6 * user)) for user in range(3)]
+        for slots in (8, 32, 4, 16, 6, 32):
+            await cache.reconfigure({"max_local_cpu_size": gb(slots * MIB)})
+            await cache.put(key(1000), payload(1000, MIB))
+            assert cache.statistics().slots >= slots
         stop = True
         await asyncio.gather(*users)
         assert (await cache.flush()).complete
-        assert is_whole(cache)
+        assert is_whole(cache) and cache.statistics().slots == 32
 
 
 WRONG = {

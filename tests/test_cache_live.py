@@ -13,7 +13,7 @@ from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, ope
 from tests.test_tenants import chunks_on_disk, held, keys_of, on_disk, put
 from tiercache import Lease, TierCache
 from tiercache.core.layout import Layout
-from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
 from tiercache.tiers.files.tier import FileTier
 
 GB, MIB = 1 << 30, 1 << 20
@@ -326,6 +326,88 @@ async def test_a_detach_that_is_cancelled_while_it_waits_leaves_the_tier_attache
         assert (await cache.flush()).complete
         cache.clear_hot()
         assert await found(cache, [key(number) for number in range(1, 10)]) == 9
+
+
+async def test_a_tier_with_a_full_queue_that_hangs_is_detached_in_time_and_no_put_waits_for_it(tmp_path: Path) -> None:
+    queue = {"write_queue_bytes": 2 * CHUNK_BYTES, "on_queue_full": "wait", "queue_wait_s": 60.0}
+    async with opened(tmp_path, **queue) as cache:
+        tier, gate = cache.tiers[0], asyncio.Event()
+
+        async def hangs(*arguments: object) -> bool:
+            await gate.wait()
+            return False
+
+        tier.write = hangs  # type: ignore[method-assign]
+        puts = [asyncio.create_task(cache.put(key(number), payload(number))) for number in range(1, 12)]
+        while not cache.parts.fan_out.writers[0].statistics().queued:
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await cache.detach("disk", timeout_s=0.01)
+            assert all(await asyncio.gather(*puts))
+        assert await cache.put(key(50), payload(50))
+        gate.set()
+        await cache.attach("disk")
+        keys = await fill(cache, 4, first=60)
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        assert await found(cache, keys) == 4 and is_whole(cache)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 10, 40])
+async def test_changes_under_way_at_a_close_end_and_leave_no_tier_open(steps: int, tmp_path: Path) -> None:
+    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA), close_timeout_s=5.0) as cache:
+        await fill(cache, 8, MIB)
+        await cache.detach("disk")
+        await cache.reconfigure({"max_local_cpu_size": gb(ARENA // 4)})
+        changes = (cache.attach("disk"), cache.reconfigure({"max_local_cpu_size": gb(ARENA)}), cache.detach("disk"))
+        works = [asyncio.create_task(change) for change in changes]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        outcomes = await asyncio.gather(*works, return_exceptions=True)
+    assert all(isinstance(outcome, (CacheClosed, list, type(None))) for outcome in outcomes)
+    (tier,) = cache.tiers
+    assert isinstance(tier, FileTier) and not tier.directories.is_open
+
+
+async def test_changes_that_are_cancelled_at_any_step_leave_a_cache_that_works(tmp_path: Path) -> None:
+    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA)) as cache:
+        for steps in range(36):
+            size_gb = gb((8 + 2 * (steps % 5)) * MIB)
+            changes = (
+                lambda: cache.detach("disk", timeout_s=0.0),
+                lambda: cache.attach("disk"),
+                lambda size_gb=size_gb: cache.reconfigure({"max_local_cpu_size": size_gb}),
+            )
+            before = cache.config
+            change = asyncio.create_task(changes[steps % 3]())
+            put = asyncio.create_task(cache.put(key(steps + 1), payload(steps + 1, MIB)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            change.cancel()
+            await asyncio.wait([change])
+            await put
+            if cache.config is not before:
+                assert cache.config.max_local_cpu_size == size_gb, "everything has changed, or nothing"
+        await cache.attach("disk")
+        await cache.reconfigure({"max_local_cpu_size": gb(ARENA)})
+        assert cache.statistics().slots == 64
+        keys = await fill(cache, 10, MIB, first=500)
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        assert await found(cache, keys, MIB) == 10 and is_whole(cache)
+
+
+async def test_changes_at_once_follow_one_another(tmp_path: Path) -> None:
+    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA)) as cache:
+        sizes = [gb(slots * MIB) for slots in (8, 64, 4, 32)]
+        values = [{"max_local_cpu_size": size} for size in sizes] + [
+            {"max_local_disk_size": 0.05},
+            {"queue_wait_s": 0.5},
+        ]
+        await asyncio.gather(*map(cache.reconfigure, values))
+        assert cache.statistics().slots == 32 and cache.config.max_local_cpu_size == sizes[-1]
+        assert (cache.config.max_local_disk_size, cache.config.queue_wait_s) == (0.05, 0.5)
 
 
 async def test_a_cache_with_a_detached_tier_closes(tmp_path: Path) -> None:

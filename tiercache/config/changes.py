@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,14 +48,13 @@ class Change:
 
 
 def changes(old: ConfigFields, new: ConfigFields) -> list[Change]:
-    """Return the keys whose values differ."""
-    found = []
-    for name, key in KEYS.items():
-        before, after = getattr(old, name), getattr(new, name)
-        if before != after:
-            live = name in LIVE and _may_follow(name, before, after)
-            found.append(Change(name, key.shown(before), key.shown(after), live))
-    return [*found, *_of_remotes(old, new)]
+    """Return the keys and the settings of remote tiers whose values differ."""
+    befores, afters, live = _values(old), _values(new), LIVE | _live_settings(old)
+    return [
+        Change(name, _shown(name, before), _shown(name, after), name in live and _may_follow(name, before, after))
+        for name in [*KEYS, *sorted((befores.keys() | afters.keys()) - KEYS.keys())]
+        if (before := befores.get(name)) != (after := afters.get(name))
+    ]
 
 
 def merged(running: Config, loaded: Config, found: Config) -> Config:
@@ -71,19 +70,13 @@ def merged(running: Config, loaded: Config, found: Config) -> Config:
     return replace(running, **values, **{name: getattr(found, name) for name in remotes})
 
 
-def _of_remotes(old: ConfigFields, new: ConfigFields) -> Iterator[Change]:
-    befores, afters = _settings(old), _settings(new)
-    known = _live_settings(old)
-    for name in sorted(befores.keys() | afters.keys()):
-        before, after = befores.get(name), afters.get(name)
-        if before != after:
-            live = name in known and _may_follow(name, before, after)
-            yield Change(name, shown_setting(name, before), shown_setting(name, after), live)
-
-
-def _settings(config: ConfigFields) -> dict[str, str]:
+def _values(config: ConfigFields) -> dict[str, Any]:
     plugins = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
-    return plugins | dict(config.remote_settings)
+    return {name: getattr(config, name) for name in KEYS} | plugins | dict(config.remote_settings)
+
+
+def _shown(name: str, value: Any) -> Any:
+    return KEYS[name].shown(value) if name in KEYS else shown_setting(name, value)
 
 
 def _live_settings(config: ConfigFields) -> set[str]:

@@ -11,9 +11,10 @@ import pytest
 
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, opened, payload
 from tests.test_tenants import chunks_on_disk, held, keys_of, on_disk, put
-from tiercache import Lease, TierCache
+from tiercache import Config, Lease, TierCache
 from tiercache.core.layout import Layout
 from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
+from tiercache.integrations.settings import for_process
 from tiercache.tiers.files.tier import FileTier
 
 GB, MIB = 1 << 30, 1 << 20
@@ -492,3 +493,23 @@ async def test_the_file_is_read_again_and_only_what_can_change_does(tmp_path: Pa
     async with opened() as cache:
         with pytest.raises(ConfigError, match="reload: the configuration of this cache came from no file"):
             await cache.reload()
+
+
+async def test_the_file_is_read_again_by_each_rank_of_an_engine(tmp_path: Path) -> None:
+    file = tmp_path / "tiercache.yaml"
+    content = (
+        f"max_local_cpu_size: {2 / 1024}\nlocal_disk: {tmp_path / 'disk'}\ncontrol_socket: {tmp_path / 'c.sock'}\n"
+    )
+    file.write_text(f"{content}max_local_disk_size: 0.25")
+    config = for_process(Config.load(file, environ={}), (1, 2))
+    async with TierCache.open(config, LAYOUT) as cache:
+        assert await cache.reload() == [], "the rank's own path is no change"
+        await cache.reconfigure({"queue_wait_s": 0.5})
+        file.write_text(f"{content}max_local_disk_size: 0.125")
+        assert await cache.reload() == ["max_local_disk_size: 0.25 -> 0.125", "queue_wait_s: 0.5 -> 1.0"]
+        assert cache.config.control_socket == f"{tmp_path / 'c.sock'}.1"
+        file.write_text(f"{content}max_local_disk_size: 0.25\nchunk_size: 512")
+        with pytest.raises(ConfigError, match="needs a restart, so nothing was changed: chunk_size: 256 -> 512"):
+            await cache.reload()
+        file.write_text(f"{content}max_local_disk_size: 0.25")
+        assert await cache.reload() == ["max_local_disk_size: 0.125 -> 0.25"]

@@ -57,17 +57,18 @@ def changes(old: ConfigFields, new: ConfigFields) -> list[Change]:
     ]
 
 
-def merged(running: Config, loaded: Config, found: Config) -> Config:
-    """Return the configuration `running`, with what a file says that was `loaded` before and has been `found` now.
+def merged(running: Config, found: Config) -> Config:
+    """Return the configuration `running`, with what its file says that has been `found` now.
 
     A running cache may have keys that an engine has completed, such as the path of its socket: of those that cannot change
     while it runs, only differences between both readings of the file count.
     """
+    before = running.loaded
     values = {
-        name: getattr(found, name) for name in KEYS if name in LIVE or getattr(found, name) != getattr(loaded, name)
+        name: getattr(found, name) for name in KEYS if name in LIVE or getattr(found, name) != getattr(before, name)
     }
     remotes = ("remote_storage_plugin_settings", "remote_settings", "origins", "warnings")
-    return replace(running, **values, **{name: getattr(found, name) for name in remotes})
+    return replace(running, **values, **{name: getattr(found, name) for name in remotes}, loaded=found)
 
 
 def _values(config: ConfigFields) -> dict[str, Any]:

@@ -77,7 +77,9 @@ class Config(ConfigFields):
         for layer in layers:
             resolved.add_layer(layer)
         again = partial(cls.load, environ=environ, overrides=overrides, quiet=quiet, measured=False)
-        config = cls(**resolved.fields(), load_again=None if file is None else partial(again, file.absolute()))
+        config = cls(**resolved.fields())
+        if file is not None:
+            config = replace(config, loaded=replace(config, load_again=partial(again, file.absolute())))
         for warning in () if quiet else config.warnings:
             logger.warning("%s", warning)
         return config
@@ -86,10 +88,10 @@ class Config(ConfigFields):
         """Read the file again, and the environment and overrides of `load`. The hot cache gets no more memory than
         `reserve_local_cpu_size` left for it. Raises ConfigError.
         """
-        if self.load_again is None:
+        if self.loaded is None:
             raise ConfigError("reload: the configuration of this cache came from no file")
-        config: Config = self.load_again()
-        most_gb = self.max_local_cpu_size if config.reserve_local_cpu_size else math.inf
+        config: Config = self.loaded.load_again().loaded
+        most_gb = self.loaded.max_local_cpu_size if config.reserve_local_cpu_size else math.inf
         return replace(config, max_local_cpu_size=min(config.max_local_cpu_size, most_gb))
 
     def changed(self, changes: Mapping[str, Any]) -> Config:
@@ -104,7 +106,7 @@ class Config(ConfigFields):
             [Setting(name, value, self.origins.get(name, Origin("override", name))) for name, value in values.items()]
         )
         resolved.add_layer(given)
-        return type(self)(**resolved.fields(), load_again=self.load_again)
+        return type(self)(**resolved.fields(), loaded=self.loaded)
 
     def __post_init__(self) -> None:
         """Check fields that were given directly, and convert each to its type."""

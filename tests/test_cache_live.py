@@ -11,9 +11,10 @@ import pytest
 
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, opened, payload
 from tests.test_tenants import chunks_on_disk, held, keys_of, on_disk, put
-from tiercache import Lease, TierCache
+from tiercache import Config, Lease, TierCache
 from tiercache.core.layout import Layout
-from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
+from tiercache.integrations.settings import for_process
 from tiercache.tiers.files.tier import FileTier
 
 GB, MIB = 1 << 30, 1 << 20
@@ -48,7 +49,7 @@ async def fill(cache: TierCache, count: int, length: int = CHUNK_BYTES, first: i
 
 async def pages_have_moved(cache: TierCache) -> None:
     """Pages are given up one call after the other."""
-    await cache.cpu._pages.submit(int)
+    await cache.cpu.slot_pool._pages.submit(int)
 
 
 async def found(cache: TierCache, keys: list[bytes], length: int = CHUNK_BYTES) -> int:
@@ -124,24 +125,24 @@ async def test_growth_while_a_shrink_is_under_way_ends_with_the_new_size() -> No
 
 
 async def test_a_hot_cache_shrinks_and_grows_beside_puts_and_gets(tmp_path: Path) -> None:
-    async with opened(tmp_path) as cache:
+    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA // 2)) as cache:
         stop = False
 
         async def use(first: int) -> None:
             while not stop:
-                for number in range(first, first + 20):
-                    await cache.put(key(number), payload(number))
-                await found(cache, [key(number) for number in range(first, first + 20)])
+                for number in range(first, first + 6):
+                    await cache.put(key(number), payload(number, MIB))
+                await found(cache, [key(number) for number in range(first, first + 6)], MIB)
 
-        users = [asyncio.create_task(use(1 + 20 * user)) for user in range(3)]
-        for slots in (8, 32, 4, 16, 5, 32):
-            await cache.reconfigure({"max_local_cpu_size": gb(slots * CHUNK_BYTES + 1 - CHUNK_BYTES)})
-            for user in range(3):
-                await cache.put(key(1000 + user), payload(1000 + user))
+        users = [asyncio.create_task(use(1 + 6 * user)) for user in range(3)]
+        for slots in (8, 32, 4, 16, 6, 32):
+            await cache.reconfigure({"max_local_cpu_size": gb(slots * MIB)})
+            await cache.put(key(1000), payload(1000, MIB))
+            assert cache.statistics().slots >= slots
         stop = True
         await asyncio.gather(*users)
         assert (await cache.flush()).complete
-        assert is_whole(cache)
+        assert is_whole(cache) and cache.statistics().slots == 32
 
 
 WRONG = {
@@ -229,7 +230,7 @@ async def test_quotas_that_are_lowered_and_raised(tmp_path: Path) -> None:
         assert (await cache.flush()).complete and is_whole(cache)
 
 
-async def test_leased_chunks_of_a_tenant_above_its_new_quota_go_with_its_next_chunk() -> None:
+async def test_leased_chunks_of_a_tenant_above_its_new_quota_go_when_their_leases_end() -> None:
     async with opened(tenant_max_local_cpu_size=gb(16 * CHUNK_BYTES)) as cache:
         keys = keys_of(cache, "noisy", 16)
         await put(cache, keys)
@@ -238,7 +239,6 @@ async def test_leased_chunks_of_a_tenant_above_its_new_quota_go_with_its_next_ch
         assert held(cache, "cpu", "noisy")[1] == 16
         for lease in leases:
             lease.release()
-        await put(cache, keys_of(cache, "noisy", 1, session=1))
         assert held(cache, "cpu", "noisy")[1] == 4 and is_whole(cache)
 
 
@@ -329,6 +329,88 @@ async def test_a_detach_that_is_cancelled_while_it_waits_leaves_the_tier_attache
         assert await found(cache, [key(number) for number in range(1, 10)]) == 9
 
 
+async def test_a_tier_with_a_full_queue_that_hangs_is_detached_in_time_and_no_put_waits_for_it(tmp_path: Path) -> None:
+    queue = {"write_queue_bytes": 2 * CHUNK_BYTES, "on_queue_full": "wait", "queue_wait_s": 60.0}
+    async with opened(tmp_path, **queue) as cache:
+        tier, gate = cache.tiers[0], asyncio.Event()
+
+        async def hangs(*arguments: object) -> bool:
+            await gate.wait()
+            return False
+
+        tier.write = hangs  # type: ignore[method-assign]
+        puts = [asyncio.create_task(cache.put(key(number), payload(number))) for number in range(1, 12)]
+        while not cache.parts.fan_out.writers[0].statistics().queued:
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await cache.detach("disk", timeout_s=0.01)
+            assert all(await asyncio.gather(*puts))
+        assert await cache.put(key(50), payload(50))
+        gate.set()
+        await cache.attach("disk")
+        keys = await fill(cache, 4, first=60)
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        assert await found(cache, keys) == 4 and is_whole(cache)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 10, 40])
+async def test_changes_under_way_at_a_close_end_and_leave_no_tier_open(steps: int, tmp_path: Path) -> None:
+    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA), close_timeout_s=5.0) as cache:
+        await fill(cache, 8, MIB)
+        await cache.detach("disk")
+        await cache.reconfigure({"max_local_cpu_size": gb(ARENA // 4)})
+        changes = (cache.attach("disk"), cache.reconfigure({"max_local_cpu_size": gb(ARENA)}), cache.detach("disk"))
+        works = [asyncio.create_task(change) for change in changes]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        outcomes = await asyncio.gather(*works, return_exceptions=True)
+    assert all(isinstance(outcome, (CacheClosed, list, type(None))) for outcome in outcomes)
+    (tier,) = cache.tiers
+    assert isinstance(tier, FileTier) and not tier.directories.is_open
+
+
+async def test_changes_that_are_cancelled_at_any_step_leave_a_cache_that_works(tmp_path: Path) -> None:
+    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA)) as cache:
+        for steps in range(36):
+            size_gb = gb((8 + 2 * (steps % 5)) * MIB)
+            changes = (
+                lambda: cache.detach("disk", timeout_s=0.0),
+                lambda: cache.attach("disk"),
+                lambda size_gb=size_gb: cache.reconfigure({"max_local_cpu_size": size_gb}),
+            )
+            before = cache.config
+            change = asyncio.create_task(changes[steps % 3]())
+            put = asyncio.create_task(cache.put(key(steps + 1), payload(steps + 1, MIB)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            change.cancel()
+            await asyncio.wait([change])
+            await put
+            if cache.config is not before:
+                assert cache.config.max_local_cpu_size == size_gb, "everything has changed, or nothing"
+        await cache.attach("disk")
+        await cache.reconfigure({"max_local_cpu_size": gb(ARENA)})
+        assert cache.statistics().slots == 64
+        keys = await fill(cache, 10, MIB, first=500)
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        assert await found(cache, keys, MIB) == 10 and is_whole(cache)
+
+
+async def test_changes_at_once_follow_one_another(tmp_path: Path) -> None:
+    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA)) as cache:
+        sizes = [gb(slots * MIB) for slots in (8, 64, 4, 32)]
+        values = [{"max_local_cpu_size": size} for size in sizes] + [
+            {"max_local_disk_size": 0.05},
+            {"queue_wait_s": 0.5},
+        ]
+        await asyncio.gather(*map(cache.reconfigure, values))
+        assert cache.statistics().slots == 32 and cache.config.max_local_cpu_size == sizes[-1]
+        assert (cache.config.max_local_disk_size, cache.config.queue_wait_s) == (0.05, 0.5)
+
+
 async def test_a_cache_with_a_detached_tier_closes(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         await fill(cache, 2)
@@ -411,3 +493,23 @@ async def test_the_file_is_read_again_and_only_what_can_change_does(tmp_path: Pa
     async with opened() as cache:
         with pytest.raises(ConfigError, match="reload: the configuration of this cache came from no file"):
             await cache.reload()
+
+
+async def test_the_file_is_read_again_by_each_rank_of_an_engine(tmp_path: Path) -> None:
+    file = tmp_path / "tiercache.yaml"
+    content = (
+        f"max_local_cpu_size: {2 / 1024}\nlocal_disk: {tmp_path / 'disk'}\ncontrol_socket: {tmp_path / 'c.sock'}\n"
+    )
+    file.write_text(f"{content}max_local_disk_size: 0.25")
+    config = for_process(Config.load(file, environ={}), (1, 2))
+    async with TierCache.open(config, LAYOUT) as cache:
+        assert await cache.reload() == [], "the rank's own path is no change"
+        await cache.reconfigure({"queue_wait_s": 0.5})
+        file.write_text(f"{content}max_local_disk_size: 0.125")
+        assert await cache.reload() == ["max_local_disk_size: 0.25 -> 0.125", "queue_wait_s: 0.5 -> 1.0"]
+        assert cache.config.control_socket == f"{tmp_path / 'c.sock'}.1"
+        file.write_text(f"{content}max_local_disk_size: 0.25\nchunk_size: 512")
+        with pytest.raises(ConfigError, match="needs a restart, so nothing was changed: chunk_size: 256 -> 512"):
+            await cache.reload()
+        file.write_text(f"{content}max_local_disk_size: 0.25")
+        assert await cache.reload() == ["max_local_disk_size: 0.125 -> 0.25"]

@@ -346,22 +346,18 @@ _BUILDERS: dict[str, Callable[[Config, Layout, Device | None, PlannedTier], Tier
 """Builders of kinds that need more of the configuration than an instance's options."""
 
 
-def make_fan_out(
-    config: Config, layout: Layout, tiers: Sequence[Tier], arena_bytes: int, slot_bytes: int, budget: SlotBudget
-) -> FanOut:
+def make_fan_out(config: Config, layout: Layout, tiers: Sequence[Tier], slot_bytes: int, budget: SlotBudget) -> FanOut:
     """Return the writers, with a queue for each tier that is written to.
 
     Only one of the ranks that hold the same bytes writes a chunk.
     """
-    settings = writer_settings(config, len(tiers), arena_bytes, slot_bytes, budget)
+    settings = writer_settings(config, len(tiers), slot_bytes, budget)
     writers = [TierWriter(tier, settings) for tier in tiers if tier.writes]
     return FanOut(writers, layout.keeps) if layout.replicas > 1 else FanOut(writers)
 
 
-def writer_settings(
-    config: Config, tiers: int, arena_bytes: int, slot_bytes: int, budget: SlotBudget
-) -> WriterSettings:
-    queue_bytes = config.write_queue_bytes or arena_bytes // 2
+def writer_settings(config: Config, tiers: int, slot_bytes: int, budget: SlotBudget) -> WriterSettings:
+    queue_bytes = config.write_queue_bytes or budget.slots * slot_bytes // 2
     return WriterSettings(
         queue_bytes=max(queue_bytes, slot_bytes),
         on_full=config.on_queue_full,

@@ -80,8 +80,6 @@ class TierCache:
         `naming` maps token ids to chunks for the control socket, if chunks have other names than those from `keys`.
         """
         self.config = config
-        self._loaded = config
-        """The configuration as its file was last read."""
         self.layout = layout
         self._driver = device
         self._naming = naming
@@ -537,11 +535,9 @@ class TierCache:
         """
         parts = self._in_use()
         async with parts.changing:
-            reading = in_thread("reload", self._loaded.reloaded)
+            reading = in_thread("reload", self.config.reloaded)
             found = await by_deadline(reading, FILE_SYSTEMS_S, "reload: the file could not be read")
-            applied = await self._apply(parts, merged(self.config, self._loaded, found))
-            self._loaded = found
-            return applied
+            return await self._apply(parts, merged(self.config, found))
 
     async def detach(self, name: str, *, timeout_s: float = 10.0) -> None:
         """Write what is queued for a tier for up to `timeout_s`, and close it until `attach`. Its chunks stay in it, and

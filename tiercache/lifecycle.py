@@ -400,7 +400,7 @@ async def _connected(
     """Add readers, writers and the prefetcher to open tiers. `fillers` run the sources of puts."""
     loop = asyncio.get_running_loop()
     reading, readable = reader_settings(config, layout), [tier for tier in tiers if tier.reads]
-    fan_out = make_fan_out(config, layout, tiers, arena.size_bytes, cpu.pool.slot_bytes, cpu.budget)
+    fan_out = make_fan_out(config, layout, tiers, cpu.pool.slot_bytes, cpu.budget)
     # Writes in flight have half of the time; the other half is for closing the tiers.
     closing.push([("writing", lambda: fan_out.close((loop.time() + closing.until_s) / 2))])
     on_device = None

@@ -49,45 +49,38 @@ async def apply(parts: Parts, layout: Layout, old: Config, new: Config) -> tuple
         return found, []
     slots, quota_bytes = _slots(parts, layout, new), hot_quota_bytes(new, parts.cpu.pool.slot_bytes)
     made = await _made(parts, layout, new)
-    tiers = list(zip(_planned(old), _planned(new), parts.tiers, made, strict=True))
-    renewed = [
-        (tier, fresh)
-        for before, after, tier, fresh in tiers
-        if before.remote != after.remote and not isinstance(tier, FileTier) and not tier.traffic.detached
-    ]
-    limited = [
-        (tier, after)
-        for before, after, tier, _ in tiers
-        if isinstance(tier, FileTier) and before != after and not tier.traffic.detached
-    ]
-    opened: list[Tier] = []
+    limited: list[tuple[FileTier, FileTier]] = []
+    renewed: list[tuple[Tier, Tier]] = []
+    for before, after, tier, fresh in zip(_planned(old), _planned(new), parts.tiers, made, strict=True):
+        if before == after or tier.traffic.detached:
+            continue
+        if isinstance(tier, FileTier) and isinstance(fresh, FileTier):
+            limited.append((tier, fresh))
+        elif before.remote != after.remote:
+            renewed.append((tier, fresh))
+    for tier, fresh in limited:
+        if isinstance(tier, SharedMemoryTier):
+            settings = fresh.settings
+            checking = in_thread(tier.option, require_memory, settings.directories[0], settings.cap_bytes)
+            await by_deadline(checking, FILE_SYSTEMS_S, f"{tier.option}: no answer")
+    pool = parts.cpu.slot_pool
     try:
-        for tier, after in limited:
-            if isinstance(tier, SharedMemoryTier):
-                checking = in_thread(tier.option, require_memory, tier.settings.directories[0], after.cap_bytes)
-                await by_deadline(checking, FILE_SYSTEMS_S, f"{tier.option}: no answer")
-        for _, fresh in renewed:
-            await _open(parts, fresh)
-            opened.append(fresh)
-        try:
-            populated = await parts.cpu.populated(slots)
-        except OSError as error:
-            raise ConfigError(f"max_local_cpu_size: there is no memory for that: {error}") from error
-        _check_open(parts)
+        populated = await pool.populated(slots)
+    except OSError as error:
+        raise ConfigError(f"max_local_cpu_size: there is no memory for that: {error}") from error
+    try:
+        await _open(parts, [fresh for _, fresh in renewed])
     except BaseException:
-        await _close(opened)
+        pool.resize(pool.most, populated)
         raise
-    if slots < parts.cpu.budget.slots and parts.arena.pinned:
+    if slots < pool.most and parts.arena.pinned:
         logger.warning("max_local_cpu_size: the memory stays with this process, since a device has registered it")
-    parts.cpu.resize(slots, populated)
-    if quota_bytes:
-        parts.cpu.limit_tenants(quota_bytes)
-    arena_bytes, slot_bytes = slots * parts.cpu.pool.slot_bytes, parts.cpu.pool.slot_bytes
+    parts.cpu.limit(slots, populated, quota_bytes)
     for writer in parts.fan_out.writers:
-        writer.limit(writer_settings(new, len(parts.tiers), arena_bytes, slot_bytes, parts.cpu.budget))
+        writer.limit(writer_settings(new, len(parts.tiers), pool.slot_bytes, parts.cpu.budget))
     parts.ahead.plan.share_bytes = int(new.prefetch_share * slots) * layout.chunk_bytes
-    for tier, after in limited:
-        tier.limit(after.cap_bytes or tier.settings.cap_bytes, after.tenant_bytes)
+    for tier, fresh in limited:
+        tier.limit(fresh.settings.cap_bytes or tier.settings.cap_bytes, fresh.settings.tenant_bytes)
     return found, [(tier, _replace(parts, tier, fresh)) for tier, fresh in renewed]
 
 
@@ -114,8 +107,7 @@ async def detach(parts: Parts, name: str, timeout_s: float) -> None:
         return
     until_s = loop.time() + timeout_s
     writers = [writer for writer in parts.fan_out.writers if writer.tier is tier]
-    for writer in writers:
-        writer.takes_no_more = True
+    tier.traffic.draining = True
     try:
         async with asyncio.timeout_at(until_s):
             for writer in writers:
@@ -124,8 +116,7 @@ async def detach(parts: Parts, name: str, timeout_s: float) -> None:
     except TimeoutError:
         logger.warning("%s: not all that was queued for it could be written before it was detached", name)
     except asyncio.CancelledError:
-        for writer in writers:
-            writer.takes_no_more = False
+        tier.traffic.draining = False
         raise
     tier.traffic.detached = True
     try:
@@ -148,14 +139,9 @@ async def attach(parts: Parts, layout: Layout, config: Config, name: str) -> Non
     if not tier.traffic.detached:
         return
     fresh = (await _made(parts, layout, config))[parts.tiers.index(tier)]
-    await _open(parts, fresh)
-    try:
-        _check_open(parts)
-    except CacheClosed:
-        await _close([fresh])
-        raise
+    await _open(parts, [fresh])
     _replace(parts, tier, fresh)
-    fresh.traffic.detached = False
+    fresh.traffic.draining = fresh.traffic.detached = False
     logger.info("%s is attached", name)
 
 
@@ -182,9 +168,19 @@ async def _made(parts: Parts, layout: Layout, config: Config) -> list[Tier]:
     return await by_deadline(making, FILE_SYSTEMS_S, "the directories of the tiers do not answer")
 
 
-async def _open(parts: Parts, tier: Tier) -> None:
-    tier.use_arena(parts.arena)
-    await open_tier(tier)
+async def _open(parts: Parts, tiers: Sequence[Tier]) -> None:
+    """Open all of the tiers, or none. Raises ConfigError, and CacheClosed if the cache was closed meanwhile."""
+    opened: list[Tier] = []
+    try:
+        for tier in tiers:
+            tier.use_arena(parts.arena)
+            await open_tier(tier)
+            opened.append(tier)
+        if parts.closing.unwinding:
+            raise CacheClosed("the cache was closed meanwhile")
+    except BaseException:
+        await _close(opened)
+        raise
 
 
 def _replace(parts: Parts, before: Tier, after: Tier) -> list[asyncio.Task[Any]]:
@@ -204,18 +200,15 @@ def _tier(parts: Parts, name: str) -> Tier:
     raise ConfigError(f"{name}: there is no such tier below the hot cache; expected one of: {names}")
 
 
-def _check_open(parts: Parts) -> None:
-    if parts.closing.unwinding:
-        raise CacheClosed("the cache was closed meanwhile")
-
-
 async def _close(tiers: Sequence[Tier]) -> None:
     """Close tiers that are not in use. One that does not close in time is abandoned, and goes on by itself."""
-    for tier in tiers:
-        closing = asyncio.ensure_future(tier.close())
-        closing.add_done_callback(retrieve_exception)
-        await asyncio.wait([closing], timeout=_CLOSE_S)
-        if not closing.done():
-            logger.warning("%s: does not close in time, and is abandoned", tier.name)
-        elif not closing.cancelled() and (error := closing.exception()) is not None:
-            logger.error("%s: closing failed", tier.name, exc_info=error)
+    closing = {asyncio.ensure_future(tier.close()): tier.name for tier in tiers}
+    for work in closing:
+        work.add_done_callback(retrieve_exception)
+    if closing:
+        await asyncio.wait(closing, timeout=_CLOSE_S)
+    for work, name in closing.items():
+        if not work.done():
+            logger.warning("%s: does not close in time, and is abandoned", name)
+        elif not work.cancelled() and (error := work.exception()) is not None:
+            logger.error("%s: closing failed", name, exc_info=error)

@@ -37,6 +37,13 @@ def test_config_diff_says_what_is_live(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["config", "diff", str(old), str(new)]).exit_code == 1
 
 
+def test_only_an_address_of_redis_has_credentials_that_can_change() -> None:
+    for old, new in (("redis://:a@h", "redis://:b@h"), ("valkeys://a:b@h:1/2", "valkeys://c:d@h:1/2")):
+        assert [change.live for change in changes(Config(remote_url=old), Config(remote_url=new))] == [True]
+    for old, new in (("fs:///srv/a@b", "fs:///srv/c@b"), ("redis://:a@h", "redis://:a@k"), ("redis://:a@h", None)):
+        assert [change.live for change in changes(Config(remote_url=old), Config(remote_url=new))] == [False]
+
+
 def test_memory_that_was_left_free_at_the_start_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,9 +64,9 @@ def test_keys_that_an_engine_has_completed_stay_when_the_file_is_read_again(tmp_
     file.write_text("control_socket: /run/c\nmax_local_cpu_size: 8")
     loaded = Config.load(file, environ={})
     running = loaded.changed({"control_socket": "/run/c.1", "max_local_cpu_size": 4})
-    assert changes(running, merged(running, loaded, loaded.reloaded()))[0].key == "max_local_cpu_size"
+    assert changes(running, merged(running, loaded.reloaded()))[0].key == "max_local_cpu_size"
     file.write_text("control_socket: /run/d\nmax_local_cpu_size: 4")
-    (change,) = changes(running, merged(running, loaded, loaded.reloaded()))
+    (change,) = changes(running, merged(running, loaded.reloaded()))
     assert str(change) == "control_socket: /run/c.1 -> /run/d" and not change.live
 
 

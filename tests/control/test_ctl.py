@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.control.conftest import CHUNKS, TOKENS, config_of
-from tiercache import Layout, TierCache
+from tiercache import CacheThread, Layout, TierCache
 from tiercache.control.client import Fleet, ask
 from tiercache.control.ctl import ctl_command
 from tiercache.control.http import make_app
@@ -51,12 +51,16 @@ async def test_a_tier_is_detached_and_attached(
     assert "tape: there is no such tier below the hot cache; expected one of: disk" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["set"], ["set", "x"], ["set", "=1"], ["reload", "x"], ["detach"], ["stop"]])
+@pytest.mark.parametrize(
+    "words",
+    [["set"], ["set", "k", "pw-3f"], ["set", "k=pw-3f", "x"], ["set", "=1"], ["reload", "x"], ["detach"], ["stop"]],
+)
 async def test_a_wrong_command_line_says_what_is_expected(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await ctl(tmp_path / "none", *words) == 2
-    assert "expected set KEY=VALUE ..., reload, detach TIER or attach TIER" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "expected set KEY=VALUE ..., reload, detach TIER or attach TIER" in said and "pw-3f" not in said
 
 
 async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
@@ -78,6 +82,17 @@ async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
         said = capsys.readouterr()
         assert said.out == "max_local_cpu_size: 0.006 -> 0.005\n"
         assert said.err.startswith(f"error: {tmp_path / 'c.sock.1'}: max_local_cpu_size: expected at most")
+
+
+def test_a_cache_on_a_thread_of_its_own_is_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    thread = CacheThread(config_of(tmp_path), Layout("m", chunk_tokens=16, bytes_per_token=4096))
+    try:
+        for words in (["set", "max_local_disk_size=0.05"], ["detach", "disk"], ["attach", "disk"]):
+            assert ctl_command([tmp_path / "c.sock"], words[0], words[1:]) == 0
+        assert capsys.readouterr().out == "max_local_disk_size: 0.1 -> 0.05\ndone\ndone\n"
+        assert thread.cache.config.max_local_disk_size == 0.05
+    finally:
+        thread.close()
 
 
 async def test_a_gateway_changes_limits_by_http(cache: TierCache, place: Path) -> None:

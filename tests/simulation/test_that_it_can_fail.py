@@ -12,7 +12,7 @@ from tests.torture.simulation.plan import Operation
 from tests.torture.simulation.run import Outcome, run_seed
 from tests.torture.simulation.seeds import failure_of
 from tiercache.core.breaker import Breaker
-from tiercache.memory.slots import Slot, SlotPool
+from tiercache.memory.slots import SlotPool
 from tiercache.tiers.cpu import CpuTier
 
 _SEEDS = 30
@@ -51,10 +51,8 @@ def test_bytes_that_change_while_they_are_stored(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pages_that_are_given_up_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_up(self: SlotPool, slots: Sequence[Slot]) -> None:
-        self.arena.give_up([range(self.arena.size_bytes)])
-
-    monkeypatch.setattr(SlotPool, "give_up", give_up)
+    places = SlotPool._places
+    monkeypatch.setattr(SlotPool, "_places", lambda pool, slots: places(pool, range(pool.reserved)))
     _, failure = _first_failure()
     assert "wrong bytes" in str(failure)
 

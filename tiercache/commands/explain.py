@@ -6,14 +6,13 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tiercache.assembly import try_remote
-from tiercache.config.explanation import ExplainedValue, Explanation, explain
+from tiercache.config.explanation import ExplainedValue, Explanation, as_text, explain
 from tiercache.config.loading import Config
 from tiercache.config.plan import ON, REFUSED, PlannedTier
 from tiercache.config.schema import GB
@@ -92,19 +91,11 @@ def _values(title: str, values: list[ExplainedValue], console: Console) -> None:
     lines: list[Line] = [(0, title)]
     for value in values:
         origin = "default" if value.origin is None else str(value.origin)
-        table.add_row(Text(value.key), Text(_text(value.value)), Text(origin), Text(value.meaning, style="dim"))
-        lines.append((_ITEM, f"{value.key}: {_text(value.value)} ({origin})"))
+        table.add_row(Text(value.key), Text(as_text(value.value)), Text(origin), Text(value.meaning, style="dim"))
+        lines.append((_ITEM, f"{value.key}: {as_text(value.value)} ({origin})"))
         lines.append((_ITEM + INDENT, Text(value.meaning, style="dim")))
     show(table, console, lines)
 
 
 def _gigabytes(size_bytes: int | None) -> str:
     return "" if size_bytes is None else f"{size_bytes / GB:g} GB"
-
-
-def _text(value: Any) -> str:
-    if value is None or value in ("", ()):
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiercache.config.explanation import shown_setting
+from tiercache.config.explanation import as_text, shown_setting
 from tiercache.config.loading import Config
-from tiercache.config.remote_options import OPTIONS
+from tiercache.config.remote_options import ALIASES, OPTIONS
 from tiercache.config.remotes import PLUGIN_PREFIX, remotes_of
 from tiercache.config.schema import KEYS, ConfigFields
 from tiercache.config.secrets import without_credentials
@@ -44,46 +44,40 @@ class Change:
     """False if the change needs a restart."""
 
     def __str__(self) -> str:
-        return f"{self.key}: {_text(self.before)} -> {_text(self.after)}"
+        return f"{self.key}: {as_text(self.before)} -> {as_text(self.after)}"
 
 
 def changes(old: ConfigFields, new: ConfigFields) -> list[Change]:
-    """Return the keys whose values differ."""
-    found = []
-    for name, key in KEYS.items():
-        before, after = getattr(old, name), getattr(new, name)
-        if before != after:
-            live = name in LIVE and _may_follow(name, before, after)
-            found.append(Change(name, key.shown(before), key.shown(after), live))
-    return [*found, *_of_remotes(old, new)]
+    """Return the keys and the settings of remote tiers whose values differ."""
+    befores, afters, live = _values(old), _values(new), LIVE | _live_settings(old)
+    return [
+        Change(name, _shown(name, before), _shown(name, after), name in live and _may_follow(name, before, after))
+        for name in [*KEYS, *sorted((befores.keys() | afters.keys()) - KEYS.keys())]
+        if (before := befores.get(name)) != (after := afters.get(name))
+    ]
 
 
-def merged(running: Config, loaded: Config, found: Config) -> Config:
-    """Return the configuration `running`, with what a file says that was `loaded` before and has been `found` now.
+def merged(running: Config, found: Config) -> Config:
+    """Return the configuration `running`, with what its file says that has been `found` now.
 
     A running cache may have keys that an engine has completed, such as the path of its socket: of those that cannot change
     while it runs, only differences between both readings of the file count.
     """
+    before = running.loaded
     values = {
-        name: getattr(found, name) for name in KEYS if name in LIVE or getattr(found, name) != getattr(loaded, name)
+        name: getattr(found, name) for name in KEYS if name in LIVE or getattr(found, name) != getattr(before, name)
     }
     remotes = ("remote_storage_plugin_settings", "remote_settings", "origins", "warnings")
-    return replace(running, **values, **{name: getattr(found, name) for name in remotes})
+    return replace(running, **values, **{name: getattr(found, name) for name in remotes}, loaded=found)
 
 
-def _of_remotes(old: ConfigFields, new: ConfigFields) -> Iterator[Change]:
-    befores, afters = _settings(old), _settings(new)
-    known = _live_settings(old)
-    for name in sorted(befores.keys() | afters.keys()):
-        before, after = befores.get(name), afters.get(name)
-        if before != after:
-            live = name in known and _may_follow(name, before, after)
-            yield Change(name, shown_setting(name, before), shown_setting(name, after), live)
-
-
-def _settings(config: ConfigFields) -> dict[str, str]:
+def _values(config: ConfigFields) -> dict[str, Any]:
     plugins = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
-    return plugins | dict(config.remote_settings)
+    return {name: getattr(config, name) for name in KEYS} | plugins | dict(config.remote_settings)
+
+
+def _shown(name: str, value: Any) -> Any:
+    return KEYS[name].shown(value) if name in KEYS else shown_setting(name, value)
 
 
 def _live_settings(config: ConfigFields) -> set[str]:
@@ -101,15 +95,9 @@ def _live_settings(config: ConfigFields) -> set[str]:
 def _may_follow(name: str, before: Any, after: Any) -> bool:
     """Return True if a live key can get this value."""
     if name.endswith("url"):
-        return bool(before and after) and without_credentials(before) == without_credentials(after)
+        type_name = ALIASES.get(str(before).partition("://")[0])
+        rotates = "url" in LIVE_OPTIONS.get(type_name or "", ()) and bool(after)
+        return rotates and without_credentials(before) == without_credentials(after)
     if "max_" in name:
         return float(before or 0) > 0 and float(after or 0) > 0
     return True
-
-
-def _text(value: Any) -> str:
-    if value is None or value in ("", ()):
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -92,3 +92,12 @@ def shown_setting(name: str, value: Any) -> Any:
     """Return the value of a remote tier's setting with secrets hidden."""
     secret = name.endswith(_SECRET_OPTIONS)
     return hidden("remote_url" if name.endswith(("url", "uri")) else name, value, secret=secret)
+
+
+def as_text(value: Any) -> str:
+    """Return a shown value as text."""
+    if value is None or value in ("", ()):
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(value) if isinstance(value, tuple) else str(value)

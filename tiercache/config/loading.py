@@ -54,25 +54,16 @@ class Config(ConfigFields):
         environ: Mapping[str, str] | None = None,
         overrides: Mapping[str, Any] | None = None,
         quiet: bool = False,
+        measured: bool = True,
     ) -> Config:
         """Read the YAML file, then the environment, then `overrides`; later sources win.
 
         Without `path`, reads the file that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
         environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
-        `tiercache.` or `lmcache.`. Logs each of `warnings` unless `quiet`. Raises ConfigError that names every problem.
+        `tiercache.` or `lmcache.`. Logs each of `warnings` unless `quiet`. `measured` is False if memory was
+        reserved for the hot cache before, so that `reserve_local_cpu_size` does not apply. Raises ConfigError that names
+        every problem.
         """
-        return cls._load(path, environ, overrides, quiet)
-
-    @classmethod
-    def _load(
-        cls,
-        path: str | os.PathLike[str] | None,
-        environ: Mapping[str, str] | None,
-        overrides: Mapping[str, Any] | None,
-        quiet: bool,
-        room_gb: float | None = None,
-    ) -> Config:
-        """Read as `load` does. `room_gb`: memory that was found for the hot cache already; None: look at the machine."""
         variables = os.environ if environ is None else environ
         problems: list[str] = []
         layers = []
@@ -82,23 +73,26 @@ class Config(ConfigFields):
         for prefix in PREFIXES:
             layers.append(_read(problems, partial(environment_settings, variables, prefix)))
         layers.append(_read(problems, partial(override_settings, overrides or {})))
-        resolved = _Resolution(problems, room_gb)
+        resolved = _Resolution(problems, measured)
         for layer in layers:
             resolved.add_layer(layer)
-        again = None if file is None else partial(cls._load, file.absolute(), environ, overrides, quiet)
-        config = cls(**resolved.fields(), load_again=again)
+        again = partial(cls.load, environ=environ, overrides=overrides, quiet=quiet, measured=False)
+        config = cls(**resolved.fields())
+        if file is not None:
+            config = replace(config, loaded=replace(config, load_again=partial(again, file.absolute())))
         for warning in () if quiet else config.warnings:
             logger.warning("%s", warning)
         return config
 
     def reloaded(self) -> Config:
-        """Read the file again, and the environment and overrides of `load`. Memory that `reserve_local_cpu_size` left for
-        the hot cache is not measured again. Raises ConfigError.
+        """Read the file again, and the environment and overrides of `load`. The hot cache gets no more memory than
+        `reserve_local_cpu_size` left for it. Raises ConfigError.
         """
-        if self.load_again is None:
+        if self.loaded is None:
             raise ConfigError("reload: the configuration of this cache came from no file")
-        config: Config = self.load_again(room_gb=self.max_local_cpu_size)
-        return config
+        config: Config = self.loaded.load_again().loaded
+        most_gb = self.loaded.max_local_cpu_size if config.reserve_local_cpu_size else math.inf
+        return replace(config, max_local_cpu_size=min(config.max_local_cpu_size, most_gb))
 
     def changed(self, changes: Mapping[str, Any]) -> Config:
         """Return this configuration with other values, by key as in the file. Raises ConfigError that names all problems."""
@@ -107,12 +101,12 @@ class Config(ConfigFields):
         values |= self.remote_settings
         problems: list[str] = []
         given = _read(problems, partial(override_settings, changes))
-        resolved = _Resolution(problems, math.inf)
+        resolved = _Resolution(problems, measured=False)
         resolved.add_layer(
             [Setting(name, value, self.origins.get(name, Origin("override", name))) for name, value in values.items()]
         )
         resolved.add_layer(given)
-        return type(self)(**resolved.fields(), load_again=self.load_again)
+        return type(self)(**resolved.fields(), loaded=self.loaded)
 
     def __post_init__(self) -> None:
         """Check fields that were given directly, and convert each to its type."""
@@ -143,9 +137,9 @@ def _read(problems: list[str], source: Callable[[], list[Setting]]) -> list[Sett
 class _Resolution:
     """Layers of settings; the last layer wins."""
 
-    def __init__(self, problems: list[str], room_gb: float | None) -> None:
+    def __init__(self, problems: list[str], measured: bool) -> None:
         self.problems = problems
-        self.room_gb = room_gb
+        self._measured = measured
         self.values: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
         self.plugins: dict[str, str] = {}
@@ -282,12 +276,7 @@ class _Resolution:
         """Lower the size of the arena to the available memory, so that the configuration states the real size."""
         reserve = self.values.get("reserve_local_cpu_size", 0.0)
         wanted = self.values.get("max_local_cpu_size", KEYS["max_local_cpu_size"].default)
-        if reserve and self.room_gb is not None:
-            if self.room_gb >= wanted:
-                return []
-            self.values["max_local_cpu_size"] = self.room_gb
-            return [f"max_local_cpu_size lowered from {wanted:g} to {self.room_gb:.2f} GB, which the start left free"]
-        available = available_memory_bytes() if reserve else None
+        available = available_memory_bytes() if reserve and self._measured else None
         if available is None:
             return []
         room = available / GB - reserve

@@ -375,7 +375,9 @@ class ConfigFields:
     warnings: tuple[str, ...] = field(default=(), compare=False)
     """A sentence for each setting that was accepted and has no effect."""
     load_again: Callable[..., Any] | None = field(default=None, compare=False)
-    """Reads the file and the other sources again; None if there is no file."""
+    """Of `loaded`: reads the file and the other sources again."""
+    loaded: Any = field(default=None, compare=False)
+    """The configuration as a file was last read, before anything was changed in it; None if there is no file."""
 
     def __repr__(self) -> str:
         changed = {

@@ -41,6 +41,7 @@ def _command(action: str, what: Sequence[str]) -> Command:
             return Detach(tier=what[0])
         case "attach" if len(what) == 1:
             return Attach(tier=what[0])
+    # The words are not repeated: one of them may be a password.
     raise ValueError(
-        f"expected set KEY=VALUE ..., reload, detach TIER or attach TIER, found {' '.join([action, *what])!r}"
+        f"expected set KEY=VALUE ..., reload, detach TIER or attach TIER, found {action!r} with {len(what)} words after it"
     )

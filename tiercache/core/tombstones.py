@@ -106,6 +106,8 @@ class KeyTraffic:
         """Keys to remove, with the callers to notify. Once a key is taken out, operations find only later chunks."""
         self._refused: KeyFilter | None = None
         """Created with the first key that is refused for good."""
+        self.draining = False
+        """True from the beginning of a detach to the next attach: the tier gets no new chunks."""
         self.detached = False
         """True while the tier is closed on request: no operation may begin."""
         self.on_clear: Callable[[ChunkKey], None] | None = None

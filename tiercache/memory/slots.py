@@ -8,6 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,8 +17,9 @@ import numpy as np
 
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import CacheClosed, ConfigError
+from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
 from tiercache.memory.arena import Arena, whole_pages
+from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 
 T = TypeVar("T")
 
@@ -82,11 +84,13 @@ class SlotPool(Pool):
     def __init__(self, arena: Arena, chunk_bytes: int) -> None:
         slot_bytes, count = aligned(chunk_bytes), slots_in(arena.size_bytes, chunk_bytes)
         super().__init__(count, slot_bytes)
-        self.arena = arena
-        self.reserved = count
-        """The largest number of slots: those of the arena."""
-        self._withdrawn: list[Slot] = []
-        """Slots out of use, whose pages were given up."""
+        self._arena = arena
+        self.reserved = self.most = count
+        """The number of slots in the arena, and of those to use: slots that are given back above it go out of use."""
+        self._unused: list[Slot] = []
+        """Slots out of use, without pages."""
+        self._pages = Workers("pages", 1)
+        """Gives pages up and brings them back: one call after the other, so that no page goes that is in use again."""
         self._use(arena.memory[: count * slot_bytes].reshape(count, slot_bytes))
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> np.ndarray:
@@ -107,37 +111,50 @@ class SlotPool(Pool):
             self._check_open()
             raise
 
-    def withdraw(self, most: int) -> list[Slot]:
-        """Take up to `most` free slots out of use, and return them for `give_up`: neighbours, as far as possible."""
-        self._free.sort()
-        kept = max(0, len(self._free) - most)
-        slots, self._free[kept:] = self._free[kept:], []
+    def give_back(self, slot: Slot) -> None:
+        if self.count > self.most:
+            self.withdraw([slot])
+        else:
+            super().give_back(slot)
+
+    async def populated(self, count: int) -> list[Slot]:
+        """Return slots out of use with new pages, as many as `resize` to `count` needs.
+
+        Raises OSError if there is no memory. A cancelled call keeps none.
+        """
+        found: list[Slot] = []
+        try:
+            while (missing := count - self.count - len(found)) > 0:  # more may go out of use meanwhile
+                more = self._unused[:missing]
+                del self._unused[:missing]
+                found += more
+                await wait_shielded(self._pages.submit(self._arena.populate, self._places(more)))
+        except BaseException:
+            self._give_up(found)
+            raise
+        return found
+
+    def resize(self, count: int, populated: Sequence[Slot]) -> None:
+        """Use `count` slots, with those that `populated` returned for it. Slots in use above that go when given back."""
+        self._free += populated
+        self.count += len(populated)
+        self.most = count
+        self._free.sort()  # neighbours go together
+        kept = min(len(self._free), max(0, len(self._free) + count - self.count))
+        self._free, surplus = self._free[:kept], self._free[kept:]
+        self.withdraw(surplus)
+
+    def withdraw(self, slots: Sequence[Slot]) -> None:
+        """Take slots that nobody has out of use."""
         self.count -= len(slots)
-        return slots
+        self._give_up(slots)
 
-    def keep_withdrawn(self, slots: Sequence[Slot]) -> None:
-        """Let `take_withdrawn` return slots that are out of use."""
-        self._withdrawn += slots
-
-    def take_withdrawn(self, most: int) -> list[Slot]:
-        """Return up to `most` withdrawn slots, for `populate` and then `restore`."""
-        self._withdrawn.sort(reverse=True)
-        taken = self._withdrawn[-most:]
-        del self._withdrawn[-most:]
-        return taken
-
-    def restore(self, slots: Sequence[Slot]) -> None:
-        """Take populated slots into use again."""
-        self._free += slots
-        self.count += len(slots)
-
-    def give_up(self, slots: Sequence[Slot]) -> None:
-        """Return the pages of slots out of use to the system. Blocks."""
-        self.arena.give_up(self._places(slots))
-
-    def populate(self, slots: Sequence[Slot]) -> None:
-        """Bring the pages of slots back. Blocks. Raises OSError if there is no memory."""
-        self.arena.populate(self._places(slots))
+    def _give_up(self, slots: Sequence[Slot]) -> None:
+        self._unused += slots
+        if slots:
+            with suppress(CacheClosed, TierUnavailable):  # closed, or no thread can be started: the pages stay
+                giving_up = self._pages.submit(self._arena.give_up, self._places(slots))
+                giving_up.add_done_callback(retrieve_exception)
 
     def _places(self, slots: Sequence[Slot]) -> list[range]:
         """Return the bytes of slots in the arena, those of neighbours together."""
@@ -151,6 +168,8 @@ class SlotPool(Pool):
 
     def close(self) -> None:
         super().close()
+        self.most = self.reserved  # leases may end later
+        self._pages.close()
         self._use(np.empty((0, self.slot_bytes), dtype=np.uint8))
 
     def _use(self, memory: np.ndarray) -> None:

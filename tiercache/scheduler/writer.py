@@ -107,8 +107,6 @@ class TierWriter:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
-        self.takes_no_more = False
-        """True from the beginning of a detach to the next attach: new chunks are dropped."""
         self._moved_at_s = 0.0
         """The loop time at which the latest chunk left the queue for the tier."""
 
@@ -132,7 +130,7 @@ class TierWriter:
         The waiting call itself passes `first`. Returns True if the writer has taken the lease, even to drop it, and
         False if the caller may wait for room with `enqueue`.
         """
-        if self._closed or self.takes_no_more or self._hangs or self._is_refused():
+        if self._closed or self.tier.traffic.draining or self._hangs or self._is_refused():
             self.counters.dropped += 1
             lease.release()
             return True
@@ -240,13 +238,12 @@ class TierWriter:
         if self.tier is not before:
             return []
         self.tier = self.removals.tier = after
-        self.takes_no_more = False
         for breaker in (self.breaker, self.removals.breaker):
             breaker.succeeded(asyncio.get_running_loop().time())  # of the other one; its probe may never end
         return [*(write.task for write in self._writing if write.task is not None), *self.removals.lanes]
 
     def statistics(self) -> WriterStatistics:
-        state = BreakerState.DETACHED if self.takes_no_more else self.breaker.state
+        state = BreakerState.DETACHED if self.tier.traffic.draining else self.breaker.state
         counters = replace(self.counters, seconds=self.counters.seconds.copy(), breaker=state.value)
         counters.queued = len(self._queue)
         counters.queued_bytes = self._queue.queued_bytes

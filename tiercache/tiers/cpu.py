@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from heapq import nlargest
 from operator import attrgetter
@@ -26,7 +25,7 @@ from tiercache.core.tenants import Shares, shown
 from tiercache.core.tombstones import Tombstones
 from tiercache.device.device import Device
 from tiercache.device.driver import Tensor, host_tensor
-from tiercache.errors import CacheClosed, TierUnavailable
+from tiercache.errors import CacheClosed
 from tiercache.memory.slots import (
     ONE,
     PREFETCH,
@@ -44,7 +43,7 @@ from tiercache.memory.slots import (
     pins_in,
     purpose_of,
 )
-from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
+from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.tiers.base import Tier, TierStatistics
 
 _AT_ONCE = 256
@@ -84,12 +83,12 @@ class SlotQuotas:
         if tenant is not None:
             self.shares.hold(tenant, self._slot_bytes, 1)
 
-    def lacking(self, tenant: Tenant, more: int = 1) -> int:
-        """Return how many slots the tenant has to give up for `more`."""
-        return -(-self.shares.lacking_bytes(tenant, more * self._slot_bytes) // self._slot_bytes)
-
     def at_quota(self, tenant: Tenant) -> bool:
-        return self.lacking(tenant) > 0
+        return self.shares.lacking_bytes(tenant, self._slot_bytes) > 0
+
+    def excess(self, tenant: Tenant) -> int:
+        """Return the number of slots that the tenant has above its quota."""
+        return -(-self.shares.lacking_bytes(tenant) // self._slot_bytes)
 
     def may_pin(self, tenant: Tenant) -> bool:
         return self._pinned.get(tenant, 0) < self._most_pinned
@@ -138,18 +137,15 @@ class CpuTier(LeaseOwner, Tier):
         """Waiters for a slot."""
         self._statistics = TierStatistics()
         self._on_change: Callable[[ChunkKey], None] | None = None
-        self._surplus = 0
-        """Slots to withdraw when their leases end, since the number of slots was lowered."""
-        self._pages = Workers("pages", 1)
-        """Gives pages up and brings them back: one after the other, so that no page goes that is in use again."""
+        self._excess = False
+        """True while there is more than limits allow that were lowered."""
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
         self.wait_queue.close()
-        self._surplus = 0  # leases may end later
-        self._pages.close()
+        self._excess = False  # leases may end later
 
     # Memory
 
@@ -161,80 +157,44 @@ class CpuTier(LeaseOwner, Tier):
         """Return the first bytes of a chunk: uint8, read-only."""
         return self.pool.readable(entry.slot, length_bytes)
 
-    async def populated(self, slots: int) -> list[Slot]:
-        """Return withdrawn slots with new pages, as many as `resize` to `slots` needs.
-
-        `slots` are at most those of the arena. Raises OSError if there is no memory. A cancelled call keeps none.
-        """
-        pool, found = self.slot_pool, list[Slot]()
-        try:
-            while (missing := slots - pool.count - len(found)) > 0:  # leases may end meanwhile
-                more = pool.take_withdrawn(missing)
-                found += more
-                await wait_shielded(self._pages.submit(pool.populate, more))
-        except BaseException:
-            self._give_up(found)
-            raise
-        return found
-
-    def resize(self, slots: int, populated: Sequence[Slot] = ()) -> None:
-        """Set the number of slots, with those that `populated` returned for it; `evict_excess` follows."""
-        pool = self.slot_pool
-        pool.restore(populated)
-        self._surplus = pool.count - slots
-        self.budget.resize(slots)
-        self._withdraw()
-        self.wait_queue.serve()
-
-    def limit_tenants(self, quota_bytes: int) -> None:
-        """Set the quota of every tenant of a tier that has quotas; `evict_excess` follows."""
-        assert self._quotas is not None
-        self._quotas.limit(quota_bytes)
-        self.wait_queue.serve()
-
-    async def evict_excess(self) -> None:
-        """Evict what is above limits that were lowered, the coldest leaves first, in short steps.
-
-        Leased chunks stay: those above the number of slots go when their leases end, and those of a tenant above its
-        quota with its next chunk.
-        """
-        while self._withdraw():
-            self.wait_queue.serve()
-            await asyncio.sleep(0)
-        quotas = self._quotas
-        for tenant in [] if quotas is None else list(quotas.shares.holdings):
-            while quotas is not None and self._evict_to_pool(quotas.lacking(tenant, 0), tenant):
-                self.wait_queue.serve()
-                await asyncio.sleep(0)
-
     @property
     def slot_pool(self) -> SlotPool:
         assert isinstance(self.pool, SlotPool)
         return self.pool
 
-    def _withdraw(self) -> bool:
-        """Take some surplus slots out of use, as far as no chunk in them is leased. Return True if it took any."""
-        if self._surplus <= 0:
-            return False
-        self._evict_to_pool(self._surplus - self.pool.free)
-        slots = self.slot_pool.withdraw(min(self._surplus, _AT_ONCE))
-        self._surplus -= len(slots)
-        if slots:
-            self._give_up(slots)
-        return bool(slots)
+    def limit(self, slots: int, populated: Sequence[Slot], quota_bytes: int) -> None:
+        """Set the number of slots, with those that `SlotPool.populated` returned for it, and the quota of every tenant of
+        a tier that has quotas; `evict_excess` follows.
+        """
+        self.slot_pool.resize(slots, populated)
+        self.budget.resize(slots)
+        if self._quotas is not None:
+            self._quotas.limit(quota_bytes)
+        self._evict_excess()
+        self.wait_queue.serve()
 
-    def _evict_to_pool(self, most: int, tenant: Tenant | None = None) -> bool:
-        """Evict some of at most `most` leaves, of `tenant` if given. Return True if it evicted any."""
-        slots = self._evict(min(most, _AT_ONCE), tenant)
-        for slot in slots:
-            self.pool.give_back(slot)
-        return bool(slots)
+    async def evict_excess(self) -> None:
+        """Evict what is above limits that were lowered, the coldest leaves first, in short steps. Leased chunks go when
+        their leases end.
+        """
+        while self._evict_excess():
+            self.wait_queue.serve()
+            await asyncio.sleep(0)
 
-    def _give_up(self, slots: Sequence[Slot]) -> None:
-        """Keep slots that are out of use without pages."""
-        self.slot_pool.keep_withdrawn(slots)
-        with suppress(CacheClosed, TierUnavailable):  # closed, or no thread can be started: the pages stay
-            self._pages.submit(self.slot_pool.give_up, slots).add_done_callback(retrieve_exception)
+    def _evict_excess(self) -> bool:
+        """Evict some of what is above limits that were lowered. Return True if it evicted any."""
+        pool, quotas = self.slot_pool, self._quotas
+        evicted = self._evict(min(pool.count - pool.most, _AT_ONCE))
+        pool.withdraw(evicted)
+        self._excess = pool.count > pool.most
+        if quotas is not None:
+            for tenant in list(quotas.shares.holdings):
+                slots = self._evict(min(quotas.excess(tenant), _AT_ONCE), tenant)
+                for slot in slots:
+                    pool.give_back(slot)
+                evicted += slots
+            self._excess |= quotas.shares.over is not None
+        return bool(evicted)
 
     # Residency
 
@@ -414,8 +374,8 @@ class CpuTier(LeaseOwner, Tier):
             self._statistics.written_bytes += payload_bytes
             self._changed(key)
         self.budget.held[WRITE] -= len(fills)
-        if self._surplus:
-            self._withdraw()
+        if self._excess:
+            self._evict_excess()
         self.wait_queue.serve()
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
@@ -515,8 +475,8 @@ class CpuTier(LeaseOwner, Tier):
         if entry.hot and self.keep:
             entry.leases = 0
             self._order.released(entry)
-            if self._surplus:
-                self._withdraw()
+            if self._excess:
+                self._evict_excess()
         else:
             if entry.hot:
                 self._order.discard(entry.key)
@@ -546,8 +506,6 @@ class CpuTier(LeaseOwner, Tier):
         if self._quotas is not None:
             self._quotas.own(slot, None)
         self.pool.give_back(slot)
-        if self._surplus:
-            self._withdraw()
 
     def _evict(self, most: int, tenant: Tenant | None = None) -> list[Slot]:
         """Evict the coldest leaves, of `tenant` if given. Return at most `most` slots."""
@@ -572,13 +530,9 @@ class CpuTier(LeaseOwner, Tier):
         tenant = self._tenant_at_quota(key)
         slot = self.pool.take() if tenant is None else None
         if slot is None:
-            count = 1 if quotas is None or tenant is None else min(_AT_ONCE, quotas.lacking(tenant))
-            evicted = self._evict(count, tenant)
-            if not evicted:
+            slot = next(iter(self._evict(1, tenant)), None)
+            if slot is None:
                 return None
-            slot = evicted.pop()
-            for other in evicted:  # the tenant was above its quota, which was lowered
-                self.pool.give_back(other)
         if quotas is not None:
             quotas.own(slot, owner)
             if purpose is PREFETCH:

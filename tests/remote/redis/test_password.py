@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -72,3 +73,35 @@ async def test_a_rotated_password_is_used_at_once_and_a_wrong_one_changes_nothin
             assert not any(secret in told for secret in (OLD, NEW, "wrong-secret-77"))
             with pytest.raises(ConfigError, match="needs a restart"):
                 await cache.reconfigure({"remote_storage_plugin.redis.prefix": "other"})
+
+
+async def test_a_password_is_rotated_while_requests_run_and_none_is_lost(tmp_path: Path) -> None:
+    with running(tmp_path, "--requirepass", OLD) as server:
+        async with TierCache.open(configured(server), LAYOUT) as cache:
+            rounds, stop = 0, False
+
+            async def use(numbers: range) -> None:
+                nonlocal rounds
+                while not stop:
+                    for number in numbers:
+                        await cache.put(key(number), payload(number))
+                    await cache.flush()
+                    cache.clear_hot([key(number) for number in numbers])
+                    for number in numbers:
+                        async with cache.get(key(number)) as lease:
+                            assert lease is not None and bytes(lease.view) == payload(number).tobytes()
+                    rounds += 1
+
+            users = [asyncio.create_task(use(range(first, first + 4))) for first in (1, 5, 9)]
+            password = OLD
+            for number in range(5):
+                with server.client(password=password) as client:
+                    client.config_set("requirepass", password := f"secret-{number}")
+                await cache.reconfigure({"remote_storage_plugin.redis.password": password})
+                until = rounds + 4
+                while rounds < until and not any(user.done() for user in users):
+                    await asyncio.sleep(0)
+            stop = True
+            await asyncio.gather(*users)
+            assert cache.statistics().breakers == {"redis": "closed"}
+            assert cache.cpu.obtainable == cache.cpu.pool.count

@@ -63,6 +63,8 @@ class Node:
         self._cancel_close_s: float | None = None
         self._ended = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
+        self._coming = 0
+        """Callers on the way: a loop may run what was handed over later first."""
         self._cancelled: set[asyncio.Task[None]] = set()
 
     # From its own loop
@@ -171,8 +173,15 @@ class Node:
         """Files of these keys, in each directory that tiers have, beside this process."""
         self.expected.deletions.happened(keys, self.process.world.now_s)
 
-    def begin(self, operation: Operation) -> None:
+    def ask(self, operation: Operation) -> None:
+        """Called by another process: a caller is on the way."""
+        assert self.process.loop is not None
+        self._coming += 1
+        self.process.loop.call_soon_threadsafe(self._begin, operation)
+
+    def _begin(self, operation: Operation) -> None:
         """A caller comes."""
+        self._coming -= 1
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._serve(operation), name=operation.kind)
         self.tasks.add(task)
@@ -261,6 +270,8 @@ class Node:
 
     async def settle(self, share: float) -> None:
         """Nothing fails: all tiers are attached, with caps of that share, and the hot cache has the size of the start."""
+        while self._coming:
+            await asyncio.sleep(0)
         while others := self.tasks - {asyncio.current_task()}:
             await asyncio.wait(others)
         await self.calls.attach(Operation("attach", 0, 0.0))

@@ -176,6 +176,5 @@ async def _ask(node: Node, operation: Operation) -> None:
         if waited_s > 0.1:
             return
     if node.state == "open":
-        assert node.process.loop is not None
-        node.process.loop.call_soon_threadsafe(node.begin, operation)
+        node.ask(operation)
         await asyncio.sleep(0)

@@ -148,6 +148,8 @@ def test_a_remote_tier_that_the_cache_would_refuse_is_a_problem(
         assert found[f"tier {tier}"].status == PROBLEM, found[f"tier {tier}"]
         assert says in found[f"tier {tier}"].found
     assert found["tier fs.b"].status == OK and str(tmp_path / "kv") in found["tier fs.b"].found
+    ended = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path), "--json"])
+    assert ended.exit_code == 1 and found.keys() == {finding["topic"] for finding in json.loads(ended.stdout)}
 
 
 @pytest.mark.needs("/dev/fuse", "mount")

@@ -91,6 +91,18 @@ async def test_cancelled_prefetch_begins_nothing_more(work: Prefetching) -> None
     handle.cancel()
 
 
+async def test_a_tier_that_hangs_is_asked_for_two_chunks_more_than_it_reads_at_once(work: Prefetching) -> None:
+    limit = work.bench.tier.traits.read_concurrency + 2
+    keys = work.bench.keep_on_tier(range(1, limit + 5))
+    work.bench.tier.gate.clear()
+    handle = work.hint(keys)
+    await work.bench.tier.until_entered(work.bench.tier.traits.read_concurrency)
+    await asyncio.sleep(1.0)
+    assert len(work.reader.in_flight) == limit
+    handle.cancel()
+    work.bench.tier.gate.set()
+
+
 async def test_two_prefetches_of_one_prefix_share_its_reads(work: Prefetching) -> None:
     keys = work.bench.keep_on_tier(range(1, 9))
     first, second = work.hint(keys[:6]), work.hint(keys)

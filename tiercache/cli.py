@@ -245,6 +245,7 @@ def advise(
     raise typer.Exit(advise_command(socket, plot_file, as_json))
 
 
+@app.command()
 def ctl(
     socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
     action: Annotated[str, typer.Argument(help="set, reload, detach or attach.")],

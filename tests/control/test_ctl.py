@@ -11,6 +11,7 @@ import pytest
 
 from tests.control.conftest import CHUNKS, TOKENS, config_of
 from tiercache import CacheThread, Layout, TierCache
+from tiercache.cli import app
 from tiercache.control.client import Fleet, ask
 from tiercache.control.ctl import ctl_command
 from tiercache.control.http import make_app
@@ -18,8 +19,8 @@ from tiercache.control.messages import ControlError, Reconfigure, Reload
 
 
 async def ctl(place: Path, *words: str) -> int:
-    action, *what = words
-    return await asyncio.to_thread(ctl_command, [place], action, what)
+    """Run the command as it is typed, and return its exit status."""
+    return await asyncio.to_thread(app, ["ctl", "--socket", str(place), *words], standalone_mode=False)
 
 
 async def test_a_limit_is_set_and_what_is_wrong_is_said(

@@ -5,6 +5,7 @@ Which hit several groups agree on, and what they keep of it, is vLLM's own rule.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from tiercache.integrations.vllm.planning import (
     HitSearch,
     KvGroup,
     Match,
+    Sibling,
+    agreed,
     all_names,
     blocks_behind,
     fitted,
@@ -81,6 +84,16 @@ def test_a_shortened_match_counts_the_first_tiers_first() -> None:
     match = Match(6, {"cpu": 32, "disk": 64})
     assert match.shortened(4, TWO) == Match(4, {"cpu": 32, "disk": 32})
     assert match.shortened(0, TWO) == Match(0, {"cpu": 0, "disk": 0})
+
+
+def test_workers_agree_on_a_tail_or_a_sibling_only_if_all_have_the_same() -> None:
+    one, other = Sibling(NAMES[7], 4), Sibling(NAMES[8], 4)
+    match = Match(6, {"cpu": 96}, held=True, sibling=one)
+    whole = Match(4, {"cpu": 64}, held=True)
+    assert agreed([match, replace(match)], FOURS) == match
+    for unlike in (replace(match, sibling=other), replace(match, sibling=None), replace(match, blocks=7)):
+        assert agreed([match, unlike], FOURS) == agreed([unlike, match], FOURS) == whole
+    assert not agreed([match, replace(match, held=False)], FOURS).held
 
 
 def test_a_load_begins_inside_a_chunk_or_ends_there_and_a_tail_has_its_own_name() -> None:

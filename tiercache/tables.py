@@ -1,4 +1,4 @@
-"""Tables for terminals: as tables if they fit, otherwise as lines. No cell is cut, and no word is broken."""
+"""Print figures as tables and sentences as lines. No cell is cut, and no word is broken."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ INDENT = 6
 
 Line = tuple[int, str | Text]
 """The indentation of a line in columns, and its text."""
-
-
-def show(table: Table, console: Console, lines: Iterable[Line]) -> None:
-    """Print a table of sentences: as a table in a terminal that is wide enough, otherwise as `lines`."""
-    if console.is_terminal and _columns(table, console) <= console.width:
-        console.print(table)
-    else:
-        say(console, lines)
 
 
 def show_figures(table: Table, console: Console) -> None:

@@ -17,12 +17,16 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+from rich.text import Text
+
 from tiercache.assembly import WEKAFS, try_remote
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
 from tiercache.config import Config
 from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.errors import ConfigError
+from tiercache.tables import INDENT, Line, say
 from tiercache.tiers.files.access import mount_of, mounts
 from tiercache.tiers.files.capacity import counted_in
 from tiercache.tiers.files.directory import found_place
@@ -54,23 +58,13 @@ def doctor_command(path: Path, as_json: bool) -> int:
 
 
 def _show(findings: list[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from tiercache.tables import INDENT, Line, show
-
-    table = Table()
-    for column in ("", "what", "found", "what to do"):
-        table.add_column(column)
     lines: list[Line] = []
     for finding in findings:
         status = Text(finding.status, style=_STYLES[finding.status])
-        table.add_row(status, Text(finding.topic), Text(finding.found), Text(finding.advice))
         lines.append((0, Text.assemble(status, f"  {finding.topic}: {finding.found}")))
         if finding.advice:
             lines.append((INDENT, finding.advice))
-    show(table, Console(highlight=False), lines)
+    say(Console(highlight=False), lines)
 
 
 def examine(path: Path) -> list[Finding]:

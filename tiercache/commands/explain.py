@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tiercache.assembly import try_remote
@@ -17,7 +17,7 @@ from tiercache.config.loading import Config
 from tiercache.config.plan import ON, REFUSED, PlannedTier
 from tiercache.config.schema import GB
 from tiercache.errors import ConfigError
-from tiercache.tables import INDENT, Line, show
+from tiercache.tables import INDENT, Line, say
 
 _ITEM = 2
 _STATE_STYLES = {"on": "green", "off": "dim", "refused": "red"}
@@ -57,45 +57,29 @@ def explain_command(path: Path | None, as_json: bool, defaults: bool = False) ->
 
 def render(explanation: Explanation, console: Console, *, defaults: bool = False) -> None:
     """Print the tiers, then the given values, then the `defaults` if asked for."""
-    _tiers(explanation.tiers, console)
+    say(console, _tiers(explanation.tiers))
     given = [value for value in explanation.values if value.origin is not None]
     if given:
-        _values("What was set", given, console)
+        say(console, _values("What was set", given))
     if defaults:
-        _values("Defaults", [value for value in explanation.values if value.origin is None], console)
-    for warning in explanation.warnings:
-        # Text and not markup, since a path may contain square brackets.
-        console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
+        say(console, _values("Defaults", [value for value in explanation.values if value.origin is None]))
+    say(console, [(0, Text.assemble(("warning: ", "yellow"), warning)) for warning in explanation.warnings])
 
 
-def _tiers(tiers: tuple[PlannedTier, ...], console: Console) -> None:
-    title = "Tiers, in the order in which a get asks them"
-    table = Table(title=title, title_justify="left")
-    for heading in ("#", "tier", "state", "cap", "place"):
-        table.add_column(heading)
-    lines: list[Line] = [(0, title)]
+def _tiers(tiers: tuple[PlannedTier, ...]) -> Iterator[Line]:
+    yield 0, "Tiers, in the order in which a get asks them"
     for order, tier in enumerate(tiers, start=1):
         state = Text(tier.state, style=_STATE_STYLES.get(tier.state, "yellow"))
+        cap = "" if tier.cap_bytes is None else f" {tier.cap_bytes / GB:g} GB"
+        yield _ITEM, Text.assemble(f"{order}  {tier.name}: ", state, cap)
         place = f"{tier.place} ({tier.note})" if tier.note else tier.place
-        table.add_row(str(order), Text(tier.name), state, _gigabytes(tier.cap_bytes), Text(place))
-        lines.append((_ITEM, Text.assemble(f"{order}  {tier.name}: ", state, f" {_gigabytes(tier.cap_bytes)}".rstrip())))
         if place:
-            lines.append((_ITEM + INDENT, place))
-    show(table, console, lines)
+            yield _ITEM + INDENT, place
 
 
-def _values(title: str, values: list[ExplainedValue], console: Console) -> None:
-    table = Table(title=title, title_justify="left")
-    for heading in ("key", "value", "from", "meaning"):
-        table.add_column(heading)
-    lines: list[Line] = [(0, title)]
+def _values(title: str, values: list[ExplainedValue]) -> Iterator[Line]:
+    yield 0, title
     for value in values:
         origin = "default" if value.origin is None else str(value.origin)
-        table.add_row(Text(value.key), Text(as_text(value.value)), Text(origin), Text(value.meaning, style="dim"))
-        lines.append((_ITEM, f"{value.key}: {as_text(value.value)} ({origin})"))
-        lines.append((_ITEM + INDENT, Text(value.meaning, style="dim")))
-    show(table, console, lines)
-
-
-def _gigabytes(size_bytes: int | None) -> str:
-    return "" if size_bytes is None else f"{size_bytes / GB:g} GB"
+        yield _ITEM, f"{value.key}: {as_text(value.value)} ({origin})"
+        yield _ITEM + INDENT, Text(value.meaning, style="dim")

@@ -82,10 +82,10 @@ BAD = {
     "not JSON": ("{oops", "line 2: "),
     "a missing field": ({"timestamp": 5}, "line 2: Object missing required field `input_length`"),
     "a wrong type": ({**mooncake(5, 1), "hash_ids": "x"}, "line 2: Expected `array`, got `str` - at `$.hash_ids`"),
-    "a negative id": (mooncake(5, -1), "line 2: can't convert negative int to unsigned"),
-    "a huge id": (mooncake(5, 1 << 63), "line 2: Integer value out of range"),
-    "a time before the last": (mooncake(-1, 1), "line 2: time: expected a number from 0 on, found -1.0"),
-    "a negative length": ({**mooncake(5, 1), "input_length": -4}, "line 2: lengths: expected 0 or more tokens, found -4"),
+    "a negative id": (mooncake(5, -1), "line 2: Expected `int` >= 0 - at `$.hash_ids["),
+    "a huge id": (mooncake(5, 1 << 64), "line 2: int too big to convert"),
+    "a time before the last": (mooncake(-1, 1), "line 2: Expected `float` >= 0.0 - at `$.timestamp`"),
+    "a negative length": ({**mooncake(5, 1), "input_length": -4}, "line 2: Expected `int` >= 0 - at `$.input_length`"),
 }
 
 
@@ -94,11 +94,10 @@ def test_bad_lines_are_skipped_with_their_number_or_refused(bad: str, tmp_path: 
     line, problem = BAD[bad]
     path = written(tmp_path / "t", mooncake(3, 1), line, "", mooncake(9, 2))
     trace = Trace(path)
-    assert [request.time_s for request in trace] in ([0.003, 0.009], [0.003, 0.005, 0.009])
-    if trace.skipped:
-        assert problem in trace.problems[0]
-        with pytest.raises(TraceError, match="line 2"):
-            list(Trace(path, strict=True))
+    assert [request.time_s for request in trace] == [0.003, 0.009]
+    assert trace.skipped == 1 and problem in trace.problems[0]
+    with pytest.raises(TraceError, match="line 2"):
+        list(Trace(path, strict=True))
 
 
 def test_a_line_before_its_time_is_skipped(tmp_path: Path) -> None:
@@ -118,7 +117,8 @@ def test_a_bad_session_is_skipped_as_a_whole(tmp_path: Path) -> None:
     ("wrong", "problem"),
     [
         ({"hash_ids": [1, 1 << 64]}, "found 18446744073709551616"),
-        ({"api_time": -3.0}, "api_time: expected a number of seconds"),
+        ({"api_time": -3.0}, "Expected `float` >= 0.0 - at `$.requests["),
+        ({"in": -1}, "Expected `int` >= 0 - at `$.requests["),
     ],
 )
 def test_a_session_that_cannot_be_replayed_is_found_when_it_is_read(
@@ -135,7 +135,7 @@ def test_a_session_that_cannot_be_replayed_is_found_when_it_is_read(
 def test_lengths_of_time_are_not_negative(name: str, tmp_path: Path) -> None:
     trace = Trace(written(tmp_path / "t", {"time_s": 1, "blocks": [1]}, {"time_s": 2, "blocks": [1], name: -5}))
     assert len(list(trace)) == 1
-    assert f"line 2: {name}: expected a number of seconds from 0 on, found -5" in trace.problems[0]
+    assert f"line 2: Expected `float` >= 0.0 - at `$.{name}`" in trace.problems[0]
 
 
 def test_few_problems_are_kept_and_all_counted(tmp_path: Path) -> None:

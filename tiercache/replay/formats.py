@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Annotated, TypeVar, cast
 
 import msgspec
 
@@ -37,6 +37,8 @@ from tiercache.errors import TierCacheError
 MOONCAKE_BLOCK_TOKENS = 512
 DEFAULT_BLOCK_TOKENS = 256
 _KEPT_PROBLEMS = 20
+
+T = TypeVar("T")
 
 
 class TraceError(TierCacheError):
@@ -109,12 +111,9 @@ class Trace:
             if self.format == "agentic":
                 yield from self._sessions(file, scope)
                 return
-            parse = _mooncake if self.format == "mooncake" else _own
-            latest_s = float("-inf")
-            for number, line in enumerate(file, 1):
-                request = self._parsed(number, line, lambda line: parse(line, scope))
-                if request is None:
-                    continue
+            request_of = _mooncake if self.format == "mooncake" else _own
+            latest_s = 0.0
+            for number, request in self._parsed(file, lambda line: request_of(line, scope)):
                 if request.time_s < latest_s:
                     self._bad(number, f"time: {request.time_s:g} s is before {latest_s:g} s, of the line before it")
                     continue
@@ -122,39 +121,28 @@ class Trace:
                 yield request
 
     def _sessions(self, file: IO[bytes], scope: bytes) -> Iterator[Request]:
-        """Yield the requests of all sessions by time. Reads a session when the clock reaches its start."""
-        lines = enumerate(file, 1)
-        going: list[tuple[float, int, int, _Session]] = []
-        started = 0
-        while True:
-            start_s = started * self.session_interval_s
-            while not going or going[0][0] >= start_s:
-                session = None
-                for number, line in lines:
-                    if line.strip() and (session := self._parsed(number, line, _session)) is not None:
-                        break
-                if session is None:
-                    start_s = float("inf")
-                    break
-                session.prepare(start_s, scope, started)
-                heapq.heappush(going, (session.time_s(0), started, 0, session))
-                started += 1
-                start_s = started * self.session_interval_s
-            if not going:
-                return
-            _, number, turn, session = heapq.heappop(going)
-            yield session.request(turn)
-            if turn + 1 < len(session.requests):
-                heapq.heappush(going, (session.time_s(turn + 1), number, turn + 1, session))
+        """Yield the requests of all sessions by time. Holds the sessions that have begun and not ended."""
+        coming: list[_Coming] = []
+        for number, (_, session) in enumerate(self._parsed(file, _session)):
+            start_s = number * self.session_interval_s
+            while coming and coming[0][0] < start_s:
+                yield _pop(coming)
+            own_scope = scope + b"%d:" % number if session.hash_id_scope == "local" else scope
+            _push(coming, number, session.turns(start_s, own_scope))
+        while coming:
+            yield _pop(coming)
 
-    def _parsed(self, number: int, line: bytes, parse: Callable[[bytes], Any]) -> Any:
-        if not line.strip():
-            return None
-        try:
-            return parse(line)
-        except (msgspec.DecodeError, ValueError, OverflowError) as error:
-            self._bad(number, str(error))
-            return None
+    def _parsed(self, file: IO[bytes], parse: Callable[[bytes], T]) -> Iterator[tuple[int, T]]:
+        """Yield the number of each good line, and what `parse` makes of it."""
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                found = parse(line)
+            except (msgspec.DecodeError, ValueError, OverflowError) as error:
+                self._bad(number, str(error))
+            else:
+                yield number, found
 
     def _bad(self, number: int, problem: str) -> None:
         text = f"{self.path}: line {number}: {problem}"
@@ -165,61 +153,65 @@ class Trace:
             self.problems.append(text)
 
 
+_Coming = tuple[float, int, Request, Iterator[Request]]
+"""The next request of a session: its time, the number of the session, the request, and those after it."""
+
+
+def _push(coming: list[_Coming], number: int, turns: Iterator[Request]) -> None:
+    if (request := next(turns, None)) is not None:
+        heapq.heappush(coming, (request.time_s, number, request, turns))
+
+
+def _pop(coming: list[_Coming]) -> Request:
+    _, number, request, turns = heapq.heappop(coming)
+    _push(coming, number, turns)
+    return request
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
 class _MooncakeLine(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+    timestamp: _Seconds
+    input_length: _Count
+    output_length: _Count
+    hash_ids: list[_Count]
 
 
 class _OwnLine(msgspec.Struct):
-    time_s: float
-    blocks: list[int | str]
-    block_tokens: int = DEFAULT_BLOCK_TOKENS
-    input_tokens: int | None = None
-    output_tokens: int = 0
+    time_s: _Seconds
+    blocks: list[_Count | str]
+    block_tokens: _Positive = DEFAULT_BLOCK_TOKENS
+    input_tokens: _Count | None = None
+    output_tokens: _Count = 0
     session: str | None = None
-    duration_s: float | None = None
-    lead_s: float | None = None
+    duration_s: _Seconds | None = None
+    lead_s: _Seconds | None = None
 
 
 class _Turn(msgspec.Struct):
-    t: float
-    hash_ids: list[int]
-    in_: int = msgspec.field(name="in")
-    out: int = 0
-    api_time: float | None = None
+    t: _Seconds
+    hash_ids: list[_Count]
+    in_: _Count = msgspec.field(name="in")
+    out: _Count = 0
+    api_time: _Seconds | None = None
 
 
 class _Session(msgspec.Struct):
     id: str
-    requests: list[_Turn]
-    block_size: int = 64
+    requests: Annotated[list[_Turn], msgspec.Meta(min_length=1)]
+    block_size: _Positive = 64
     hash_id_scope: str = "local"
-    start_s: float = 0.0
-    scope: bytes = b""
 
-    def prepare(self, start_s: float, scope: bytes, number: int) -> None:
-        self.start_s = start_s
-        if self.hash_id_scope == "local":
-            scope += b"%d:" % number
-        self.scope = scope
-        self.id = f"{scope.decode()}{self.id}"
-
-    def time_s(self, turn: int) -> float:
-        return self.start_s + self.requests[turn].t
-
-    def request(self, turn: int) -> Request:
-        entry = self.requests[turn]
-        return Request(
-            self.time_s(turn),
-            _keys(entry.hash_ids, self.scope),
-            self.block_size,
-            entry.in_,
-            entry.out,
-            session=self.id,
-            duration_s=entry.api_time,
-        )
+    def turns(self, start_s: float, scope: bytes) -> Iterator[Request]:
+        name = f"{scope.decode()}{self.id}"
+        for turn in self.requests:
+            keys = _keys(turn.hash_ids, scope)
+            yield Request(
+                start_s + turn.t, keys, self.block_size, turn.in_, turn.out, session=name, duration_s=turn.api_time
+            )
 
 
 _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
@@ -229,27 +221,19 @@ _decode_session = msgspec.json.Decoder(_Session).decode
 
 def _mooncake(line: bytes, scope: bytes) -> Request:
     found = _decode_mooncake(line)
-    _check(found.timestamp, found.input_length, found.output_length)
     keys = _keys(found.hash_ids, scope)
     return Request(found.timestamp / 1000, keys, MOONCAKE_BLOCK_TOKENS, found.input_length, found.output_length)
 
 
 def _own(line: bytes, scope: bytes) -> Request:
     found = _decode_own(line)
-    if found.block_tokens < 1:
-        raise ValueError(f"block_tokens: expected at least 1, found {found.block_tokens}")
-    tokens = len(found.blocks) * found.block_tokens if found.input_tokens is None else found.input_tokens
-    _check(found.time_s, tokens, found.output_tokens)
-    _check_duration("duration_s", found.duration_s)
-    _check_duration("lead_s", found.lead_s)
-    session = found.session if found.session is None or not scope else scope.decode() + found.session
     return Request(
         found.time_s,
         [_key_of_text(block, scope) if isinstance(block, str) else _keys((block,), scope)[0] for block in found.blocks],
         found.block_tokens,
-        tokens,
+        len(found.blocks) * found.block_tokens if found.input_tokens is None else found.input_tokens,
         found.output_tokens,
-        session,
+        found.session if found.session is None or not scope else scope.decode() + found.session,
         found.duration_s,
         found.lead_s,
     )
@@ -257,33 +241,14 @@ def _own(line: bytes, scope: bytes) -> Request:
 
 def _session(line: bytes) -> _Session:
     session = _decode_session(line)
-    if session.block_size < 1:
-        raise ValueError(f"block_size: expected at least 1, found {session.block_size}")
-    if not session.requests:
-        raise ValueError("requests: expected at least one, found none")
-    latest_s = float("-inf")
-    for turn, entry in enumerate(session.requests):
-        _check(entry.t, entry.in_, entry.out)
-        if entry.t < latest_s:
-            raise ValueError(f"requests[{turn}].t: {entry.t:g} s is before {latest_s:g} s, of the one before it")
-        _check_duration(f"requests[{turn}].api_time", entry.api_time)
-        wrong = [number for number in entry.hash_ids if not 0 <= number < 1 << 64]
-        if wrong:
-            raise ValueError(f"requests[{turn}].hash_ids: expected numbers in 0 .. 2**64-1, found {wrong[0]}")
-        latest_s = entry.t
+    latest_s = 0.0
+    for number, turn in enumerate(session.requests):
+        if turn.t < latest_s:
+            raise ValueError(f"requests[{number}].t: {turn.t:g} s is before {latest_s:g} s, of the one before it")
+        if (largest := max(turn.hash_ids, default=0)) >= 1 << 64:
+            raise ValueError(f"requests[{number}].hash_ids: expected numbers below 2**64, found {largest}")
+        latest_s = turn.t
     return session
-
-
-def _check(time: float, input_tokens: int, output_tokens: int) -> None:
-    if not 0 <= time < float("inf"):
-        raise ValueError(f"time: expected a number from 0 on, found {time}")
-    if input_tokens < 0 or output_tokens < 0:
-        raise ValueError(f"lengths: expected 0 or more tokens, found {min(input_tokens, output_tokens)}")
-
-
-def _check_duration(name: str, seconds: float | None) -> None:
-    if seconds is not None and seconds < 0:
-        raise ValueError(f"{name}: expected a number of seconds from 0 on, found {seconds:g}")
 
 
 def _keys(ids: list[int] | tuple[int, ...], scope: bytes) -> list[ChunkKey]:

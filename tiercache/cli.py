@@ -19,6 +19,8 @@ config_app = typer.Typer(help="About configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Directory = Annotated[Path, typer.Argument(help="The directory of a tier on files.")]
+Sockets = Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")]
 
 
 def _version(wanted: bool) -> None:
@@ -77,9 +79,7 @@ def config_diff(
 
 
 @app.command()
-def stat(
-    directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False
-) -> None:
+def stat(directory: Directory, as_json: AsJson = False) -> None:
     """Show the contents of a file tier's directory."""
     from tiercache.commands.stat import stat_command
 
@@ -87,9 +87,7 @@ def stat(
 
 
 @app.command()
-def verify(
-    directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False
-) -> None:
+def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Check every chunk. Bad chunks are moved to quarantine, and the exit status is 1."""
     from tiercache.commands.verify import verify_command
 
@@ -98,7 +96,7 @@ def verify(
 
 @app.command("export")
 def export_chunks(
-    directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")],
+    directory: Directory,
     output: Annotated[str, typer.Option("--output", "-o", help="A new file; -: standard output.")],
     layout: Annotated[str, typer.Option(help="The layout, as stat shows it, where the directory has several.")] = "",
     as_json: AsJson = False,
@@ -169,11 +167,17 @@ def replay(
     speed_up: Annotated[float, typer.Option(min=0.01, help="Of its timed part: trace time over real time.")] = 60.0,
 ) -> None:
     """Simulate tiers and policies over traces, to size RAM and flash. Lists are run in all combinations."""
-    from tiercache.replay.command import Options, hardware_of, replay_command
+    from tiercache.replay.command import Options, replay_command
     from tiercache.replay.real.command import RealOptions
-    from tiercache.replay.setting import Setting
+    from tiercache.replay.setting import Hardware, Setting
 
-    hardware = hardware_of(bytes_per_token, prefill_tokens_per_s, ram_gb_per_s, flash_gb_per_s, engines)
+    hardware = Hardware(
+        bytes_per_token,
+        prefill_tokens_per_s,
+        ram_bytes_per_s=ram_gb_per_s * 1e9,
+        flash_read_bytes_per_s=flash_gb_per_s * 1e9,
+        engines=engines,
+    )
     try:
         daily = [float(part) for part in _list(gib_per_day)]
     except ValueError:
@@ -207,7 +211,7 @@ def _list(text: str) -> list[str]:
 
 @app.command("serve-control")
 def serve_control(
-    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    socket: Sockets,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8300,
     token_file: Annotated[
@@ -223,7 +227,7 @@ def serve_control(
 
 @app.command()
 def top(
-    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    socket: Sockets,
     every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
 ) -> None:
@@ -235,7 +239,7 @@ def top(
 
 @app.command()
 def advise(
-    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    socket: Sockets,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -247,7 +251,7 @@ def advise(
 
 @app.command()
 def ctl(
-    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    socket: Sockets,
     action: Annotated[str, typer.Argument(help="set, reload, detach or attach.")],
     what: Annotated[list[str] | None, typer.Argument(help="set: KEY=VALUE ...; detach and attach: a tier.")] = None,
 ) -> None:

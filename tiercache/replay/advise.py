@@ -15,6 +15,7 @@ from tiercache.commands.findings import complain
 from tiercache.control.client import Fleet
 from tiercache.control.messages import Advise, ControlError
 from tiercache.core.advice import size
+from tiercache.replay.plot import plot
 from tiercache.replay.report import Row
 from tiercache.tables import say, show_figures
 
@@ -46,16 +47,9 @@ def advise_command(sockets: list[Path], plot_file: Path | None, as_json: bool) -
                 show_figures(table, console)
             say(console, [(0, sentence) for sentence in answer["sentences"]])
     if plot_file is not None and good:
-        try:
-            from tiercache.replay.plot import plot
-
-            plot({name: list(_points(answer["advice"])) for name, answer in good.items()}, plot_file)
-        except ImportError as error:
-            return complain(
-                f"--plot needs matplotlib, which cannot be imported ({error}): pip install 'tiercache[replay]'"
-            )
-        except (OSError, ValueError) as error:
-            return complain(f"{plot_file}: {error}")
+        curves = {name: list(_points(answer["advice"])) for name, answer in good.items()}
+        if problem := plot(curves, plot_file):
+            return complain(problem)
     return 0 if len(good) == len(answers) else 1 if good else 2
 
 

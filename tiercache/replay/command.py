@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ from tiercache.core.eviction import RANKS
 from tiercache.errors import TierCacheError
 from tiercache.replay.bounds import Survey, optimal_hits, survey
 from tiercache.replay.formats import Trace
+from tiercache.replay.plot import plot
 from tiercache.replay.real.command import RealOptions, compare, comparison_table
 from tiercache.replay.report import Row, row_of, table, title
-from tiercache.replay.setting import Hardware, Setting, SettingError, parse_size
+from tiercache.replay.setting import UNBOUNDED, Setting, SettingError, parse_size
 from tiercache.replay.simulator import Simulator
 from tiercache.tables import show_figures
 
 PREDICTORS = ("hints", "sessions")
 _PICTURES = (".png", ".svg", ".pdf")
-_UNBOUNDED = 1 << 40
 
 
 @dataclass
@@ -34,25 +34,25 @@ class Options:
     """Arguments of the command. Lists are run in all combinations."""
 
     traces: list[Path]
-    ram: list[str] = field(default_factory=lambda: ["10%"])
-    flash: list[str] = field(default_factory=lambda: ["0"])
-    policies: list[str] = field(default_factory=lambda: ["LRU"])
-    admissions: list[str] = field(default_factory=lambda: ["all"])
-    gib_per_day: list[float] = field(default_factory=lambda: [0.0])
-    prefetch: list[str] = field(default_factory=lambda: ["none"])
-    bounds: bool = True
-    measure_from: float = 0.5
-    strict: bool = False
-    limit: int | None = None
-    repeat: int = 1
-    noisy: float = 0.0
+    ram: list[str]
+    flash: list[str]
+    policies: list[str]
+    admissions: list[str]
+    gib_per_day: list[float]
+    prefetch: list[str]
+    bounds: bool
+    measure_from: float
+    strict: bool
+    limit: int | None
+    repeat: int
+    noisy: float
     """Blocks that an extra scanning tenant stores per block of the trace, in twice the memory; 0 for no tenant."""
-    session_interval_s: float = 0.0
-    json_file: Path | None = None
-    plot_file: Path | None = None
-    real: RealOptions | None = None
+    session_interval_s: float
+    json_file: Path | None
+    plot_file: Path | None
+    real: RealOptions | None
     """Options of a real replay; None for simulation only. Allows only one setting."""
-    base: Setting = field(default_factory=lambda: Setting(0))
+    base: Setting
     """Speeds, and other values that are the same in all simulations."""
 
 
@@ -98,17 +98,13 @@ def replay_command(options: Options) -> int:
         return complain(str(error))
     except OSError as error:
         return complain(f"{error.filename or 'the trace'}: {error.strerror or error}")
-    try:
-        if options.json_file is not None:
+    if options.json_file is not None:
+        try:
             options.json_file.write_text(json.dumps(found, indent=1) + "\n")
-        if options.plot_file is not None and sections:
-            from tiercache.replay.plot import plot
-
-            plot(sections, options.plot_file)
-    except ImportError as error:
-        return complain(f"--plot needs matplotlib, which cannot be imported ({error}): pip install 'tiercache[replay]'")
-    except OSError as error:
-        return complain(f"{error.filename}: {error.strerror or error}")
+        except OSError as error:
+            return complain(f"{error.filename}: {error.strerror or error}")
+    if options.plot_file is not None and sections and (problem := plot(sections, options.plot_file)):
+        return complain(problem)
     return 1 if skipped or unequal else 0
 
 
@@ -118,7 +114,7 @@ def _settings(options: Options, looked: Survey) -> list[tuple[str, str, Setting]
     settings = []
     for ram in options.ram:
         ram_blocks = parse_size(ram, block_bytes, looked.unique_blocks)
-        ram_blocks = _UNBOUNDED if ram_blocks is None else ram_blocks
+        ram_blocks = UNBOUNDED if ram_blocks is None else ram_blocks
         for flash in options.flash:
             flash_blocks = parse_size(flash, block_bytes, looked.unique_blocks)
             for setting in _variants(options, ram_blocks, flash_blocks):
@@ -131,7 +127,7 @@ def _rows(options: Options, trace: Trace, looked: Survey, measure_from: int) -> 
     settings = _settings(options, looked)
     sizes: dict[int, str] = {}
     for ram, flash, setting in settings:
-        total = _UNBOUNDED if setting.flash_blocks is None else setting.ram_blocks + setting.flash_blocks
+        total = UNBOUNDED if setting.flash_blocks is None else setting.ram_blocks + setting.flash_blocks
         sizes[total] = ram if not setting.flash_blocks else f"{ram}+{flash}"
     if options.bounds:
         yield _simulated("no cache", options.base, trace, looked, measure_from)
@@ -142,10 +138,10 @@ def _rows(options: Options, trace: Trace, looked: Survey, measure_from: int) -> 
             shared = _beside_a_scan(setting, options.noisy, quotas)
             yield _simulated(name, shared, trace, looked, measure_from, f"2 x {ram}", f"2 x {flash}")
     if options.bounds:
-        bounded = {total for total in sizes if total < _UNBOUNDED}
+        bounded = {total for total in sizes if total < UNBOUNDED}
         for total, hit in sorted(optimal_hits(trace, bounded, measure_from).items()):
             yield Row("optimal", sizes[total], ram_blocks=total, ram_gib=total * block_bytes / 2**30, hit=hit)
-        unbounded = replace(options.base, ram_blocks=_UNBOUNDED)
+        unbounded = replace(options.base, ram_blocks=UNBOUNDED)
         yield _simulated("infinite", unbounded, trace, looked, measure_from)
 
 
@@ -238,15 +234,3 @@ def _check(options: Options) -> None:
             raise SettingError(f"{file} is a directory; expected the name of a file")
     if options.plot_file is not None and options.plot_file.suffix not in _PICTURES:
         raise SettingError(f"--plot: expected a name that ends in {', '.join(_PICTURES)}, found {options.plot_file}")
-
-
-def hardware_of(
-    bytes_per_token: int, prefill_tokens_per_s: float, ram_gb_per_s: float, flash_gb_per_s: float, engines: int
-) -> Hardware:
-    return Hardware(
-        bytes_per_token=bytes_per_token,
-        prefill_tokens_per_s=prefill_tokens_per_s,
-        ram_bytes_per_s=ram_gb_per_s * 1e9,
-        flash_read_bytes_per_s=flash_gb_per_s * 1e9,
-        engines=engines,
-    )

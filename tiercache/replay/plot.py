@@ -8,17 +8,19 @@ from pathlib import Path
 from tiercache.replay.report import Row
 
 
-def plot(sections: dict[str, list[Row]], path: Path) -> None:
-    """Plot one panel per trace. Raises ImportError without matplotlib.
+def plot(sections: dict[str, list[Row]], path: Path) -> str:
+    """Plot one panel per trace. Return a sentence if there is no matplotlib or the file cannot be written, else "".
 
     With several admissions, plots hit rate against flash writes, one line per total size; otherwise hit rate against
     the size of the hot cache, one line per policy, with bounds.
     """
-    import matplotlib
+    try:
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        return f"--plot needs matplotlib, which cannot be imported ({error}): pip install 'tiercache[replay]'"
     figure, axes = pyplot.subplots(1, len(sections), figsize=(5.2 * len(sections), 4), squeeze=False)
     for panel, (name, rows) in zip(axes[0], sections.items(), strict=True):
         simulated = [row for row in rows if row.policy]
@@ -30,8 +32,13 @@ def plot(sections: dict[str, list[Row]], path: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # a ValueError names the formats that a file's name may end in
+        return f"{path}: {error}"
+    finally:
+        pyplot.close(figure)
+    return ""
 
 
 def _sizes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]

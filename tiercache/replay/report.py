@@ -9,8 +9,8 @@ from rich.table import Table
 
 from tiercache.core.admission import DAY_S
 from tiercache.replay.bounds import Survey
-from tiercache.replay.figures import Figures
-from tiercache.replay.setting import Setting
+from tiercache.replay.figures import QUANTILES, Figures, ttft_figures
+from tiercache.replay.setting import UNBOUNDED, Setting
 
 
 @dataclass
@@ -61,7 +61,7 @@ def row_of(
     used = sum(account.used_bytes for account in figures.accounts.values())
     settled = sum(account.used_bytes + account.late_bytes + account.wasted_bytes for account in figures.accounts.values())
     wanted = used + figures.flash_blocks * block_bytes
-    bounded = setting.ram_blocks < 1 << 40
+    bounded = setting.ram_blocks < UNBOUNDED
     written_bytes = figures.flash_written_blocks * block_bytes
     with_flash = setting.flash_blocks != 0
     return Row(
@@ -87,11 +87,8 @@ def row_of(
         used / wanted if figures.accounts and wanted else None,
         {predictor: asdict(account) for predictor, account in figures.accounts.items()},
         figures.saved_s,
-        figures.ttft.mean,
-        figures.ttft.at(0.50),
-        figures.ttft.at(0.95),
-        figures.ttft.at(0.99),
-        figures.all_requests / took_s if took_s > 0 else None,
+        **ttft_figures(figures.ttft_s),
+        requests_per_s=figures.all_requests / took_s if took_s > 0 else None,
     )
 
 
@@ -114,8 +111,8 @@ def table(title: str, rows: list[Row]) -> Table:
         columns.append(("precision %", [_percent(row.precision) for row in rows]))
         columns.append(("recall %", [_percent(row.recall) for row in rows]))
     columns.append(("saved h", [_number(None if row.saved_s is None else row.saved_s / 3600, 2) for row in rows]))
-    for part in ("p50", "p95", "p99"):
-        columns.append((f"TTFT {part} s", [_number(getattr(row, f"ttft_{part}_s"), 2) for row in rows]))
+    for part in QUANTILES:
+        columns.append((f"TTFT p{part} s", [_number(getattr(row, f"ttft_p{part}_s"), 2) for row in rows]))
     found = Table(title=title)
     for number, (name, _) in enumerate(columns):
         found.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from tiercache.errors import TierCacheError
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
+UNBOUNDED = 1 << 40
+"""Blocks of a hot cache that holds everything."""
 
 
 class SettingError(TierCacheError):

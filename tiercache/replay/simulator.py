@@ -258,7 +258,7 @@ class Simulator:
         figures.ram_blocks += found - loaded
         figures.flash_blocks += loaded
         figures.wanted_blocks += found
-        figures.ttft.add(waited_s)
+        figures.ttft_s.append(waited_s)
         computed_s = self._tokens(request, 0) / self.setting.hardware.prefill_tokens_per_s
         figures.saved_s += computed_s - waited_s
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from tiercache.replay.bounds import Survey
+from tiercache.replay.figures import ttft_figures
 from tiercache.replay.formats import Request
 from tiercache.replay.real.calibration import Speeds, calibrated
 from tiercache.replay.real.contents import Contents, Renamed
@@ -123,10 +124,10 @@ def _timed_rows(found: Compared) -> list[tuple[str, float, float, int]]:
         ("hit on flash %", 100 * one.flash_blocks / blocks, 100 * other.flash_blocks / blocks, 2),
         ("blocks written to flash", one.written_blocks, other.written_blocks, 0),
         ("blocks skipped or lost", one.skipped_blocks + one.lost_blocks, 0, 0),
-        ("TTFT mean ms", 1e3 * one.ttft.mean, 1e3 * other.ttft.mean, 2),
     ]
-    for part in (50, 95, 99):
-        rows.append((f"TTFT p{part} ms", 1e3 * one.ttft.at(part / 100), 1e3 * other.ttft.at(part / 100), 2))
+    simulated = ttft_figures(other.ttft_s)
+    for name, measured_s in ttft_figures(one.ttft_s).items():
+        rows.append((f"TTFT {name.split('_')[1]} ms", 1e3 * measured_s, 1e3 * simulated[name], 2))
     if other.accounts or one.accounts:
         for name in ("used", "late", "wasted"):
             rows.append((f"prefetched MiB {name}", _mib(one, name), _mib(other, name), 1))
@@ -138,14 +139,8 @@ def _mib(timed: Timed, name: str) -> float:
 
 
 def _timed_dict(timed: Timed) -> dict[str, Any]:
-    quantiles = {f"ttft_p{part}_s": timed.ttft.at(part / 100) for part in (50, 95, 99)}
-    return {
-        "requests": timed.requests, "blocks": timed.blocks, "ram_blocks": timed.ram_blocks,
-        "flash_blocks": timed.flash_blocks, "lost_blocks": timed.lost_blocks, "written_blocks": timed.written_blocks,
-        "skipped_blocks": timed.skipped_blocks, "late_s": timed.late_s, "moved": timed.moved,
-        "ttft_mean_s": timed.ttft.mean, **quantiles,
-        "accounts": {name: asdict(account) for name, account in timed.accounts.items()},
-    }  # fmt: skip
+    found = asdict(timed)
+    return found | ttft_figures(found.pop("ttft_s"))
 
 
 def _check(setting: Setting, known: Survey, options: RealOptions) -> None:

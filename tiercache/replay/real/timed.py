@@ -8,13 +8,14 @@ cache, puts, write-behind, evictions, and hints to the prefetcher.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tiercache.cache import TierCache
 from tiercache.core.prefetch import Account
 from tiercache.replay.announcements import Announcements
-from tiercache.replay.figures import Figures, Quantiles
+from tiercache.replay.figures import Figures
 from tiercache.replay.formats import Request
 from tiercache.replay.real.calibration import Speeds
 from tiercache.replay.real.contents import Contents
@@ -42,7 +43,7 @@ class Timed:
     written_blocks: int = 0
     skipped_blocks: int = 0
     """Blocks not written to flash, or not stored at all."""
-    ttft: Quantiles = field(default_factory=Quantiles)
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
     moved: int = 0
     """Requests that started later than in the trace, because their session's previous request had not ended."""
     late_s: float = 0.0
@@ -76,7 +77,7 @@ def simulate_timed(requests: Iterable[Request], setting: Setting, block_tokens: 
         figures.ram_blocks,
         figures.flash_blocks,
         written_blocks=figures.flash_written_blocks,
-        ttft=figures.ttft,
+        ttft_s=figures.ttft_s,
         accounts=figures.accounts,
     )
 
@@ -154,7 +155,7 @@ class Player:
         found.ram_blocks += hit.by_tier["cpu"]
         found.flash_blocks += hit.by_tier.get(DISK, 0)
         found.lost_blocks += hit.chunks - delivered
-        found.ttft.add(first_token_s - came_s)
+        found.ttft_s.append(first_token_s - came_s)
         length = self._contents.chunk_bytes
         items = [(key, length, self._contents.source(key)) for key in keys[delivered:]]
         stored = await cache.put_from(items, prefix=True)

@@ -32,7 +32,7 @@ def exported(directory: Path, tmp_path: Path) -> Path:
 
 
 async def is_counted_right(directory: Path) -> bool:
-    found = await survey(directory)
+    found = survey(directory)
     return bool(found["ledger_bytes"] == found["counted_bytes"]) and not found["unfinished"]
 
 
@@ -304,7 +304,7 @@ async def test_an_import_stops_at_the_cap(exported: Path, tmp_path: Path) -> Non
     assert run.returncode == 1
     assert "the directory is full" in found["problem"]
     assert 0 < found["chunks"] == len(contents(tmp_path / "new")) < 6
-    there = await survey(tmp_path / "new")
+    there = survey(tmp_path / "new")
     assert there["counted_bytes"] <= cap_bytes
     assert await is_counted_right(tmp_path / "new")
 
@@ -352,7 +352,7 @@ async def test_a_killed_import_leaves_nothing_that_the_next_one_does_not_count(
 ) -> None:
     command = [sys.executable, "-c", KILLED, exported, tmp_path / "new", module, function]
     assert subprocess.run(command, check=False, timeout=60).returncode == -9
-    there = await survey(tmp_path / "new")
+    there = survey(tmp_path / "new")
     assert (there["chunks"], there["unfinished"]) == left
     assert there["ledger_bytes"] >= there["counted_bytes"] + there["unfinished_bytes"]
     async with TierCache.open(config_for(tmp_path / "new"), LAYOUT) as cache:

@@ -9,8 +9,8 @@ from tests.cli.conftest import LAYOUT, chunk_paths, tiercache
 from tiercache.commands.stat import survey
 
 
-async def test_chunks_are_counted_by_layout(directory: Path) -> None:
-    found = await survey(directory)
+def test_chunks_are_counted_by_layout(directory: Path) -> None:
+    found = survey(directory)
     assert found["chunks"] == 6
     assert found["layouts"][LAYOUT.fingerprint.hex()]["payload_bytes"] == 6 * LAYOUT.chunk_bytes
     assert found["occupied_bytes"] == sum(path.stat().st_blocks * 512 for path in chunk_paths(directory))
@@ -18,19 +18,19 @@ async def test_chunks_are_counted_by_layout(directory: Path) -> None:
     assert (found["unreadable"], found["quarantined"], found["unfinished"], found["foreign"]) == ([], 0, 0, 0)
 
 
-async def test_the_ledger_agrees_with_what_is_there(directory: Path) -> None:
-    found = await survey(directory)
+def test_the_ledger_agrees_with_what_is_there(directory: Path) -> None:
+    found = survey(directory)
     assert found["ledger_bytes"] == found["counted_bytes"] > found["occupied_bytes"]
 
 
-async def test_a_missing_ledger_is_said_and_not_made(directory: Path) -> None:
+def test_a_missing_ledger_is_said_and_not_made(directory: Path) -> None:
     ledger = directory / ".tiercache" / "ledger"
     ledger.unlink()
-    assert (await survey(directory))["ledger_bytes"] is None
+    assert survey(directory)["ledger_bytes"] is None
     assert not ledger.exists()
 
 
-async def test_what_is_no_chunk_is_counted_apart(directory: Path) -> None:
+def test_what_is_no_chunk_is_counted_apart(directory: Path) -> None:
     first, second = chunk_paths(directory)[:2]
     first.write_bytes(b"")
     second.write_bytes(second.read_bytes()[:-4096])
@@ -38,9 +38,9 @@ async def test_what_is_no_chunk_is_counted_apart(directory: Path) -> None:
     (directory / ".tiercache" / "tmp").mkdir(exist_ok=True)
     (directory / ".tiercache" / "tmp" / "someone.7").write_bytes(bytes(8192))
     (first.parent / f"{'a' * 32}.7").write_bytes(bytes(8192))
-    before = (await survey(directory))["counted_bytes"]
+    before = survey(directory)["counted_bytes"]
     (directory / next(name for name in ("fe", "fd") if not (directory / name).exists())).write_bytes(bytes(8192))
-    found = await survey(directory)
+    found = survey(directory)
     assert found["counted_bytes"] == before, "another program's file has the name of a directory of chunks"
     assert found["chunks"] == 4
     assert [str(first) in line or str(second) in line for line in found["unreadable"]] == [True, True]

@@ -175,7 +175,7 @@ async def test_forget_removes_the_chunk_from_quarantine_too(place: Path, kind: s
         assert left.name.startswith(chunk(2)[0].hex())
         await tier.remove(chunk(2)[0])
         assert not list((place / "quarantine").iterdir()), "also where no chunk of that key is stored"
-    found = await survey(place)
+    found = survey(place)
     assert found["ledger_bytes"] == found["counted_bytes"]
 
 
@@ -213,7 +213,7 @@ async def test_chunks_beside_files_of_others_are_found_by_stat_and_when_those_ha
     put_foreign_files(place)
     async with opened("disk", place) as tier:
         await store(tier, range(1, 4))
-    found = await survey(place)
+    found = survey(place)
     assert (found["chunks"], found["foreign"]) == (3, 0)
     for path in place.iterdir():
         if path.name != "tiercache-chunks":
@@ -284,7 +284,7 @@ async def test_a_directory_of_ours_without_its_manifest_is_used_itself(place: Pa
         assert Path(tier.path(chunk(1)[0])).parent.parent == place
         assert await is_hit(tier, 3)
         await tier.scanned()
-    found = await survey(place)
+    found = survey(place)
     assert found["ledger_bytes"] == found["counted_bytes"]
 
 

@@ -85,7 +85,7 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
     found, place = Moved(str(directory)), found_place(directory)
     layouts = defaultdict[str, list[tuple[float, str, int]]](list)
     for top in TOP_LEVELS:
-        for path, status, header in headers_in(place / top)[0]:
+        for path, status, header in headers_in(place / top):
             if isinstance(header, Header):
                 layouts[header.fingerprint.hex()].append((status.st_mtime, path, header.payload_bytes))
             elif header is not None:

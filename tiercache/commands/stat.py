@@ -8,12 +8,18 @@ import os
 import stat
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
 
 from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
+from tiercache.tables import show_figures
 from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.capacity import counted_in
 from tiercache.tiers.files.directory import CHUNK_NAME, QUARANTINED_NAME, TOP_LEVELS, found_place
@@ -21,14 +27,10 @@ from tiercache.tiers.files.owners import PENDING_NAME
 
 
 def stat_command(directory: Path, as_json: bool) -> int:
-    return asyncio.run(_stat(directory, as_json))
-
-
-async def _stat(directory: Path, as_json: bool) -> int:
-    if (problem := await problem_with(directory)) is not None:
+    if (problem := asyncio.run(problem_with(directory))) is not None:
         return complain(problem)
     try:
-        found = await survey(directory)
+        found = survey(directory)
     except OSError as error:
         return complain(f"{directory} cannot be read: {error}")
     if as_json:
@@ -38,81 +40,68 @@ async def _stat(directory: Path, as_json: bool) -> int:
     return 0
 
 
-class _Found:
-    """Sums over the headers of chunks, added directory by directory."""
-
-    def __init__(self) -> None:
-        self.layouts: dict[str, dict[str, int]] = defaultdict(
-            lambda: {"chunks": 0, "payload_bytes": 0, "occupied_bytes": 0}
-        )
-        self.counted_bytes = 0
-        self.foreign = 0
-        self.unfinished_bytes: list[int] = []
-        """Sizes of temporary files, whether their writers are alive or dead."""
-        self.unreadable: list[str] = []
-        self.ages: list[float] = []
-        self._now_s = time.time()
-
-    def add(self, files: list[tuple[str, os.stat_result, Header | str | None]], own_bytes: int) -> None:
-        self.counted_bytes += own_bytes
-        for path, status, header in files:
-            name = os.path.basename(path)
-            if PENDING_NAME.fullmatch(name):
-                self.unfinished_bytes.append(status.st_blocks * 512)
-                continue
-            if not CHUNK_NAME.fullmatch(name):
-                self.foreign += 1
-                continue
-            self.counted_bytes += status.st_blocks * 512
-            if isinstance(header, Header):
-                layout = self.layouts[header.fingerprint.hex()]
-                layout["chunks"] += 1
-                layout["payload_bytes"] += header.payload_bytes
-                layout["occupied_bytes"] += status.st_blocks * 512
-                self.ages.append(self._now_s - status.st_mtime)
-            elif header is not None:
-                self.unreadable.append(f"{path}: {header}")
-
-
-async def survey(directory: Path) -> dict[str, Any]:
+def survey(directory: Path) -> dict[str, Any]:
     """Count the chunks below `directory`, and the bytes that the file system allocates to them. Read-only.
 
     `counted_bytes` is the expected value of the capacity counter (chunks, quarantine and their directories);
     `ledger_bytes` is its actual value. They differ while a process writes, and after a crash until a recount.
     """
-    found = _Found()
-    place = await asyncio.to_thread(found_place, directory)
-    for part in asyncio.as_completed([asyncio.to_thread(headers_in, place / top) for top in TOP_LEVELS]):
-        found.add(*await part)
-    quarantine = await asyncio.to_thread(_files, place / "quarantine")
-    quarantine = [(path, status) for path, status in quarantine if QUARANTINED_NAME.fullmatch(os.path.basename(path))]
-    quarantined_bytes = sum(status.st_blocks * 512 for _, status in quarantine)
-    temporary = await asyncio.to_thread(_files, place / ".tiercache" / "tmp")
-    strays = [status.st_blocks * 512 for path, status in temporary if not path.endswith((".lock", ".new"))]
-    strays += found.unfinished_bytes
-    layouts, ages = found.layouts, sorted(found.ages)
+    place, now_s = found_place(directory), time.time()
+    layouts: dict[str, dict[str, int]] = defaultdict(lambda: {"chunks": 0, "payload_bytes": 0, "occupied_bytes": 0})
+    foreign, counted_bytes = 0, sum(_own_bytes(place / top) for top in TOP_LEVELS)
+    ages: list[float] = []
+    unreadable: list[str] = []
+    unfinished_bytes = [
+        _allocated_bytes(status)
+        for path, status in _files(place / ".tiercache" / "tmp")
+        if not path.endswith((".lock", ".new"))
+    ]
+    with ThreadPoolExecutor() as threads:
+        for path, status, header in chain.from_iterable(threads.map(headers_in, [place / top for top in TOP_LEVELS])):
+            name, occupied_bytes = os.path.basename(path), _allocated_bytes(status)
+            if PENDING_NAME.fullmatch(name):
+                unfinished_bytes.append(occupied_bytes)
+                continue
+            if not CHUNK_NAME.fullmatch(name):
+                foreign += 1
+                continue
+            counted_bytes += occupied_bytes
+            if isinstance(header, Header):
+                layout = layouts[header.fingerprint.hex()]
+                layout["chunks"] += 1
+                layout["payload_bytes"] += header.payload_bytes
+                layout["occupied_bytes"] += occupied_bytes
+                ages.append(now_s - status.st_mtime)
+            elif header is not None:
+                unreadable.append(f"{path}: {header}")
+    quarantine = [
+        _allocated_bytes(status)
+        for path, status in _files(place / "quarantine")
+        if QUARANTINED_NAME.fullmatch(os.path.basename(path))
+    ]
+    ages.sort()
     return {
         "directory": str(directory),
-        "chunks": sum(layout["chunks"] for layout in layouts.values()),
+        "chunks": len(ages),
         "occupied_bytes": sum(layout["occupied_bytes"] for layout in layouts.values()),
-        "counted_bytes": found.counted_bytes + quarantined_bytes,
-        "ledger_bytes": await asyncio.to_thread(counted_in, place / ".tiercache" / "ledger"),
+        "counted_bytes": counted_bytes + sum(quarantine),
+        "ledger_bytes": counted_in(place / ".tiercache" / "ledger"),
         "layouts": dict(sorted(layouts.items())),
-        "unreadable": sorted(found.unreadable),
+        "unreadable": sorted(unreadable),
         "quarantined": len(quarantine),
-        "quarantined_bytes": quarantined_bytes,
-        "unfinished": len(strays),
-        "unfinished_bytes": sum(strays),
-        "foreign": found.foreign,
+        "quarantined_bytes": sum(quarantine),
+        "unfinished": len(unfinished_bytes),
+        "unfinished_bytes": sum(unfinished_bytes),
+        "foreign": foreign,
         "newest_s": round(ages[0], 1) if ages else None,
         "median_age_s": round(ages[len(ages) // 2], 1) if ages else None,
         "oldest_s": round(ages[-1], 1) if ages else None,
     }
 
 
-def headers_in(directory: Path) -> tuple[list[tuple[str, os.stat_result, Header | str | None]], int]:
-    """Return the files of a directory with their headers or errors, and the bytes of the directory itself."""
-    return [(path, status, _header(path, status)) for path, status in _files(directory)], _own_bytes(directory)
+def headers_in(directory: Path) -> list[tuple[str, os.stat_result, Header | str | None]]:
+    """Return the files of a directory with their headers or errors."""
+    return [(path, status, _header(path, status)) for path, status in _files(directory)]
 
 
 def _header(path: str, status: os.stat_result) -> Header | str | None:
@@ -151,21 +140,17 @@ def _own_bytes(directory: Path) -> int:
         status = directory.stat()
     except FileNotFoundError:
         return 0
-    return status.st_blocks * 512 if stat.S_ISDIR(status.st_mode) else 0
+    return _allocated_bytes(status) if stat.S_ISDIR(status.st_mode) else 0
+
+
+def _allocated_bytes(status: os.stat_result) -> int:
+    return status.st_blocks * 512
 
 
 def _show(directory: Path, found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from tiercache.tables import show_figures
-
     print(directory)
-    table = Table()
-    table.add_column("layout")
-    for column in ("chunks", "payload", "on disk"):
-        table.add_column(column, justify="right")
-    for fingerprint, layout in sorted(found["layouts"].items()):
+    table = Table("layout", *(Column(name, justify="right") for name in ("chunks", "payload", "on disk")))
+    for fingerprint, layout in found["layouts"].items():
         sizes = (_mib(layout["payload_bytes"]), _mib(layout["occupied_bytes"]))
         table.add_row(fingerprint[:16], f"{layout['chunks']:,}", *sizes)
     show_figures(table, Console())

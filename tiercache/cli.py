@@ -129,9 +129,10 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")] = False,
 ) -> None:
     """Measure this machine's ceilings and tiercache, interleaved in one run."""
-    from tiercache.bench.command import Options, bench_command
+    from tiercache.bench.command import bench_command
+    from tiercache.bench.workload import Plan
 
-    raise typer.Exit(bench_command(Options(json_file, directory, pairs, only, quick))[0])
+    raise typer.Exit(bench_command(Plan(pairs, quick, directory), only, json_file)[0])
 
 
 @app.command()

@@ -17,7 +17,7 @@ from tests.bench.s3_figures import measure_s3
 from tests.bench.shared_memory_figures import measure_shared_memory
 from tests.bench.vllm.goals import compared_with_goals
 from tests.bench.vllm.installed import require_installed
-from tiercache.bench.command import Measure, Options, bench_command
+from tiercache.bench.command import Measure, bench_command
 from tiercache.bench.figures import Figures
 from tiercache.bench.workload import Plan
 from tiercache.commands.findings import complain
@@ -62,8 +62,8 @@ def bench(
     if peer_python is not None and not peer_python.exists():
         raise typer.Exit(complain(f"--peer-python: {peer_python} does not exist"))
     script = Path(__file__).with_name("peer_lmcache.py")
-    options = Options(json_file, directory, pairs, only, quick, peer_python, script, chunks)
-    status, figures = bench_command(options, OTHERS)
+    plan = Plan(pairs, quick, directory, peer_python=peer_python, peer_script=script, chunks=chunks)
+    status, figures = bench_command(plan, only, json_file, OTHERS)
     for line in compared_with_goals(figures):
         print(line)
     raise typer.Exit(status)

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ import numpy as np
 from tests.hf3fs_emulator import Hf3fsEmulator, Pace, install, why_no_fuse
 from tiercache.bench.figures import Figures
 from tiercache.bench.loop_figures import lags, p99
-from tiercache.bench.peer import Peer
+from tiercache.bench.peer import Peer, running
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys, size_name
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
@@ -155,12 +156,12 @@ def _touch_memory(place: Path, size_bytes: int) -> None:
     (place / "touched").unlink()
 
 
-def _start_peer(plan: Plan, emulator: Hf3fsEmulator, chunk_bytes: int, count: int) -> Peer:
+def _start_peer(plan: Plan, emulator: Hf3fsEmulator, chunk_bytes: int, count: int) -> AbstractContextManager[Peer]:
     if plan.peer_python is None:
-        return Peer(None)
+        return running(None)
     plan.progress("starting LMCache (3FS)")
     settings = [f"{name}={value}" for name, value in emulator.environment.items()]
-    return Peer(
+    return running(
         ["env", *settings, str(plan.peer_python), str(_CHILD), str(emulator.mount), str(chunk_bytes), str(count)]
     )
 

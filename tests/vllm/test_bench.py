@@ -11,7 +11,7 @@ from tests.bench.vllm.measure import measure_vllm
 from tests.bench.vllm.workload import Amounts
 from tests.needs import needs_fuse, takes_minutes
 from tiercache.bench.figures import Figures
-from tiercache.bench.workload import QUICK, Plan
+from tiercache.bench.workload import Plan
 
 pytestmark = takes_minutes
 
@@ -28,7 +28,7 @@ def said() -> list[str]:
 @pytest.fixture(scope="module")
 def figures(model: str, said: list[str], tmp_path_factory: pytest.TempPathFactory) -> Figures:
     found = Figures()
-    plan = Plan(1, QUICK, tmp_path_factory.mktemp("bench"), said.append, quick=True)
+    plan = Plan(1, True, tmp_path_factory.mktemp("bench"), said.append)
     measure_vllm(found, plan, TINY, Path(model))
     return found
 

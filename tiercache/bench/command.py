@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,31 +21,13 @@ from tiercache.bench.loop_figures import measure_loop
 from tiercache.bench.machine import machine
 from tiercache.bench.prefetch_figures import measure_prefetch
 from tiercache.bench.restart_figures import measure_restart
-from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
+from tiercache.bench.workload import CHUNK_SIZES, Plan
 from tiercache.commands.findings import complain
 from tiercache.errors import TierCacheError
 from tiercache.tables import show_figures
 
 Measure = Callable[[Figures, Plan], None]
 """Measure one part and record its figures."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Common options of all benchmark commands."""
-
-    json_file: Path | None
-    directory: Path
-    """Directory for the disk measurements."""
-    pairs: int
-    only: str
-    """Comma-separated parts; empty for the default parts."""
-    quick: bool
-    peer_python: Path | None = None
-    """A Python that has a peer. It runs `peer_script` to measure the peer in turn with tiercache."""
-    peer_script: Path | None = None
-    chunks: Path | None = None
-    """A directory of chunks to compress."""
 
 
 def _disk(figures: Figures, plan: Plan) -> None:
@@ -79,19 +61,21 @@ PARTS: dict[str, Measure] = {
 """Parts that need only this machine."""
 
 
-def bench_command(options: Options, others: Mapping[str, Measure] | None = None) -> tuple[int, Figures]:
-    """Measure the parts that `options` names, by default `PARTS`; `others` are measured only if named.
+def bench_command(
+    plan: Plan, only: str, json_file: Path | None, others: Mapping[str, Measure] | None = None
+) -> tuple[int, Figures]:
+    """Measure the parts that the comma list `only` names, by default `PARTS`; `others` are measured only if named.
 
-    Returns the exit status and the figures. The status is 2 for a wrong argument and 1 if a measurement failed; both
-    print a sentence.
+    Uses a new directory inside the plan's, and removes it. Returns the exit status and the figures. The status is 2 for a
+    wrong argument and 1 if a measurement failed; both print a sentence.
     """
     figures, known = Figures(), {**PARTS, **(others or {})}
-    parts = [part.strip() for part in options.only.split(",") if part.strip()] or list(PARTS)
+    parts = [part.strip() for part in only.split(",") if part.strip()] or list(PARTS)
     if unknown := [part for part in parts if part not in known]:
         return complain(f"--only: expected a comma list of {', '.join(known)}, found {unknown[0]!r}"), figures
-    json_file, directory = options.json_file, options.directory
     if json_file is not None and not json_file.resolve().parent.is_dir():
         return complain(f"--json: {json_file.parent} is not a directory"), figures
+    directory = plan.directory
     made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -100,7 +84,7 @@ def bench_command(options: Options, others: Mapping[str, Measure] | None = None)
         return complain(f"--directory: {directory} cannot be used: {error.strerror}"), figures
     facts = machine(place)
     try:
-        problem = _measure([known[part] for part in parts], figures, options, place)
+        problem = _measure([known[part] for part in parts], figures, replace(plan, directory=place))
     finally:
         shutil.rmtree(place, ignore_errors=True)
         if made and not any(directory.iterdir()):
@@ -113,8 +97,8 @@ def bench_command(options: Options, others: Mapping[str, Measure] | None = None)
     return 0 if problem is None else 1, figures
 
 
-def _measure(parts: Sequence[Measure], figures: Figures, options: Options, place: Path) -> str | None:
-    """Measure `parts` in `place`. Return the reason if a part could not be measured, else None."""
+def _measure(parts: Sequence[Measure], figures: Figures, plan: Plan) -> str | None:
+    """Measure `parts`. Return the reason if a part could not be measured, else None."""
     console = Console(stderr=True)
     with console.status("starting") as status:
 
@@ -123,12 +107,9 @@ def _measure(parts: Sequence[Measure], figures: Figures, options: Options, place
             if not console.is_terminal:
                 print(text, file=sys.stderr, flush=True)
 
-        sizes = QUICK if options.quick else FULL
-        peer = options.peer_python, options.peer_script
-        plan = Plan(options.pairs, sizes, place, progress, *peer, options.chunks, options.quick)
         try:
             for measure in parts:
-                measure(figures, plan)
+                measure(figures, replace(plan, progress=progress))
         except (TierCacheError, OSError) as error:
             return str(error)
     return None

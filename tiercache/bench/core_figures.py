@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tiercache.bench.figures import Figures
-from tiercache.bench.peer import Peer
+from tiercache.bench.peer import peer_of
 from tiercache.bench.workload import MIB, Plan, config_of, layout_of, new_keys, nothing
 from tiercache.cache import TierCache
 from tiercache.core.index import CappedIndex
@@ -32,7 +32,7 @@ async def measure_core(figures: Figures, plan: Plan) -> None:
     array = np.array(tokens, dtype=np.uint32)
     namespace = bytes(KEY_BYTES)
     arena_bytes = max(64 * MIB, 2 * sizes.lookups * _SMALL_BYTES)
-    with Peer.start(plan, "core", 2 * MIB, sizes.lookups) as peer:
+    with peer_of(plan, "core", 2 * MIB, sizes.lookups) as peer:
         async with TierCache.open(config_of(arena_bytes), layout_of(_SMALL_BYTES)) as cache:
             keys = new_keys(sizes.lookups)
             await cache.put_from([(key, _SMALL_BYTES, nothing) for key in keys])

@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.bench.ceilings import memcpy
 from tiercache.bench.figures import Figures
-from tiercache.bench.peer import Peer
+from tiercache.bench.peer import peer_of
 from tiercache.bench.workload import MIB, Plan, config_of, items_of, layout_of, new_keys, nothing, payloads
 from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
@@ -39,7 +39,7 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
     ceiling = Arena(ArenaSettings(size_bytes=count * _CHUNK_BYTES))
     rows = ceiling.memory.reshape(batches, size, _CHUNK_BYTES)
     config = config_of(count * _CHUNK_BYTES * 5 // 4)
-    with Peer.start(plan, "cpu", _CHUNK_BYTES, count) as peer:
+    with peer_of(plan, "cpu", _CHUNK_BYTES, count) as peer:
         async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache:
             threads = cache.cpu.copiers.threads
             await cache.put_from(items_of(new_keys(cache.cpu.pool.count), sources))

@@ -8,10 +8,20 @@ import time
 
 import numpy as np
 
-from tiercache.bench.ceilings import FileCeiling, drop_cached
+from tiercache.bench.ceilings import FileCeiling
 from tiercache.bench.figures import Figures
-from tiercache.bench.peer import DISK_SETTINGS, Peer
-from tiercache.bench.workload import Plan, config_of, in_turn, items_of, layout_of, new_keys, payloads, size_name
+from tiercache.bench.peer import DISK_SETTINGS, peer_of
+from tiercache.bench.workload import (
+    Plan,
+    config_of,
+    in_turn,
+    items_of,
+    layout_of,
+    make_cold,
+    new_keys,
+    payloads,
+    size_name,
+)
 from tiercache.cache import TierCache
 
 
@@ -35,7 +45,7 @@ async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
     config = config_of(arena_bytes, ours, disk_bytes)
     loose_config = config_of(arena_bytes, loose, disk_bytes, disk_durability="none")
     ceiling = FileCeiling(raw, chunk_bytes, count, config.disk_io_threads)
-    with Peer.start(plan, "disk", chunk_bytes, count) as peer:
+    with peer_of(plan, "disk", chunk_bytes, count) as peer:
         async with TierCache.open(config, layout) as cache, TierCache.open(loose_config, layout) as other:
             keys: list[bytes] = []
 
@@ -75,9 +85,7 @@ async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
                 plan.progress(f"disk tier, {size}, pair {pair + 1} of {plan.pairs}")
                 keys[:] = new_keys(count)
                 await in_turn(pair, write_plain, write_ours, write_peers)
-                cache.clear_hot()
                 await in_turn(pair, read_plain, read_ours, read_peers)
-                cache.clear_hot()
                 figures.add(f"disk.get_into_cold_gbps.{size}", await _get_into(cache, keys, sources))
                 await cache.forget(keys)
                 await asyncio.to_thread(os.sync)
@@ -101,7 +109,7 @@ async def _write(cache: TierCache, keys: list[bytes], sources: np.ndarray) -> fl
 
 
 async def _warm(cache: TierCache, keys: list[bytes], chunk_bytes: int) -> float:
-    _make_cold(cache, keys)
+    make_cold(cache, keys)
     began = time.perf_counter()
     assert await cache.warm(keys) == len(keys)
     return len(keys) * chunk_bytes / (time.perf_counter() - began) / 1e9
@@ -109,7 +117,7 @@ async def _warm(cache: TierCache, keys: list[bytes], chunk_bytes: int) -> float:
 
 async def _get_into(cache: TierCache, keys: list[bytes], sources: np.ndarray) -> float:
     """Read chunks into the memory of their payloads, and check the first payload afterwards."""
-    _make_cold(cache, keys)
+    make_cold(cache, keys)
     first = sources[0].copy()
     places = [sources[number % len(sources)] for number in range(len(keys))]
     began = time.perf_counter()
@@ -117,9 +125,3 @@ async def _get_into(cache: TierCache, keys: list[bytes], sources: np.ndarray) ->
     took = time.perf_counter() - began
     assert np.array_equal(first, sources[0])
     return float(len(keys) * sources.shape[1] / took / 1e9)
-
-
-def _make_cold(cache: TierCache, keys: list[bytes]) -> None:
-    """Drop files from the page cache; files written with O_DIRECT are not in it."""
-    (disk,) = cache.tiers
-    drop_cached([disk.path(key) for key in keys])  # type: ignore[attr-defined]

@@ -7,8 +7,9 @@ import os
 import selectors
 import subprocess
 import tempfile
-from types import TracebackType
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import IO, Any
 
 from tiercache.bench.figures import Figures
 from tiercache.bench.workload import Plan
@@ -26,31 +27,12 @@ class PeerError(TierCacheError):
 
 
 class Peer:
-    """A child process that executes and measures one command at a time. Without `command`, it does nothing."""
+    """A child process that executes and measures one command at a time. Does nothing without a process."""
 
-    def __init__(self, command: list[str] | None) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        if command is None:
-            return
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        environment = os.environ | {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "PYTHONHASHSEED": "0"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, env=environment
-        )
-        try:
-            self._answer(_START_S)
-        except BaseException:
-            self.close()
-            raise
-
-    @classmethod
-    def start(cls, plan: Plan, part: str, chunk_bytes: int, count: int) -> Peer:
-        """Start the peer for a part of the benchmark. It measures nothing if the plan has no peer."""
-        if plan.peer_python is None:
-            return cls(None)
-        plan.progress(f"starting LMCache ({part})")
-        program = [str(plan.peer_python), str(plan.peer_script)]
-        return cls([*program, part, str(chunk_bytes), str(count), str(plan.directory / "peer")])
+    def __init__(self, process: subprocess.Popen[bytes] | None, said: IO[bytes] | None) -> None:
+        """`said` has the errors that `process` prints."""
+        self._process = process
+        self._said = said
 
     def add(self, figures: Figures, what: str, **names: tuple[str, str]) -> None:
         """Run `what` in the peer, and record the parts of its answer that are keys of `names`.
@@ -65,31 +47,13 @@ class Peer:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._error("it has ended") from None
-        answer = self._answer(_ANSWER_S)
+        answer = self.answer(_ANSWER_S)
         for part, (name, ours) in names.items():
             figures.add(f"peer.lmcache.{name}", float(answer[part]))
             figures.compare(ours, f"peer.lmcache.{name}")
 
-    def close(self) -> None:
-        if self._process is None:
-            return
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self._process.wait()
-        self._process = None
-        self._said.close()
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """Return the next answer. Raises PeerError if there is none in time, or if the peer failed."""
         assert self._process is not None and self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -105,6 +69,36 @@ class Peer:
         return answer
 
     def _error(self, problem: str) -> PeerError:
+        assert self._said is not None
         self._said.seek(0)
         last = self._said.read().decode(errors="replace").strip().splitlines()[-1:]
         return PeerError(f"LMCache could not be measured: {problem}; it last said: {last[0] if last else 'nothing'}")
+
+
+@contextmanager
+def running(command: list[str] | None) -> Iterator[Peer]:
+    """Run the peer that `command` starts, until the block ends. Without a command, the peer does nothing."""
+    if command is None:
+        yield Peer(None, None)
+        return
+    environment = os.environ | {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "PYTHONHASHSEED": "0"}
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, env=environment) as process,
+    ):
+        try:
+            peer = Peer(process, said)
+            peer.answer(_START_S)
+            yield peer
+        finally:
+            process.kill()
+
+
+def peer_of(plan: Plan, part: str, chunk_bytes: int, count: int) -> AbstractContextManager[Peer]:
+    """Return the running peer for a part of the benchmark. It measures nothing if the plan has no peer."""
+    if plan.peer_python is None:
+        return running(None)
+    plan.progress(f"starting LMCache ({part})")
+    program = [str(plan.peer_python), str(plan.peer_script)]
+    return running([*program, part, str(chunk_bytes), str(count), str(plan.directory / "peer")])

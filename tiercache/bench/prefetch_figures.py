@@ -6,9 +6,19 @@ import asyncio
 import time
 from functools import partial
 
-from tiercache.bench.ceilings import FileCeiling, drop_cached
+from tiercache.bench.ceilings import FileCeiling
 from tiercache.bench.figures import Figures
-from tiercache.bench.workload import Plan, config_of, in_turn, items_of, layout_of, new_keys, payloads, size_name
+from tiercache.bench.workload import (
+    Plan,
+    config_of,
+    in_turn,
+    items_of,
+    layout_of,
+    make_cold,
+    new_keys,
+    payloads,
+    size_name,
+)
 from tiercache.cache import TierCache
 
 REQUESTS = (1, 8)
@@ -42,7 +52,7 @@ async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> No
             figures.add(f"ceiling.prefetch_read_gbps.{size}", ceiling.read())
 
         async def prefetch(requests: int) -> None:
-            _make_cold(cache, keys)
+            make_cold(cache, keys)
             began = time.perf_counter()
             handles = [cache.prefetch(keys[number::requests]) for number in range(requests)]
             found = [await handle for handle in handles]
@@ -65,10 +75,10 @@ async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> No
 
 async def _measure_demand(figures: Figures, cache: TierCache, keys: list[bytes], size: str) -> None:
     wanted, others = keys[-_DEMANDS:] if len(keys) > 2 * _DEMANDS else keys[-1:], keys[:-_DEMANDS] or keys[:-1]
-    _make_cold(cache, keys)
+    make_cold(cache, keys)
     for key in wanted:
         figures.add(f"prefetch.demand_alone_ms.{size}", await _get_ms(cache, key))
-    _make_cold(cache, keys)
+    make_cold(cache, keys)
     handle = cache.prefetch(others)
     for key in wanted:
         before = handle.progress.promoted
@@ -86,10 +96,3 @@ async def _get_ms(cache: TierCache, key: bytes) -> float:
         took = time.perf_counter() - began
         assert lease is not None
     return took * 1e3
-
-
-def _make_cold(cache: TierCache, keys: list[bytes]) -> None:
-    cache.ahead.release_all()
-    cache.clear_hot()
-    (disk,) = cache.tiers
-    drop_cached([disk.path(key) for key in keys])  # type: ignore[attr-defined]

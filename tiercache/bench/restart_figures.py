@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from tiercache.bench.figures import Figures
-from tiercache.bench.loop_figures import lags
+from tiercache.bench.loop_figures import lags, p99
 from tiercache.bench.workload import MIB, Plan, config_of, layout_of, new_keys
 from tiercache.cache import TierCache
 from tiercache.core.header import file_bytes
@@ -66,7 +66,7 @@ async def measure_restart(figures: Figures, plan: Plan) -> None:
         late = await lags(serve())
         figures.add("restart.index_100k_s", time.perf_counter() - began)
         figures.add("restart.slowest_get_ms", slowest * 1e3)
-        figures.add("restart.lag_p99_ms", late[len(late) * 99 // 100] * 1e3)
+        figures.add("restart.lag_p99_ms", p99(late) * 1e3)
         figures.add("restart.lag_max_ms", late[-1] * 1e3)
         assert disk.statistics().resident == files, disk.statistics()
         asked_for = keys[: plan.sizes.lookups]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tiercache.bench.ceilings import drop_cached
+from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.core.keys import KEY_BYTES, ChunkKey
 from tiercache.core.layout import Layout
@@ -48,17 +50,21 @@ class Plan:
     """Parameters of a run."""
 
     pairs: int
-    sizes: Sizes
+    quick: bool
+    """Use sizes that only test that everything works."""
     directory: Path
-    progress: Progress
+    """Directory for the disk measurements."""
+    progress: Progress = print
+    """Called with what is measured next."""
     peer_python: Path | None = None
-    """A Python that has LMCache; if None, no peer is measured."""
+    """A Python that has LMCache, which runs `peer_script` in turn with tiercache; if None, no peer is measured."""
     peer_script: Path | None = None
-    """The program for `peer_python`."""
     chunks: Path | None = None
     """A directory of chunks, whose payloads are compressed; None uses generated payloads."""
-    quick: bool = False
-    """True if `sizes` only test that everything works."""
+
+    @property
+    def sizes(self) -> Sizes:
+        return QUICK if self.quick else FULL
 
     def count(self, chunk_bytes: int) -> int:
         return max(4, self.sizes.total_bytes // chunk_bytes)
@@ -106,3 +112,11 @@ async def in_turn(pair: int, *measurements: Callable[[], Awaitable[None]]) -> No
 
 def nothing(payload: np.ndarray) -> None:
     """Do nothing. Serves as a source or sink that touches no byte."""
+
+
+def make_cold(cache: TierCache, keys: Sequence[ChunkKey]) -> None:
+    """Leave chunks on disk only: empty the hot cache, and drop the files from the page cache."""
+    cache.ahead.release_all()
+    cache.clear_hot()
+    (disk,) = cache.tiers
+    drop_cached([disk.path(key) for key in keys])  # type: ignore[attr-defined]

@@ -227,7 +227,7 @@ def _packages() -> list[Finding]:
     """Read the package metadata, since importing some packages takes seconds or initialises CUDA."""
     findings = []
     for name, (distributions, advice) in _BACK_ENDS.items():
-        versions = [f"{each} {version}" for each in distributions if (version := _version(each)) is not None]
+        versions = [f"{each} {version}" for each in distributions if (version := version_of(each)) is not None]
         if versions:
             findings.append(Finding(f"package {name}", OK, ", ".join(versions)))
         else:
@@ -235,7 +235,8 @@ def _packages() -> list[Finding]:
     return findings
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -6,12 +6,12 @@ Run `python -m tests.docs.generated` after a change of the tables; it writes bot
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from tests.readme.blocks import REPOSITORY
 from tiercache.config.changes import LIVE, LIVE_OPTIONS
+from tiercache.config.explanation import as_text
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES
-from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS, Option
+from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS
 from tiercache.config.remotes import ELSEWHERE, PLUGINS_ELSEWHERE
 from tiercache.config.schema import KEYS, Key
 
@@ -84,12 +84,12 @@ def _remotes() -> Iterator[str]:
         yield ""
 
 
-def _option_row(option: Option) -> str:
-    flat = ", ".join(f"`{name}`" for name in option.flat)
+def _option_row(option: Key) -> str:
+    flat = ", ".join(f"`{name}`" for name in option.aliases)
     meaning = option.meaning.replace("|", "\\|")
     live = any(option in OPTIONS[name] and option.name in found for name, found in LIVE_OPTIONS.items())
     name = f"`{option.name}`{' *live*' if live else ''}"
-    return f"| {name} | {option.kind.expected} | {shown_default(option.default)} | {meaning} | {flat} |"
+    return f"| {name} | {option.kind.expected} | {as_text(option.default)} | {meaning} | {flat} |"
 
 
 def _row(key: Key) -> str:
@@ -98,13 +98,7 @@ def _row(key: Key) -> str:
     meaning = key.meaning
     if key.aliases:
         meaning += "; also " + ", ".join(f"`{alias}`" for alias in key.aliases)
-    return f"| {name} | {key.kind.expected} | {shown_default(key.default)} | {meaning} |"
-
-
-def shown_default(value: Any) -> str:
-    if value is None or value in ("", ()):
-        return "-"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return f"| {name} | {key.kind.expected} | {as_text(key.default)} | {meaning} |"
 
 
 BEGIN, END = "<!-- made by python -m tests.docs.generated: {} -->\n", "<!-- end -->\n"
@@ -210,12 +204,12 @@ def _keys() -> Iterator[str]:
     yield "|---|---|---|---|"
     for key in KEYS.values():
         if not key.ours:
-            yield f"| {_names(key)} | {shown_default(key.default)} | {key.meaning} | {DIFFERS.get(key.name, '')} |"
+            yield f"| {_names(key)} | {as_text(key.default)} | {key.meaning} | {DIFFERS.get(key.name, '')} |"
     for type_name, options in (("every remote tier", COMMON), *OPTIONS.items()):
         for option in options:
-            if option.flat:
-                names = ", ".join(f"`{name}`" for name in option.flat)
-                default = shown_default(option.default)
+            if option.aliases:
+                names = ", ".join(f"`{name}`" for name in option.aliases)
+                default = as_text(option.default)
                 yield f"| {names} | {default} | {option.meaning} | {type_name}: `{option.name}` of one instance |"
     yield ""
 

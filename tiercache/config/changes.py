@@ -87,8 +87,8 @@ def _live_settings(config: ConfigFields) -> set[str]:
         live = LIVE_OPTIONS.get(remote.type, ())
         for option in OPTIONS.get(remote.type, ()):
             if option.name in live and not remote.options.get("module_path"):
-                found |= {f"{PLUGIN_PREFIX}{remote.name}.{name}" for name in (option.name, *option.flat)}
-                found.update(option.flat)
+                found |= {f"{PLUGIN_PREFIX}{remote.name}.{name}" for name in (option.name, *option.aliases)}
+                found.update(option.aliases)
     return found
 
 

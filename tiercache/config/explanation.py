@@ -18,7 +18,7 @@ _SECRET_OPTIONS = tuple(
     for options in OPTIONS.values()
     for option in options
     if option.secret and not option.name.endswith("url")
-    for name in (option.name, *option.flat)
+    for name in (option.name, *option.aliases)
 )
 """Names of secret options: settings of instances, and LMCache's flat keys."""
 
@@ -90,8 +90,7 @@ def explain(config: Config) -> Explanation:
 
 def shown_setting(name: str, value: Any) -> Any:
     """Return the value of a remote tier's setting with secrets hidden."""
-    secret = name.endswith(_SECRET_OPTIONS)
-    return hidden("remote_url" if name.endswith(("url", "uri")) else name, value, secret=secret)
+    return hidden(name, value, secret=name.endswith(_SECRET_OPTIONS))
 
 
 def as_text(value: Any) -> str:

@@ -35,15 +35,8 @@ class PlannedTier:
     """Settings of a remote tier; None for other tiers."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "place": self.place,
-            "cap_bytes": self.cap_bytes,
-            "tenant_bytes": self.tenant_bytes,
-            "state": self.state,
-            "note": self.note,
-        }
+        names = ("name", "kind", "place", "cap_bytes", "tenant_bytes", "state", "note")
+        return {name: getattr(self, name) for name in names}
 
 
 def plan_of(config: ConfigFields) -> tuple[PlannedTier, ...]:

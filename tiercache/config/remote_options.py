@@ -1,60 +1,44 @@
 """The table of settings of remote tiers, `remote_storage_plugin.NAME.<option>`, by type.
 
-A row also lists the `extra_config` keys that give the same setting for all instances of a type in LMCache.
+The aliases of a row are LMCache's `extra_config` keys for the same setting of all instances of a type.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from tiercache.config.kinds import Choice, Kind, Number, Optional, Switch, Text, Whole, Words
+from tiercache.config.kinds import Choice, Number, Optional, Switch, Text, Whole, Words
+from tiercache.config.schema import Key
 from tiercache.core.compression import MODES
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A setting of an instance."""
-
-    name: str
-    kind: Kind
-    default: Any
-    meaning: str
-    flat: tuple[str, ...] = ()
-    """LMCache's keys for the setting of all instances."""
-    secret: bool = False
-
 
 _TEXT = Optional(Text())
 
 COMMON = (
-    Option("role", Choice(("both", "read", "write")), "both", "use the tier for reads, writes, or both"),
-    Option(
+    Key("role", Choice(("both", "read", "write")), "both", "use the tier for reads, writes, or both"),
+    Key(
         "timeout_s",
         Number(above=True, unit="seconds"),
         5.0,
         "longest wait for the answer to one request; a get then goes on with the next tier",
         ("request_timeout",),
     ),
-    Option("concurrency", Whole(1, 64), 4, "transfers at a time in each direction, and connections for them"),
-    Option("module_path", _TEXT, None, "the Python module of a tier of your own"),
-    Option("class_name", _TEXT, None, "its class, a tiercache.tiers.base.Tier made from RemoteSettings"),
+    Key("concurrency", Whole(1, 64), 4, "transfers at a time in each direction, and connections for them"),
+    Key("module_path", _TEXT, None, "the Python module of a tier of your own"),
+    Key("class_name", _TEXT, None, "its class, a tiercache.tiers.base.Tier made from RemoteSettings"),
 )
 """Options of every type."""
 
-_COMPRESSION = Option(
+_COMPRESSION = Key(
     "compression",
     Choice(MODES),
     "auto",
     "bit-exact compression of chunks: zstd is smallest, lz4 is faster; auto: zstd while it makes reads faster and writes no "
     "slower, as measured; none if numcodecs is missing",
 )
-_URL = Option("url", _TEXT, None, "address of the server; may contain credentials", secret=True)
-_PREFIX = Option("prefix", Text(), "tiercache", "beginning of the names of all values")
+_URL = Key("url", _TEXT, None, "address of the server; may contain credentials", secret=True)
+_PREFIX = Key("prefix", Text(), "tiercache", "beginning of the names of all values")
 
-OPTIONS: dict[str, tuple[Option, ...]] = {
+OPTIONS: dict[str, tuple[Key, ...]] = {
     "redis": (
-        Option(
+        Key(
             "url",
             _TEXT,
             None,
@@ -64,82 +48,82 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             secret=True,
         ),
         _PREFIX,
-        Option("mode", Choice(("standalone", "cluster")), "standalone", "kind of the servers at redis:// and valkey://",
-               ("valkey_mode",)),
-        Option("username", _TEXT, None, "ACL user; it needs GET, GETRANGE, SET, EXISTS, UNLINK",
-               ("username", "valkey_username")),
-        Option("password", _TEXT, None, "its password", ("password", "valkey_password"), secret=True),
-        Option("database", Optional(Whole(0)), None, "number of the database", ("valkey_database",)),
+        Key("mode", Choice(("standalone", "cluster")), "standalone", "kind of the servers at redis:// and valkey://",
+            ("valkey_mode",)),
+        Key("username", _TEXT, None, "ACL user; it needs GET, GETRANGE, SET, EXISTS, UNLINK",
+            ("username", "valkey_username")),
+        Key("password", _TEXT, None, "its password", ("password", "valkey_password"), secret=True),
+        Key("database", Optional(Whole(0)), None, "number of the database", ("valkey_database",)),
         _COMPRESSION,
-        Option("ttl_s", Optional(Number(above=True, unit="seconds")), None,
-               "time after which a written chunk expires; unset: never", ("valkey_ttl_sec",)),
-        Option("connect_timeout_s", Number(above=True, unit="seconds"), 5.0, "longest wait for a connection",
-               ("connection_timeout",)),
-        Option("tls", Optional(Switch()), None, "true: use TLS also with a redis:// URL", ("tls_enable",)),
-        Option("tls_ca_file", _TEXT, None, "certificates to trust, PEM; unset: the system's"),
-        Option("tls_cert_file", _TEXT, None, "certificate of this client, PEM"),
-        Option("tls_key_file", _TEXT, None, "its key, PEM"),
-        Option("tls_verify", Switch(), True, "check the server's certificate and name"),
-        Option("sentinel_service", Text(), "mymaster", "name of the service that Sentinel watches"),
-        Option("sentinel_password", _TEXT, None, "password of the Sentinels", secret=True),
+        Key("ttl_s", Optional(Number(above=True, unit="seconds")), None,
+            "time after which a written chunk expires; unset: never", ("valkey_ttl_sec",)),
+        Key("connect_timeout_s", Number(above=True, unit="seconds"), 5.0, "longest wait for a connection",
+            ("connection_timeout",)),
+        Key("tls", Optional(Switch()), None, "true: use TLS also with a redis:// URL", ("tls_enable",)),
+        Key("tls_ca_file", _TEXT, None, "certificates to trust, PEM; unset: the system's"),
+        Key("tls_cert_file", _TEXT, None, "certificate of this client, PEM"),
+        Key("tls_key_file", _TEXT, None, "its key, PEM"),
+        Key("tls_verify", Switch(), True, "check the server's certificate and name"),
+        Key("sentinel_service", Text(), "mymaster", "name of the service that Sentinel watches"),
+        Key("sentinel_password", _TEXT, None, "password of the Sentinels", secret=True),
     ),
     "mooncake": (
         _URL,
         _PREFIX,
-        Option("local_hostname", Text(), "localhost", "name of this host for other Mooncake clients",
-               ("local_hostname", "mooncake_local_hostname")),
-        Option("metadata_server", Text(), "P2PHANDSHAKE", "Mooncake's metadata service",
-               ("metadata_server", "mooncake_metadata_server"), secret=True),
-        Option("master_server_address", _TEXT, None, "host:port of mooncake_master; unset: from the URL",
-               ("master_server_address", "mooncake_master_server_address")),
-        Option("protocol", Choice(("tcp", "rdma")), "tcp", "transport", ("protocol", "mooncake_protocol")),
-        Option("device_name", Text(), "", "RDMA devices", ("device_name", "mooncake_device_name")),
-        Option("global_segment_size", Whole(0, unit="bytes"), 0,
-               "memory that this process gives to the store; 0: only others hold chunks",
-               ("global_segment_size", "mooncake_global_segment_size")),
-        Option("prefer_local_alloc", Switch(), False, "write to the memory of this process while it has room",
-               ("mooncake_prefer_local_alloc",)),
-        Option("local_buffer_size", Whole(0, unit="bytes"), 64 << 20, "memory of the client itself",
-               ("local_buffer_size", "mooncake_local_buffer_size")),
-        Option("config_file", _TEXT, None, "Mooncake's JSON file; unset: the one that MOONCAKE_CONFIG_PATH names"),
+        Key("local_hostname", Text(), "localhost", "name of this host for other Mooncake clients",
+            ("local_hostname", "mooncake_local_hostname")),
+        Key("metadata_server", Text(), "P2PHANDSHAKE", "Mooncake's metadata service",
+            ("metadata_server", "mooncake_metadata_server"), secret=True),
+        Key("master_server_address", _TEXT, None, "host:port of mooncake_master; unset: from the URL",
+            ("master_server_address", "mooncake_master_server_address")),
+        Key("protocol", Choice(("tcp", "rdma")), "tcp", "transport", ("protocol", "mooncake_protocol")),
+        Key("device_name", Text(), "", "RDMA devices", ("device_name", "mooncake_device_name")),
+        Key("global_segment_size", Whole(0, unit="bytes"), 0,
+            "memory that this process gives to the store; 0: only others hold chunks",
+            ("global_segment_size", "mooncake_global_segment_size")),
+        Key("prefer_local_alloc", Switch(), False, "write to the memory of this process while it has room",
+            ("mooncake_prefer_local_alloc",)),
+        Key("local_buffer_size", Whole(0, unit="bytes"), 64 << 20, "memory of the client itself",
+            ("local_buffer_size", "mooncake_local_buffer_size")),
+        Key("config_file", _TEXT, None, "Mooncake's JSON file; unset: the one that MOONCAKE_CONFIG_PATH names"),
     ),
     "infinistore": (
         _URL,
         _PREFIX,
-        Option("device_name", Text(), "mlx5_0", "RDMA device"),
-        Option("link_type", Choice(("LINK_ETHERNET", "LINK_IB")), "LINK_ETHERNET", "link type", ("infinistore_link_type",)),
-        Option("connection_type", Choice(("RDMA", "TCP")), "RDMA", "transport"),
+        Key("device_name", Text(), "mlx5_0", "RDMA device"),
+        Key("link_type", Choice(("LINK_ETHERNET", "LINK_IB")), "LINK_ETHERNET", "link type", ("infinistore_link_type",)),
+        Key("connection_type", Choice(("RDMA", "TCP")), "RDMA", "transport"),
     ),
     "s3": (
-        Option("url", _TEXT, None, "s3://bucket/prefix, or s3://bucket.endpoint as LMCache writes it", secret=True),
-        Option("endpoint", _TEXT, None, "URL of a store that is not Amazon's"),
-        Option("region", _TEXT, None, "region of the bucket; unset: from the environment", ("s3_region",)),
-        Option("access_key_id", _TEXT, None, "access key; unset: from the environment, profile or instance",
-               ("aws_access_key_id",), secret=True),
-        Option("secret_access_key", _TEXT, None, "secret key of access_key_id", ("aws_secret_access_key",), secret=True),
-        Option("session_token", _TEXT, None, "session token of temporary credentials", secret=True),
-        Option("skip_signature", Switch(), False, "access the bucket without credentials"),
-        Option("allow_http", Switch(), False, "allow plain HTTP", ("disable_tls",)),
-        Option("tls_ca_file", _TEXT, None, "certificates to trust besides the system's, PEM"),
-        Option("virtual_hosted", Optional(Switch()), None, "put the bucket into the host name; unset: only at Amazon"),
-        Option("express", Switch(), False, "the bucket belongs to S3 Express One Zone", ("s3_enable_s3express",)),
-        Option("part_bytes", Whole(1 << 20, 1 << 30, "bytes"), 4 << 20,
-               "size of parts; chunks of at least two parts are read in parallel"),
-        Option("prefix", Text(), "tiercache", "beginning of the names of all objects", ("s3_file_prefix",)),
+        Key("url", _TEXT, None, "s3://bucket/prefix, or s3://bucket.endpoint as LMCache writes it", secret=True),
+        Key("endpoint", _TEXT, None, "URL of a store that is not Amazon's"),
+        Key("region", _TEXT, None, "region of the bucket; unset: from the environment", ("s3_region",)),
+        Key("access_key_id", _TEXT, None, "access key; unset: from the environment, profile or instance",
+            ("aws_access_key_id",), secret=True),
+        Key("secret_access_key", _TEXT, None, "secret key of access_key_id", ("aws_secret_access_key",), secret=True),
+        Key("session_token", _TEXT, None, "session token of temporary credentials", secret=True),
+        Key("skip_signature", Switch(), False, "access the bucket without credentials"),
+        Key("allow_http", Switch(), False, "allow plain HTTP", ("disable_tls",)),
+        Key("tls_ca_file", _TEXT, None, "certificates to trust besides the system's, PEM"),
+        Key("virtual_hosted", Optional(Switch()), None, "put the bucket into the host name; unset: only at Amazon"),
+        Key("express", Switch(), False, "the bucket belongs to S3 Express One Zone", ("s3_enable_s3express",)),
+        Key("part_bytes", Whole(1 << 20, 1 << 30, "bytes"), 4 << 20,
+            "size of parts; chunks of at least two parts are read in parallel"),
+        Key("prefix", Text(), "tiercache", "beginning of the names of all objects", ("s3_file_prefix",)),
         _COMPRESSION,
     ),
     "fs": (
-        Option("base_path", Words(paths=True), (), "directories on the mount", ("fs_base_path",)),
-        Option("url", _TEXT, None, "fs://host:port/path as LMCache writes it; only the path counts"),
-        Option("max_size", Number(unit="GB"), 0.0, "cap of all directories; 0: nine tenths of the free space at the start"),
-        Option("tenant_max_size", Number(unit="GB"), 0.0, "quota of this tier for each tenant; 0: no quota"),
-        Option("use_odirect", Optional(Switch()), None, "bypass the page cache; unset: if the mount can",
-               ("fs_connector_use_odirect",)),
-        Option("threads", Whole(1, 256, "threads"), 8, "reading and writing threads"),
-        Option("durability", Choice(("fdatasync", "none")), "fdatasync", "how a chunk is made durable"),
+        Key("base_path", Words(paths=True), (), "directories on the mount", ("fs_base_path",)),
+        Key("url", _TEXT, None, "fs://host:port/path as LMCache writes it; only the path counts"),
+        Key("max_size", Number(unit="GB"), 0.0, "cap of all directories; 0: nine tenths of the free space at the start"),
+        Key("tenant_max_size", Number(unit="GB"), 0.0, "quota of this tier for each tenant; 0: no quota"),
+        Key("use_odirect", Optional(Switch()), None, "bypass the page cache; unset: if the mount can",
+            ("fs_connector_use_odirect",)),
+        Key("threads", Whole(1, 256, "threads"), 8, "reading and writing threads"),
+        Key("durability", Choice(("fdatasync", "none")), "fdatasync", "how a chunk is made durable"),
         _COMPRESSION,
     ),
-    "hf3fs": (Option("base_path", Words(paths=True), (), "directories under the mount"),),
+    "hf3fs": (Key("base_path", Words(paths=True), (), "directories under the mount"),),
 }  # fmt: skip
 """Further options by type. Other types come from third parties and accept any text."""
 
@@ -162,12 +146,12 @@ ALIASES = {
 """Map from types of plug-ins and schemes of URLs to types of tiers."""
 
 FLAT: dict[str, frozenset[str]] = {
-    type_name: frozenset(name for option in (*COMMON, *options) for name in option.flat)
+    type_name: frozenset(name for option in (*COMMON, *options) for name in option.aliases)
     for type_name, options in OPTIONS.items()
 }
 """LMCache's keys for all instances of a type."""
 
 
-def options_of(type_name: str) -> dict[str, Option]:
+def options_of(type_name: str) -> dict[str, Key]:
     """Return the options of a type by name."""
     return {option.name: option for option in (*COMMON, *OPTIONS.get(type_name, ()))}

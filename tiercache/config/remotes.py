@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from tiercache.config.remote_options import ALIASES, FLAT, Option, options_of
-from tiercache.config.schema import ConfigFields
+from tiercache.config.remote_options import ALIASES, FLAT, options_of
+from tiercache.config.schema import ConfigFields, Key
 from tiercache.config.secrets import hidden
 
 NOT_AVAILABLE = "not available in this version"
@@ -170,7 +170,7 @@ def _options(
     own_class = bool(settings.get(f"{name}.module_path"))
     free = own_class or type_name not in FLAT
     values: dict[str, Any] = {option.name: option.default for option in known.values()}
-    by_name = {alias: option for option in known.values() for alias in option.flat} | known
+    by_name = {alias: option for option in known.values() for alias in option.aliases} | known
     given = [(alias, alias, value) for alias, value in flat.items() if alias in FLAT.get(type_name, ())]
     own = {key.rpartition(".")[2]: value for key, value in settings.items() if key.rpartition(".")[0] == name}
     given += [(option, f"{PLUGIN_PREFIX}{name}.{option}", value) for option, value in own.items()]
@@ -187,10 +187,9 @@ def _options(
     return values
 
 
-def _parsed(option: Option, key: str, raw: str, problems: list[Problem]) -> dict[str, Any]:
+def _parsed(option: Key, key: str, raw: str, problems: list[Problem]) -> dict[str, Any]:
     try:
-        return {option.name: option.kind.parse(raw)}
+        return {option.name: option.parse(raw)}
     except ValueError as error:
-        found = hidden(option.name, raw, secret=option.secret)
-        problems.append(((key,), f"{key}: {error}, found {found!r}"))
+        problems.append(((key,), f"{key}: {error}, found {option.found(raw)}"))
         return {}

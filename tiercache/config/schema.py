@@ -28,7 +28,7 @@ def in_bytes(size_gb: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A row of the table."""
+    """A row of the table, or of the settings of a remote tier in `remote_options`."""
 
     name: str
     kind: Kind

@@ -82,6 +82,41 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def test_values_settings_and_sources_in_words(load_text, tmp_path: Path) -> None:
+    config = load_text(
+        """
+        local_cpu: false
+        local_disk: [/a, /b]
+        remote_url:
+        remote_storage_plugins: [redis.a, redis.b]
+        extra_config:
+          remote_storage_plugin.redis.b.password: hush
+          remote_storage_plugin.redis.a.url: redis://u:hush@a
+          redis_url: redis://b
+          valkey_password: hush
+        """,
+        {"TIERCACHE_TENANT_SALT": "hush"},
+    )
+    lines = rendered(config).split("What was set\n")[1].splitlines()
+    pairs = list(zip(lines[::2], lines[1::2], strict=False))
+    file = tmp_path / "tiercache.yaml"
+    assert pairs[0] == (
+        "  tenant_salt: *** (environment variable TIERCACHE_TENANT_SALT)", f"{' ' * 8}{KEYS['tenant_salt'].meaning}"
+    )  # fmt: skip
+    assert [key for key, _ in pairs[1:5]] == [
+        f"  local_cpu: false ({file}, line 2)",
+        f"  local_disk: /a, /b ({file}, line 3)",
+        f"  remote_url: - ({file}, line 4)",
+        f"  remote_storage_plugins: redis.a, redis.b ({file}, line 5)",
+    ]
+    assert [(key.strip(), meaning.strip()) for key, meaning in pairs[5:9]] == [
+        (f"redis_url: redis://b ({file}, line 9)", "a setting of all remote tiers of a type"),
+        (f"remote_storage_plugin.redis.a.url: redis://***@a ({file}, line 8)", "a setting of that remote tier"),
+        (f"remote_storage_plugin.redis.b.password: *** ({file}, line 7)", "a setting of that remote tier"),
+        (f"valkey_password: *** ({file}, line 10)", "a setting of all remote tiers of a type"),
+    ]
+
+
 def test_the_command_prints_json_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("chunk_size: 16\nenable_p2p: true\n")

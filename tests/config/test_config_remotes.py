@@ -136,6 +136,7 @@ def test_lmcaches_settings_of_tiers_that_are_not_there_are_named(load_text) -> N
             "remote_storage_plugin.mine: module_path and class_name belong together, found only one",
         ),
         ("remote_url: redis://a\nextra_config: {valkey_mode: ring}", "valkey_mode: expected standalone or cluster"),
+        ("remote_url: s3://a\nextra_config: {s3_region: {eu: 1}}", "s3_region: expected text, found dict"),
     ],
 )
 def test_mistakes_are_named_with_key_value_and_what_is_right(load_text, text: str, problem: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
 from tiercache.config.machine import available_memory_bytes
-from tiercache.config.remote_options import FLAT
+from tiercache.config.remote_options import ALL_FLAT
 from tiercache.config.remotes import (
     NOT_AVAILABLE,
     PLUGIN_PREFIX,
@@ -195,27 +195,22 @@ class _Resolution:
         self.problems.append(sentence)
 
     def _other(self, setting: Setting) -> None:
-        name, origin = setting.name, setting.origin
-        if name in IGNORED:
+        name, value, origin = setting.name, setting.value, setting.origin
+        if name in IGNORED or (value is None and name.startswith(PLUGIN_PREFIX)):
             return
-        if isinstance(setting.value, (list, tuple)) and all(isinstance(item, str) for item in setting.value):
-            setting = replace(setting, value=", ".join(setting.value))
-        of_remote = name.startswith(PLUGIN_PREFIX) or any(name in names for names in FLAT.values())
-        if setting.value is None and of_remote:
-            return  # `password:` without a value means not given
-        if name.startswith(PLUGIN_PREFIX) and "." in name.removeprefix(PLUGIN_PREFIX):
-            if isinstance(setting.value, (str, int, float)):
-                self.plugins[name.removeprefix(PLUGIN_PREFIX)] = str(setting.value)
+        of_instance = name.startswith(PLUGIN_PREFIX) and "." in name.removeprefix(PLUGIN_PREFIX)
+        if of_instance or name in ALL_FLAT:
+            if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+                value = ", ".join(value)
+            if isinstance(value, (str, int, float)):
+                settings = self.plugins if of_instance else self.flat
+                settings[name.removeprefix(PLUGIN_PREFIX)] = str(value)
                 self.origins[name] = origin
-            else:
-                self.problems.append(f"{name}: expected text, found {type(setting.value).__name__} ({origin})")
-            return
-        if any(name in names for names in FLAT.values()) and isinstance(setting.value, (str, int, float)):
-            self.flat[name] = str(setting.value)
-            self.origins[name] = origin
+            elif value is not None:  # `password:` without a value means not given
+                self.problems.append(f"{name}: expected text, found {type(value).__name__} ({origin})")
             return
         if name in FOREIGN or name.startswith(FOREIGN_PREFIXES):
-            self.foreign[name] = setting.value
+            self.foreign[name] = value
             return
         if origin.source == "environment" and _is_process_variable(origin.name):
             return
@@ -311,6 +306,6 @@ def _is_process_variable(variable: str) -> bool:
 
 
 def _nearest(name: str) -> str:
-    candidates = [*KEYS, *ALIASES, *FOREIGN, *(name for names in FLAT.values() for name in names), "extra_config"]
+    candidates = [*KEYS, *ALIASES, *FOREIGN, *ALL_FLAT, "extra_config"]
     close = difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.5)
     return f"; the nearest is {close[0]}" if close else ""

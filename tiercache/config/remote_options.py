@@ -150,6 +150,7 @@ FLAT: dict[str, frozenset[str]] = {
     for type_name, options in OPTIONS.items()
 }
 """LMCache's keys for all instances of a type."""
+ALL_FLAT = frozenset().union(*FLAT.values())
 
 
 def options_of(type_name: str) -> dict[str, Key]:

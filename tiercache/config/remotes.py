@@ -180,7 +180,7 @@ def _options(
             values.update(_parsed(option, key, raw, problems))
         elif free:
             values[option_name] = raw
-        elif type_name in FLAT:
+        else:
             close = difflib.get_close_matches(option_name, by_name, n=1, cutoff=0.5)
             hint = f"the nearest is {close[0]}" if close else f"known are {', '.join(sorted(known))}"
             problems.append(((key,), f"{key}: there is no such setting of {type_name}; {hint}"))

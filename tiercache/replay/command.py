@@ -196,6 +196,17 @@ def _needs_unique(options: Options) -> bool:
 
 
 def _check(options: Options) -> None:
+    lists: dict[str, list[Any]] = {
+        "--sweep": options.ram,
+        "--flash": options.flash,
+        "--policy": options.policies,
+        "--admission": options.admissions,
+        "--gib-per-day": options.gib_per_day,
+        "--prefetch": options.prefetch,
+    }
+    for option, values in lists.items():
+        if not values:
+            raise SettingError(f"{option}: expected at least one value, found none")
     for option, found, known in (
         ("--policy", [name.upper() for name in options.policies], tuple(RANKS)),
         ("--admission", options.admissions, ADMISSIONS),
@@ -204,24 +215,13 @@ def _check(options: Options) -> None:
         for name in found:
             if name not in known:
                 raise SettingError(f"{option}: expected one or more of {', '.join(known)}, found {name!r}")
-    for option, values in (
-        ("--sweep", options.ram),
-        ("--flash", options.flash),
-        ("--policy", options.policies),
-        ("--admission", options.admissions),
-        ("--gib-per-day", options.gib_per_day),
-        ("--prefetch", options.prefetch),
-    ):
-        if not values:
-            raise SettingError(f"{option}: expected at least one value, found none")
     for name in options.prefetch:
         if "none" in (parts := name.split("+")) and len(parts) > 1:
             raise SettingError(f"--prefetch: none goes with no other, found {name!r}")
     for gib_per_day in options.gib_per_day:
         if not 0 <= gib_per_day < float("inf"):
             raise SettingError(f"--gib-per-day: expected numbers from 0 on, found {gib_per_day:g}")
-    lists = (options.ram, options.flash, options.policies, options.admissions, options.gib_per_day, options.prefetch)
-    if options.real is not None and any(len(values) != 1 for values in lists):
+    if options.real is not None and any(len(values) != 1 for values in lists.values()):
         raise SettingError("--real: expected one setting, found lists of sizes, policies, admissions or prefetches")
     if options.noisy and (options.real is not None or "all" in options.ram):
         raise SettingError("--noisy: expected a size of the hot cache, and no --real")

@@ -95,28 +95,27 @@ def row_of(
 def table(title: str, rows: list[Row]) -> Table:
     """Return a table of the columns that have values."""
     with_flash = any(row.flash for row in rows)
-    with_prefetch = any(row.prefetch for row in rows)
-    columns: list[tuple[str, list[str]]] = [("cache", [row.name for row in rows]), ("RAM", [row.ram for row in rows])]
-    if with_flash:
-        columns.append(("flash", [row.flash for row in rows]))
-    columns.append(("hit %", [_percent(row.hit) for row in rows]))
-    if with_flash:
-        columns.append(("in RAM %", [_percent(row.ram_hit) for row in rows]))
-    columns.append(("into RAM k", [_thousands(row.inserted_blocks) for row in rows]))
-    if with_flash:
-        columns.append(("to flash k", [_thousands(row.flash_written_blocks) for row in rows]))
-        columns.append(("TiB/day", [_number(row.flash_written_tib_per_day, 1) for row in rows]))
-        columns.append(("ready %", [_percent(row.ready) for row in rows]))
-    if with_prefetch:
-        columns.append(("precision %", [_percent(row.precision) for row in rows]))
-        columns.append(("recall %", [_percent(row.recall) for row in rows]))
-    columns.append(("saved h", [_number(None if row.saved_s is None else row.saved_s / 3600, 2) for row in rows]))
+    columns = {
+        "cache": [row.name for row in rows],
+        "RAM": [row.ram for row in rows],
+        "flash": [row.flash for row in rows],
+        "hit %": [_percent(row.hit) for row in rows],
+        "in RAM %": [_percent(row.ram_hit) if with_flash else "" for row in rows],
+        "into RAM k": [_thousands(row.inserted_blocks) for row in rows],
+        "to flash k": [_thousands(row.flash_written_blocks) for row in rows],
+        "TiB/day": [_number(row.flash_written_tib_per_day, 1) for row in rows],
+        "ready %": [_percent(row.ready) for row in rows],
+        "precision %": [_percent(row.precision) for row in rows],
+        "recall %": [_percent(row.recall) for row in rows],
+        "saved h": [_number(None if row.saved_s is None else row.saved_s / 3600, 2) for row in rows],
+    }
     for part in QUANTILES:
-        columns.append((f"TTFT p{part} s", [_number(getattr(row, f"ttft_p{part}_s"), 2) for row in rows]))
+        columns[f"TTFT p{part} s"] = [_number(getattr(row, f"ttft_p{part}_s"), 2) for row in rows]
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
     found = Table(title=title)
-    for number, (name, _) in enumerate(columns):
-        found.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
-    for cells in zip(*(cells for _, cells in columns), strict=True):
+    for name in columns:
+        found.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
+    for cells in zip(*columns.values(), strict=True):
         found.add_row(*cells)
     return found
 

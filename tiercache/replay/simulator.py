@@ -200,7 +200,7 @@ class Simulator:
         keys = request.keys
         hot = self.ram.prefix(keys)
         found = self._found(keys, hot)
-        loaded = self._on_flash(keys, hot, found)
+        loaded = sum(key not in self.ram for key in keys[hot:found])
         ready_s = self._serve(request, hot, found, loaded)
         self._count(request, hot, found, loaded, ready_s - request.time_s)
         if self.programs is not None:
@@ -221,11 +221,6 @@ class Simulator:
         while position < len(keys) and (keys[position] in flash or keys[position] in ram):
             position += 1
         return position
-
-    def _on_flash(self, keys: list[ChunkKey], hot: int, found: int) -> int:
-        """Return how many of the found blocks have to be read from flash."""
-        ram = self.ram.entries
-        return sum(key not in ram for key in keys[hot:found])
 
     def _serve(self, request: Request, hot: int, found: int, loaded: int) -> float:
         """Return the time of the first token."""

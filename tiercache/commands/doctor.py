@@ -24,6 +24,7 @@ from tiercache.assembly import WEKAFS, try_remote
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
 from tiercache.config import Config
+from tiercache.config.machine import meminfo
 from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.errors import ConfigError
 from tiercache.tables import INDENT, Line, say
@@ -106,8 +107,8 @@ def _processor() -> list[Finding]:
 
 
 def _memory() -> list[Finding]:
-    meminfo = _meminfo()
-    size = f"{meminfo.get('MemAvailable', 0) / 2**20:.1f} of {meminfo.get('MemTotal', 0) / 2**20:.1f} GB available"
+    sizes = meminfo()
+    size = f"{sizes.get('MemAvailable', 0) / 2**20:.1f} of {sizes.get('MemTotal', 0) / 2**20:.1f} GB available"
     findings = [Finding("memory", OK, size), *_memory_limit()]
     mode = huge_page_mode()
     if mode in ("always", "madvise"):
@@ -115,8 +116,8 @@ def _memory() -> list[Finding]:
     else:
         advice = f"echo madvise > {_HUGE_PAGES} (reads into small pages are about 2.5 times slower)"
         findings.append(Finding("transparent huge pages", NOTE, mode, advice))
-    reserved, free = meminfo.get("HugePages_Total", 0), meminfo.get("HugePages_Free", 0)
-    pages = f"{free} of {reserved} free ({meminfo.get('Hugepagesize', 2048) // 1024} MiB each)"
+    reserved, free = sizes.get("HugePages_Total", 0), sizes.get("HugePages_Free", 0)
+    pages = f"{free} of {reserved} free ({sizes.get('Hugepagesize', 2048) // 1024} MiB each)"
     if not reserved:
         advice = "needed only for local_cpu_use_hugepages: sysctl vm.nr_hugepages=<arena in MiB / 2>"
         findings.append(Finding("reserved huge pages", NOTE, pages, advice))
@@ -130,15 +131,6 @@ def _memory() -> list[Finding]:
     advice = "raise `ulimit -l` where memory is to be pinned for a GPU or RDMA" if low else ""
     findings.append(Finding("memlock limit", NOTE if low else OK, limit, advice))
     return [*findings, *_shared_memory()]
-
-
-def _meminfo() -> dict[str, int]:
-    """Return sizes in kB, and counts of pages."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def _memory_limit() -> list[Finding]:
@@ -271,7 +263,7 @@ def _verdict_on(tier: PlannedTier, directories: Sequence[Path]) -> Finding:
     topic = f"tier {tier.name}"
     cap = f"{tier.cap_bytes / 2**30:g} GB" if tier.cap_bytes else "what is free"
     if tier.kind == "cpu":
-        available_bytes = _meminfo().get("MemAvailable", 0) * 1024
+        available_bytes = meminfo().get("MemAvailable", 0) * 1024
         if 0 < available_bytes < (tier.cap_bytes or 0):
             found = f"{cap} of memory, and {available_bytes / 2**30:.1f} GB are available"
             return Finding(topic, PROBLEM, found, "lower max_local_cpu_size, or free memory")

@@ -33,7 +33,6 @@ class ExplainedValue:
     origin: Origin | None
     """None means that the value is the default."""
     meaning: str
-    tier: str
 
     def to_dict(self) -> dict[str, Any]:
         value = list(self.value) if isinstance(self.value, tuple) else self.value
@@ -72,13 +71,13 @@ class Explanation:
 def explain(config: Config) -> Explanation:
     """Explain `config`. Reads neither disk nor network."""
     values = [
-        ExplainedValue(name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier)
+        ExplainedValue(name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning)
         for name, key in KEYS.items()
     ]
     remotes = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
     for name, value in sorted((remotes | dict(config.remote_settings)).items()):
         meaning = "a setting of that remote tier" if name in remotes else "a setting of all remote tiers of a type"
-        values.append(ExplainedValue(name, shown_setting(name, value), config.origins.get(name), meaning, "remote"))
+        values.append(ExplainedValue(name, shown_setting(name, value), config.origins.get(name), meaning))
     return Explanation(
         values=tuple(values),
         tiers=plan_of(config),

@@ -1,4 +1,4 @@
-"""Available memory of the machine."""
+"""Memory of the machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from functools import cache
 from pathlib import Path
 
 
-@cache
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the bytes that can be allocated without swapping, read once per process, or None if unknown."""
+def meminfo() -> dict[str, int]:
+    """Return the sizes in kB and the counts of pages that the kernel reports; empty if it does not."""
     try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        pass
-    return None
+        return {}
+    return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+
+
+@cache
+def available_memory_bytes() -> int | None:
+    """Return the bytes that can be allocated without swapping, read once per process, or None if unknown."""
+    available_kb = meminfo().get("MemAvailable")
+    return None if available_kb is None else available_kb * 1024

@@ -83,22 +83,20 @@ def _remotes(config: ConfigFields) -> Iterator[PlannedTier]:
     for remote in remotes_of(config):
         state = ON if remote.available else NOT_AVAILABLE
         directories = tuple(split_paths(remote.place)) if remote.type == "hf3fs" else ()
+        cap_bytes, quota_bytes = _limits(config, remote)
         yield PlannedTier(
-            remote.name, remote.type, shown_place(remote), _cap(config, remote), state, _role(remote), directories, remote,
-            tenant_bytes=_quota(config, remote),
+            remote.name, remote.type, shown_place(remote), cap_bytes or None, state, _role(remote), directories, remote,
+            tenant_bytes=quota_bytes,
         )  # fmt: skip
 
 
-def _cap(config: ConfigFields, remote: Remote) -> int | None:
+def _limits(config: ConfigFields, remote: Remote) -> tuple[int, int]:
+    """Return the cap and the quota of each tenant in bytes; 0 means none."""
     if remote.type == "hf3fs":
-        return config.hf3fs_bytes or None
-    return int(remote.options.get("max_size", 0.0) * 2**30) or None if remote.type == "fs" else None
-
-
-def _quota(config: ConfigFields, remote: Remote) -> int:
-    if remote.type == "hf3fs":
-        return in_bytes(config.tenant_max_hf3fs_size)
-    return int(remote.options.get("tenant_max_size", 0.0) * 2**30) if remote.type == "fs" else 0
+        return config.hf3fs_bytes, in_bytes(config.tenant_max_hf3fs_size)
+    if remote.type == "fs":
+        return in_bytes(remote.options.get("max_size", 0.0)), in_bytes(remote.options.get("tenant_max_size", 0.0))
+    return 0, 0
 
 
 def _role(remote: Remote) -> str:

@@ -35,15 +35,3 @@ def test_doctor_says_what_it_found_and_what_to_do(tmp_path: Path) -> None:
     assert missing.returncode == 1
     (problem,) = (finding for finding in json.loads(missing.stdout) if finding["status"] == "problem")
     assert problem["found"] == "not a directory" and problem["advice"]
-
-
-def test_config_explain_is_reachable(tmp_path: Path) -> None:
-    file = tmp_path / "lmcache.yaml"
-    file.write_text("chunk_size: 128\n")
-    run = tiercache("config", "explain", file, "--json")
-    assert run.returncode == 0, run.stderr
-    assert "chunk_size" in run.stdout
-    file.write_text("chunk_sise: 128\n")
-    wrong = tiercache("config", "explain", file)
-    assert wrong.returncode != 0
-    assert "chunk_size" in wrong.stderr

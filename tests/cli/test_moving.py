@@ -31,7 +31,7 @@ def exported(directory: Path, tmp_path: Path) -> Path:
     return file
 
 
-async def is_counted_right(directory: Path) -> bool:
+def is_counted_right(directory: Path) -> bool:
     found = survey(directory)
     return bool(found["ledger_bytes"] == found["counted_bytes"]) and not found["unfinished"]
 
@@ -46,7 +46,7 @@ async def test_exported_chunks_are_hits_where_they_are_imported(
     )
     assert exported.stat().st_mode & 0o777 == 0o600
     assert contents(tmp_path / "new") == contents(directory)
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")
     async with TierCache.open(config_for(tmp_path / "new"), LAYOUT) as cache:
         for number in range(6):
             async with cache.get(number.to_bytes(24, "big")) as lease:
@@ -84,13 +84,12 @@ async def test_both_work_beside_a_running_cache_and_what_is_there_stays(director
                 assert lease is not None and lease.view[0] == value
         async with source.get((3).to_bytes(24, "big")) as lease:
             assert lease is not None
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")
 
 
 async def test_compressed_chunks_move_as_they_are(tmp_path: Path) -> None:
     def config(directory: Path) -> Config:
-        values = {"max_local_cpu_size": 0.01, "local_disk": str(directory), "max_local_disk_size": 0.1}
-        return Config.load(environ={}, overrides=values | {"disk_compression": "zstd"})
+        return config_for(directory).changed({"disk_compression": "zstd"})
 
     payload = np.arange(LAYOUT.chunk_bytes, dtype=np.uint32).view(np.uint8)[: LAYOUT.chunk_bytes]
     async with TierCache.open(config(tmp_path / "kv"), LAYOUT) as cache:
@@ -141,7 +140,7 @@ def header(**fields: Any) -> bytes:
     return Header(**{**values, **fields}).pack()
 
 
-async def test_a_corrupt_payload_is_left_out(exported: Path, tmp_path: Path) -> None:
+def test_a_corrupt_payload_is_left_out(exported: Path, tmp_path: Path) -> None:
     key = Header.unpack(exported.read_bytes()[3 * FILE_BYTES :]).key
     changed(exported, 3 * FILE_BYTES + 4096 + 77, b"?")
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1, "--json")
@@ -149,7 +148,7 @@ async def test_a_corrupt_payload_is_left_out(exported: Path, tmp_path: Path) -> 
     assert (run.returncode, found["chunks"], found["problem"]) == (1, 5, "")
     assert found["bad"][0].startswith(f"{key.hex()}: payload checksum: expected")
     assert len(contents(tmp_path / "new")) == 5
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,7 @@ async def test_a_corrupt_payload_is_left_out(exported: Path, tmp_path: Path) -> 
     ],
     ids=["magic", "key", "layout", "large", "absurd"],
 )
-async def test_behind_a_damaged_or_foreign_header_the_import_goes_on(
+def test_behind_a_damaged_or_foreign_header_the_import_goes_on(
     exported: Path, tmp_path: Path, content: bytes
 ) -> None:
     changed(exported, 3 * FILE_BYTES, content)
@@ -171,7 +170,7 @@ async def test_behind_a_damaged_or_foreign_header_the_import_goes_on(
     found = json.loads(run.stdout)
     assert (run.returncode, found["chunks"], found["problem"]) == (1, 5, "expected 6 chunks, found 5")
     assert len(contents(tmp_path / "new")) == 5
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")
 
 
 @pytest.mark.parametrize("key", [b"../../../../tmp/evil!", bytes(23), b"/"])
@@ -198,21 +197,21 @@ def test_a_large_hostile_file_takes_little_memory(exported: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "cut", [6 * FILE_BYTES, 5 * FILE_BYTES, 5 * FILE_BYTES + 50, FILE_BYTES + 4096, FILE_BYTES + 9000]
 )
-async def test_a_file_that_is_cut_is_said(exported: Path, tmp_path: Path, cut: int) -> None:
+def test_a_file_that_is_cut_is_said(exported: Path, tmp_path: Path, cut: int) -> None:
     exported.write_bytes(exported.read_bytes()[:cut])
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1)
     assert run.returncode == 1
     assert run.stderr == "error: it is cut: it has no end\n"
     assert len(contents(tmp_path / "new")) == cut // FILE_BYTES
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")
 
 
-async def test_imported_twice_nothing_changes(exported: Path, tmp_path: Path) -> None:
+def test_imported_twice_nothing_changes(exported: Path, tmp_path: Path) -> None:
     for chunks, present in [(6, 0), (0, 6)]:
         run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1, "--json")
         found = json.loads(run.stdout)
         assert (run.returncode, found["chunks"], found["present"]) == (0, chunks, present)
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")
 
 
 async def test_a_directory_above_the_cap_gets_nothing_and_loses_nothing(directory: Path, exported: Path) -> None:
@@ -297,7 +296,7 @@ def test_an_export_replaces_no_file_and_leaves_none_behind(directory: Path, tmp_
     assert not (tmp_path / "none").exists()
 
 
-async def test_an_import_stops_at_the_cap(exported: Path, tmp_path: Path) -> None:
+def test_an_import_stops_at_the_cap(exported: Path, tmp_path: Path) -> None:
     cap_bytes = 3 * (FILE_BYTES + 4096) + 4096
     run = tiercache("import", exported, tmp_path / "new", "--max-size", cap_bytes / 2**30, "--json")
     found = json.loads(run.stdout)
@@ -306,7 +305,7 @@ async def test_an_import_stops_at_the_cap(exported: Path, tmp_path: Path) -> Non
     assert 0 < found["chunks"] == len(contents(tmp_path / "new")) < 6
     there = survey(tmp_path / "new")
     assert there["counted_bytes"] <= cap_bytes
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")
 
 
 def test_nothing_is_written_where_chunks_are_not_counted(directory: Path, exported: Path, tmp_path: Path) -> None:
@@ -357,7 +356,7 @@ async def test_a_killed_import_leaves_nothing_that_the_next_one_does_not_count(
     assert there["ledger_bytes"] >= there["counted_bytes"] + there["unfinished_bytes"]
     async with TierCache.open(config_for(tmp_path / "new"), LAYOUT) as cache:
         await cache.tiers[0].scanned()  # type: ignore[attr-defined]
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1, "--json")
     assert (run.returncode, json.loads(run.stdout)["chunks"]) == (0, 6 - left[0])
-    assert await is_counted_right(tmp_path / "new")
+    assert is_counted_right(tmp_path / "new")

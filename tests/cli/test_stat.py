@@ -16,10 +16,6 @@ def test_chunks_are_counted_by_layout(directory: Path) -> None:
     assert found["occupied_bytes"] == sum(path.stat().st_blocks * 512 for path in chunk_paths(directory))
     assert found["newest_s"] <= found["median_age_s"] <= found["oldest_s"]
     assert (found["unreadable"], found["quarantined"], found["unfinished"], found["foreign"]) == ([], 0, 0, 0)
-
-
-def test_the_ledger_agrees_with_what_is_there(directory: Path) -> None:
-    found = survey(directory)
     assert found["ledger_bytes"] == found["counted_bytes"] > found["occupied_bytes"]
 
 

@@ -124,7 +124,6 @@ def test_out_of_range_names_key_value_and_range(problem_of, text: str, expected:
         ("local_disk: s3://bucket", "local_disk: expected a path or file://"),
         ("remote_url: redishost:6379", "remote_url: expected one of redis://"),
         ("remote_url: 'redis://'", "remote_url: expected a host or a path after the scheme"),
-        ("remote_storage_plugins: [hf3f.a]", "there is no type 'hf3f' (hf3f.a); the nearest is hf3fs"),
         ("extra_config: [1]", "extra_config: expected a mapping of keys to values, found list"),
         ("extra_config: '{'", "extra_config: expected a JSON object"),
     ],

@@ -67,7 +67,12 @@ def left_running(workplace: Path) -> list[int]:
 
 
 def test_a_good_run_writes_its_report_and_leaves_nothing_running(workplace: Path) -> None:
-    status, output = run(workplace, "nothing")
+    """Settings and proxies of the user do not reach it, and KV of an earlier run is removed, so that cold is cold."""
+    (workplace / "demo" / "kv").mkdir()
+    (workplace / "demo" / "kv" / "chunk").touch()
+    nowhere = "http://127.0.0.1:9"
+    proxies = {"http_proxy": nowhere, "HTTP_PROXY": nowhere, "no_proxy": "", "NO_PROXY": ""}
+    status, output = run(workplace, "nothing", **proxies, TIERCACHE_LOCAL_CPU="false", LMCACHE_CHUNK_SIZE="7")
     assert status == 0, output
     assert "Every cached answer is, to the letter" in output
     report = json.loads((workplace / "demo" / "ttft.json").read_text())
@@ -80,28 +85,6 @@ def test_a_good_run_writes_its_report_and_leaves_nothing_running(workplace: Path
     ]
     assert (workplace / "demo" / "ttft.png").exists()
     assert left_running(workplace) == []
-
-
-def test_settings_and_proxies_of_the_user_do_not_reach_the_demo(workplace: Path) -> None:
-    nowhere = "http://127.0.0.1:9"
-    status, output = run(
-        workplace,
-        "nothing",
-        http_proxy=nowhere,
-        HTTP_PROXY=nowhere,
-        no_proxy="",
-        NO_PROXY="",
-        TIERCACHE_LOCAL_CPU="false",
-        LMCACHE_CHUNK_SIZE="7",
-    )
-    assert status == 0, output
-
-
-def test_kv_of_an_earlier_run_is_removed_so_that_cold_is_cold(workplace: Path) -> None:
-    (workplace / "demo" / "kv").mkdir()
-    (workplace / "demo" / "kv" / "chunk").touch()
-    status, output = run(workplace, "nothing")
-    assert status == 0, output
 
 
 def test_a_missing_hit_is_named_and_fails(workplace: Path) -> None:

@@ -1,5 +1,7 @@
 """Where a hit came from is read from the request's own log line."""
 
+import pytest
+
 from tiercache.demo.evidence import found_for, stored_tokens
 
 # ruff: noqa: E501
@@ -13,29 +15,23 @@ INFO 11-21 06:34:35 [tiercache.vllm] Reqid: chatcmpl-77aa-1234, Total tokens 604
 """
 
 
-def test_a_cold_request_found_nothing() -> None:
-    found = found_for("chatcmpl-afd7", LOG)
+@pytest.mark.parametrize(
+    ("request_id", "by_tier", "source"),
+    [
+        ("chatcmpl-afd7", {"cpu": 0, "disk": 0}, ""),
+        ("chatcmpl-ac9a", {"cpu": 6016, "disk": 0}, "vllm"),
+        ("chatcmpl-8dfc", {"cpu": 4096, "disk": 1920}, "cpu+disk"),
+        ("chatcmpl-77aa", {"cpu": 0, "disk": 6016}, "vllm+disk"),
+    ],
+    ids=["cold", "only the engine loads nothing", "two tiers", "engine and tier"],
+)
+def test_a_hit_is_credited_to_the_engine_and_to_the_tiers_that_load(
+    request_id: str, by_tier: dict[str, int], source: str
+) -> None:
+    found = found_for(request_id, LOG)
     assert found is not None
-    assert (found.total_tokens, found.hit_tokens, found.source) == (6043, 0, "")
-
-
-def test_what_the_engine_had_is_not_credited_to_our_tiers() -> None:
-    found = found_for("chatcmpl-ac9a", LOG)
-    assert found is not None
-    assert found.source == "vllm"
-
-
-def test_a_hit_names_every_tier_that_has_tokens_to_load() -> None:
-    found = found_for("chatcmpl-8dfc", LOG)
-    assert found is not None
-    assert found.tokens_by_tier == {"cpu": 4096, "disk": 1920}
-    assert found.source == "cpu+disk"
-
-
-def test_engine_and_tiers_may_share_a_hit() -> None:
-    found = found_for("chatcmpl-77aa", LOG)
-    assert found is not None
-    assert found.source == "vllm+disk"
+    assert (found.total_tokens, found.hit_tokens, found.tokens_by_tier) == (6043, sum(by_tier.values()), by_tier)
+    assert found.source == source
 
 
 def test_a_request_without_a_line_has_no_evidence() -> None:

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from tiercache.cli import app
 from tiercache.replay.bounds import survey
-from tiercache.replay.formats import Request, Trace
+from tiercache.replay.formats import Trace
 from tiercache.replay.real.calibration import Speeds
 from tiercache.replay.real.contents import Contents, Renamed
 from tiercache.replay.real.place import opened
 from tiercache.replay.real.serial import play_serial
-from tiercache.replay.real.timed import Announcements, Player, compressed, simulate_timed
+from tiercache.replay.real.timed import Player, compressed, simulate_timed
 from tiercache.replay.setting import Hardware, Setting
 
 EXCERPTS = Path(__file__).parent / "excerpts"
@@ -84,17 +84,6 @@ def test_wrong_contents_are_noticed() -> None:
     slot[-1] ^= 1
     contents.sink(one)(slot)
     assert contents.wrong == [other, one]
-
-
-def test_a_program_announces_when_its_last_answer_has_ended() -> None:
-    first, second = (Request(at_s, [b"k"], 10, 10, session="s") for at_s in (0.0, 20.0))
-    announcements = Announcements(lead_s=15.0)
-    assert [announcements.at_s(request) for request in (first, second)] == [0.0, 5.0]
-    announcements.arrived(first)
-    assert not announcements.may(second, 5.0)
-    assert announcements.ended(first, 8.0) is second
-    announcements.arrived(second)
-    assert announcements.ended(second, 25.0) is None
 
 
 @pytest.mark.parametrize(

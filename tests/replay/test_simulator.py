@@ -111,11 +111,12 @@ def test_what_is_announced_too_late_is_late_and_read_on_demand() -> None:
     assert figures.flash_blocks == 1
 
 
-def test_nobody_announces_what_he_does_not_know_yet() -> None:
-    """The turn before ends 0.2 s before the next one comes, whatever the lead."""
-    requests = [request(0, "ab", "s", took_s=19.8), request(5, "xy", "other"), request(20, "abc", "s")]
+@pytest.mark.parametrize(("took_s", "used_blocks"), [(19.8, 0), (10.0, 2)])
+def test_a_turn_is_announced_when_the_answer_before_it_has_ended(took_s: float, used_blocks: int) -> None:
+    """The next turn comes at 20 s, and its lead is longer than what is left then."""
+    requests = [request(0, "ab", "s", took_s=took_s), request(5, "xy", "other"), request(20, "abc", "s")]
     figures = simulated(requests, ram=2, flash=None, prefetch=("hints",), prefetch_share=1.0, hint_lead_s=15.0)
-    assert figures.accounts["hints"].used_bytes == 0
+    assert figures.accounts["hints"].used_bytes == used_blocks * BLOCK
 
 
 def test_sessions_learn_when_the_next_turn_comes() -> None:

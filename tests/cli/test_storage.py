@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
-from tiercache.commands.storage import Place, alignment_of, explain
+from tiercache.commands.storage import Place, explain
 from tiercache.tiers.files.access import mount_of, parse_mountinfo
 
 TABLE = r"""
@@ -34,7 +34,7 @@ TABLE = r"""
 def findings(point: str, **known: object) -> dict[str, Finding]:
     """What is said of a place below the mount at `point`, with a GPU and nvidia-fs unless told otherwise."""
     path = Path(point) / "kv"
-    facts = {"direct": True, "alignment_bytes": 512, "gpu": True, "nvidia_fs": True} | known
+    facts = {"direct": True, "gpu": True, "nvidia_fs": True} | known
     place = Place(mount_of(path, parse_mountinfo(TABLE)), **facts)  # type: ignore[arg-type]
     return {finding.topic: finding for finding in explain(place)}
 
@@ -139,18 +139,10 @@ def test_a_read_only_mount_is_a_problem_and_errors_remount_ro_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("direct", "alignment", "status", "found"),
-    [
-        (True, 512, OK, "works there, aligned to 512 bytes"),
-        (True, None, OK, "works there"),
-        (True, 65536, PROBLEM, "works there, aligned to 65536 bytes"),
-        (False, None, NOTE, "does not work on xfs"),
-    ],
+    ("direct", "status", "found"), [(True, OK, "works there"), (False, NOTE, "does not work on xfs")]
 )
-def test_direct_io_is_tried_and_its_alignment_compared_with_ours(
-    direct: bool, alignment: int | None, status: str, found: str
-) -> None:
-    said = findings("/nvme", direct=direct, alignment_bytes=alignment)["O_DIRECT"]
+def test_direct_io_is_tried(direct: bool, status: str, found: str) -> None:
+    said = findings("/nvme", direct=direct)["O_DIRECT"]
     assert (said.status, said.found) == (status, found)
 
 
@@ -159,8 +151,3 @@ def test_every_note_and_problem_says_what_to_do() -> None:
         for gpu in (True, False):
             for finding in findings(mount.point, gpu=gpu, direct=False).values():
                 assert finding.status == OK or finding.advice, finding
-
-
-def test_the_kernel_is_asked_for_the_alignment_and_nothing_is_left(tmp_path: Path) -> None:
-    assert alignment_of(tmp_path) in (None, 512, 1024, 2048, 4096)
-    assert list(tmp_path.iterdir()) == []

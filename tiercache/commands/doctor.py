@@ -22,7 +22,7 @@ from rich.text import Text
 
 from tiercache.assembly import WEKAFS, try_remote
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
-from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
+from tiercache.commands.storage import Place, access_to, explain, has_nvidia_fs
 from tiercache.config import Config
 from tiercache.config.machine import meminfo
 from tiercache.config.plan import ON, PlannedTier, plan_of
@@ -171,12 +171,11 @@ def _disk(path: Path) -> list[Finding]:
     findings = [Finding(topic, OK, f"{mount.kind}, {free:.1f} GB free")]
     try:
         direct = supports_direct_io(path)
-        alignment_bytes = alignment_of(path)
         findings += access_to(path)
     except OSError as error:
         advice = "give this user write access"
         return [*findings, Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", advice)]
-    return [*findings, *explain(Place(mount, direct, alignment_bytes, bool(_gpu_nodes()), has_nvidia_fs()))]
+    return [*findings, *explain(Place(mount, direct, bool(_gpu_nodes()), has_nvidia_fs()))]
 
 
 def _gpu_nodes() -> list[str]:

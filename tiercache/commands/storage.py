@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
-import struct
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
-from tiercache.core.header import HEADER_BYTES
 from tiercache.tiers.files.access import NFS, Mount, local_locks
 from tiercache.tiers.files.directory import found_place
 
@@ -26,10 +22,6 @@ _MEMORY_KINDS = ("tmpfs", "ramfs", "devtmpfs")
 _FS_TIER = 'remote_storage_plugins: ["fs"], and its base_path'
 _LATE_S = 5
 _NFS_DIRECTORY_S = 60
-_AT_EMPTY_PATH = 0x1000
-_STATX_DIOALIGN = 0x2000
-_STATX_BYTES = 256
-_DIOALIGN_AT = 152
 
 
 @dataclass(frozen=True)
@@ -39,8 +31,6 @@ class Place:
     mount: Mount
     direct: bool
     """True if O_DIRECT works there."""
-    alignment_bytes: int | None
-    """Alignment of memory and offsets for O_DIRECT; None if unknown."""
     gpu: bool
     nvidia_fs: bool
 
@@ -48,20 +38,6 @@ class Place:
 def explain(place: Place) -> list[Finding]:
     """Return all findings about `place`. Pure."""
     return [*_mount(place.mount), _tier(place.mount.kind), _direct(place), _gds(place), *_sharing(place.mount)]
-
-
-def alignment_of(directory: Path) -> int | None:
-    """Return the alignment for O_DIRECT in `directory`, as the kernel (6.1 or newer) reports for a temporary file."""
-    statx = getattr(ctypes.CDLL(None), "statx", None)
-    if statx is None:
-        return None
-    answer = ctypes.create_string_buffer(_STATX_BYTES)
-    with tempfile.TemporaryFile(dir=directory) as file:
-        if statx(file.fileno(), b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
-            return None
-    (mask,) = struct.unpack_from("=I", answer)
-    memory_bytes, offset_bytes = struct.unpack_from("=II", answer, _DIOALIGN_AT)
-    return max(memory_bytes, offset_bytes) if mask & _STATX_DIOALIGN and offset_bytes else None
 
 
 def has_nvidia_fs() -> bool:
@@ -122,17 +98,10 @@ def _tier(kind: str) -> Finding:
 
 
 def _direct(place: Place) -> Finding:
-    kind, alignment_bytes = place.mount.kind, place.alignment_bytes
-    if not place.direct:
-        advice = "the page cache is used instead (slower, stalls of 20 ms); a local ext4 or XFS has it"
-        return Finding("O_DIRECT", NOTE, f"does not work on {kind}", advice)
-    if alignment_bytes is None:
+    if place.direct:
         return Finding("O_DIRECT", OK, "works there")
-    found = f"works there, aligned to {alignment_bytes} bytes"
-    if HEADER_BYTES % alignment_bytes:
-        advice = f"chunk files are aligned to {HEADER_BYTES} bytes: set use_odirect: false"
-        return Finding("O_DIRECT", PROBLEM, found, advice)
-    return Finding("O_DIRECT", OK, found)
+    advice = "the page cache is used instead (slower, stalls of 20 ms); a local ext4 or XFS has it"
+    return Finding("O_DIRECT", NOTE, f"does not work on {place.mount.kind}", advice)
 
 
 def _gds(place: Place) -> Finding:

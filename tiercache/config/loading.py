@@ -14,13 +14,12 @@ from typing import Any
 from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
 from tiercache.config.machine import available_memory_bytes
-from tiercache.config.remote_options import ALL_FLAT
+from tiercache.config.remote_options import ALL_FLAT, FLAT
 from tiercache.config.remotes import (
     NOT_AVAILABLE,
     PLUGIN_PREFIX,
     PLUGINS_ELSEWHERE,
     Remote,
-    flat_settings_in_use,
     read_remotes,
 )
 from tiercache.config.schema import ALIASES, GB, KEYS, ConfigFields, Key
@@ -241,7 +240,7 @@ class _Resolution:
                 absent.setdefault(reason, []).extend((remote.name, *options))
         configured = {remote.name for remote in remotes}
         unused = [PLUGIN_PREFIX + name for name in self.plugins if name.rpartition(".")[0] not in configured]
-        unused += self.flat.keys() - flat_settings_in_use(remotes)
+        unused += self.flat.keys() - {name for remote in remotes for name in FLAT.get(remote.type, ())}
         reasons = {
             "LMCache features that tiercache does not have": self.foreign,
             **absent,

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercache.config.remotes import NOT_AVAILABLE, Remote, remotes_of, shown_place, split_paths
+from tiercache.config.remotes import NOT_AVAILABLE, Remote, remotes_of, split_paths
 from tiercache.config.schema import ConfigFields, in_bytes
+from tiercache.config.secrets import hidden_url
 
 ON, OFF, REFUSED = "on", "off", "refused"
 
@@ -85,7 +86,7 @@ def _remotes(config: ConfigFields) -> Iterator[PlannedTier]:
         directories = tuple(split_paths(remote.place)) if remote.type == "hf3fs" else ()
         cap_bytes, quota_bytes = _limits(config, remote)
         yield PlannedTier(
-            remote.name, remote.type, shown_place(remote), cap_bytes or None, state, _role(remote), directories, remote,
+            remote.name, remote.type, hidden_url(remote.place), cap_bytes or None, state, _role(remote), directories, remote,
             tenant_bytes=quota_bytes,
         )  # fmt: skip
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from tiercache.config.remote_options import ALIASES, FLAT, options_of
 from tiercache.config.schema import ConfigFields, Key
-from tiercache.config.secrets import hidden
 
 NOT_AVAILABLE = "not available in this version"
 PLUGIN_PREFIX = "remote_storage_plugin."
@@ -121,11 +120,6 @@ def read_remotes(
     return remotes, problems
 
 
-def flat_settings_in_use(remotes: list[Remote]) -> frozenset[str]:
-    """Return LMCache's flat settings that a tier of `remotes` uses."""
-    return frozenset(name for remote in remotes for name in FLAT.get(remote.type, ()))
-
-
 def plugin_type(plugin: str) -> str:
     """Return the type of a plug-in: `fs` for `fs.a`."""
     return plugin.partition(".")[0]
@@ -149,11 +143,6 @@ def types_at_hand() -> frozenset[str]:
 def third_party_types() -> frozenset[str]:
     """Return the types of tiers in installed packages."""
     return frozenset(entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
-
-
-def shown_place(remote: Remote) -> str:
-    """Return the place of a remote tier without credentials."""
-    return str(hidden("remote_url", remote.place))
 
 
 def _type(name: str) -> str:

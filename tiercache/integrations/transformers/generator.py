@@ -103,49 +103,38 @@ class Generator:
         CacheClosed if the generator is closed before the answer, in which case the computed KV is stored.
         """
         told = None if streamer is None else _EndedOnce(streamer)
-        try:
-            return await self._generate(ids, settings, salt, told, cached)
-        finally:
-            if told is not None and not told.is_of_the_thread:
-                told.end()
-
-    async def _generate(
-        self,
-        ids: Sequence[int],
-        settings: GenerationConfig | None,
-        salt: str,
-        streamer: _EndedOnce | None,
-        cached: bool,
-    ) -> Answer:
-        self._check_open()
-        if not len(ids):
-            raise ValueError("ids: expected at least one token, found none")
-        ids = [int(one) for one in ids]
-        settings = _settings(self.kv.model, settings)
-        if cached:
-            self.prefixes.cache.warm_soon(self.prefixes.stored_as(ids, salt=salt))
+        computing: asyncio.Future[list[int]] | None = None
         stop = threading.Event()
         self._stops.add(stop)
         try:
+            self._check_open()
+            if not len(ids):
+                raise ValueError("ids: expected at least one token, found none")
+            ids = [int(one) for one in ids]
+            settings = _settings(self.kv.model, settings)
+            if cached:
+                self.prefixes.cache.warm_soon(self.prefixes.stored_as(ids, salt=salt))
             async with self._turn:
                 first = self.prefixes.keys(ids[: self.kv.chunk_tokens], salt=salt)
                 await self._settled(first)
                 past = await self.prefixes.load(ids, salt=salt) if cached else TieredCache(self.kv, salt)
                 self._check_open()  # the generator may have been closed during the wait
                 computing = asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._compute_checked, past, ids, settings, streamer, stop, cached
+                    self._thread, self._compute, past, ids, settings, told, stop, cached
                 )
                 if cached:
                     computing.add_done_callback(lambda done: self._store(past, first, done))
+                if told is not None:
+                    computing.add_done_callback(lambda _: told.end())
                 self._computing = computing
-                if streamer is not None:
-                    streamer.is_of_the_thread = True
                 computed = await asyncio.shield(computing)
                 if stop.is_set():  # `close` stopped the answer
                     raise CacheClosed("the generator was closed while it answered")
         finally:
             stop.set()
             self._stops.discard(stop)
+            if told is not None and computing is None:
+                told.end()
         return Answer(computed, len(ids), past.hit_tokens, past.hit_by_tier)
 
     def _check_open(self) -> None:
@@ -190,19 +179,6 @@ class Generator:
 
     # On the model's thread
 
-    def _compute_checked(self, *request: Any) -> list[int]:
-        """Compute, then end the streamer. If the last argument is True, raise LayoutError if weights changed."""
-        *what, cached = request
-        streamer: _EndedOnce | None = what[3]
-        try:
-            computed = self._compute(*what)
-            if cached:
-                self.kv.check_unchanged()
-            return computed
-        finally:
-            if streamer is not None:
-                streamer.end()
-
     def _compute(
         self,
         past: TieredCache,
@@ -210,26 +186,35 @@ class Generator:
         settings: GenerationConfig,
         streamer: _EndedOnce | None,
         stop: threading.Event,
+        cached: bool,
     ) -> list[int]:
-        """Return all ids, or the computed ids of a request that was stopped within its prompt."""
+        """Return all ids, or the computed ids of a request that was stopped within its prompt.
+
+        With `cached`, raises LayoutError if weights changed.
+        """
         model = self.kv.model
         prompt = torch.tensor([ids], device=model.device)
         whole = (len(ids) - 1) // self.kv.chunk_tokens * self.kv.chunk_tokens
+        computed: list[int]
         for begin in range(past.get_seq_length(), whole, self.kv.chunk_tokens):
             if stop.is_set():
-                return ids[:begin]
+                computed = ids[:begin]
+                break
             prefill(model, past, prompt, begin + self.kv.chunk_tokens)
-        answered = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),  # otherwise it is guessed from tokens that look like padding
-            generation_config=settings,
-            past_key_values=past,
-            streamer=streamer,
-            stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
-            **positions(model, len(ids)),
-        )
-        found: list[int] = answered[0].tolist()
-        return found
+        else:
+            answered = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),  # otherwise it is guessed from tokens that look like padding
+                generation_config=settings,
+                past_key_values=past,
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
+                **positions(model, len(ids)),
+            )
+            computed = answered[0].tolist()
+        if cached:
+            self.kv.check_unchanged()
+        return computed
 
 
 def _settings(model: Any, settings: GenerationConfig | None) -> GenerationConfig:
@@ -277,8 +262,6 @@ class _EndedOnce(BaseStreamer):  # type: ignore[misc]
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
         self._is_ended = False
-        self.is_of_the_thread = False
-        """True if the model's thread ends the streamer."""
 
     def put(self, value: Any) -> None:
         self._streamer.put(value)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from tiercache.core.prefetch import hint
 from tiercache.errors import LayoutError
 from tiercache.integrations.transformers.kv_cache import Landing, TieredCache
 from tiercache.integrations.transformers.model_kv import ModelKv
-from tiercache.integrations.transformers.parts import Part, needed
+from tiercache.integrations.transformers.parts import needed
 from tiercache.scheduler.prefetcher import PrefetchHandle
 
 Ids = Sequence[int] | np.ndarray
@@ -89,7 +88,7 @@ class PrefixCache:
         known = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(keys, past.stored_keys, strict=False))))
         names = self._names(keys)
         items = [
-            (names[number][chunk], part.bytes_per_token * self.kv.chunk_tokens, _source(past, part, chunk))
+            (names[number][chunk], part.bytes_per_token * self.kv.chunk_tokens, partial(past.fill, part, chunk))
             for chunk in range(known, len(keys))
             for number, part in enumerate(self.kv.parts)
         ]
@@ -128,9 +127,7 @@ class PrefixCache:
         others = [keys_from_hashes(b"part %d" % number, hashes, tenant) for number in range(1, len(self.kv.parts))]
         return [keys, *others]
 
-    async def _reach(
-        self, names: list[list[ChunkKey]], chunks: int, *, counts: bool
-    ) -> tuple[int, dict[str, int]]:
+    async def _reach(self, names: list[list[ChunkKey]], chunks: int, *, counts: bool) -> tuple[int, dict[str, int]]:
         """Return how many chunks, at most `chunks`, a hit can have, and its tokens by tier.
 
         Every chunk that the windows of such a hit need is stored. The tokens by tier are those of the layers with the
@@ -149,7 +146,3 @@ class PrefixCache:
             else:
                 return chunks, by_tier[0]
         return 0, {}
-
-
-def _source(past: TieredCache, part: Part, chunk: int) -> Callable[[np.ndarray], Any]:
-    return partial(past.fill, part, chunk)

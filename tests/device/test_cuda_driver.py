@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tiercache import Config, Layout, TierCache
 from tiercache.device import driver as driver_module
-from tiercache.device.driver import CudaDriver
+from tiercache.device.driver import CudaDriver, host_tensor
 from tiercache.device.paged import PagedChunk, PagedKv
 from tiercache.errors import DeviceError
 
 LAYOUT = Layout("m", chunk_tokens=4, bytes_per_token=256)
+SLOT = 5 << 10
 
 
 class Event:
@@ -58,7 +61,12 @@ class Cuda:
         self.error: Exception | None = None
         self.within: list[Stream] = []
         self.devices: dict[int, Any] = {}
-        self.registered: list[int] = []
+        self.registered: dict[int, int] = {}
+        """Bytes of the registrations, by address."""
+        self.statuses: list[int] = []
+        """What the next registrations return. Those after them succeed."""
+        self.registering: set[int] = set()
+        """Threads that have registered memory."""
         self.own = Stream(self)
 
     def Stream(self, device: Any) -> Stream:
@@ -90,11 +98,14 @@ class Cuda:
         yield
 
     def cudart(self) -> Any:
-        def register(address: int, length_bytes: int, flags: int) -> int:
-            self.registered.append(address)
-            return 0
+        def register(address: int, length_bytes: int, flags: int) -> Any:
+            self.registering.add(threading.get_ident())
+            status = self.statuses.pop(0) if self.statuses else 0
+            if not status:
+                self.registered[address] = length_bytes
+            return SimpleNamespace(value=status)
 
-        return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=self.registered.remove)
+        return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=self.registered.pop)
 
 
 @pytest.fixture
@@ -149,3 +160,49 @@ def test_an_error_says_whether_the_device_is_lost(driver: CudaDriver, cuda: Cuda
 def test_a_gpu_that_is_not_there_is_refused(cuda: Cuda) -> None:
     with pytest.raises(DeviceError, match="cuda:1: torch .* finds no NVIDIA driver, or no such GPU"):
         CudaDriver(1)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Three times as much as is registered at a time."""
+    monkeypatch.setattr(driver_module, "_PIN_BYTES", 32 << 10)
+    return np.zeros(96 << 10, dtype=np.uint8)
+
+
+def test_memory_is_registered_in_pieces_that_end_at_slots(driver: CudaDriver, cuda: Cuda, memory: np.ndarray) -> None:
+    assert driver.pin(memory, SLOT)
+    assert sum(cuda.registered.values()) == memory.nbytes
+    assert len(cuda.registered) > 1
+    assert all((address - memory.ctypes.data) % SLOT == 0 for address in cuda.registered)
+    assert threading.get_ident() not in cuda.registering, "it would be left with the error of a failure"
+    driver.unpin(memory)
+    assert not cuda.registered
+
+
+def test_a_piece_that_is_refused_leaves_none(
+    driver: CudaDriver, cuda: Cuda, memory: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.statuses = [0, 0, 2]
+    assert not driver.pin(memory, SLOT)
+    assert not cuda.registered
+    assert "could not be pinned (cudaHostRegister: error 2)" in caplog.text
+
+
+def test_memory_that_is_registered_already_is_pinned_and_stays_so(
+    driver: CudaDriver, cuda: Cuda, memory: np.ndarray
+) -> None:
+    cuda.statuses = [712] * 4
+    assert driver.pin(memory, SLOT)
+    driver.unpin(memory)
+    assert not cuda.registered
+
+
+def test_tensor_over_host_memory_keeps_it_mapped() -> None:
+    mapping = mmap.mmap(-1, 8192)
+    tensor = host_tensor(np.frombuffer(mapping, dtype=np.uint8)[4096:])[10:20]
+    with pytest.raises(BufferError):
+        mapping.close()
+    tensor.fill_(7)
+    assert mapping[4106:4116] == bytes([7]) * 10
+    del tensor
+    mapping.close()

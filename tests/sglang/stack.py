@@ -3,8 +3,10 @@ the process with SGLang."""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,6 @@ class Engine:
             yield
         finally:
             go_on.set()
-
-    def flush(self) -> None:
-        self.storage._wait(self.storage._thread.cache.flush(), 10)
 
     def close(self) -> None:
         self.controller.detach_storage_backend()
@@ -167,6 +166,20 @@ def extra_config(directory: Path, **options: Any) -> dict[str, Any]:
         "max_local_disk_size": 0.1,
         **options,
     }
+
+
+def in_another_process(work: Callable[[], None]) -> None:
+    """Run `work` in a fork, and fail if it fails."""
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 class Allocator:

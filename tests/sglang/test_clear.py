@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.sglang.process import in_sglang
-from tests.sglang.stack import engine, mla_pools, page_hashes, random_pages, tokens_of
+from tests.sglang.stack import engine, in_another_process, mla_pools, page_hashes, random_pages, tokens_of
 from tiercache.errors import TierUnavailable
 
 
@@ -36,22 +38,23 @@ def test_clear_removes_this_models_pages_and_no_others(tmp_path: Path) -> None:
 def test_what_is_stored_after_a_clear_is_found_by_this_process_only(tmp_path: Path) -> None:
     """Weights may have been replaced in memory: their KV must not be taken for that of the files. The process keeps it when
     the storage is attached anew; a process that begins finds nothing."""
-
-    from tiercache.integrations.sglang import TierCacheStorage
-
     tokens = tokens_of(1, pages=2)
+
+    def clear_and_store() -> None:
+        with engine(tmp_path) as one:
+            one.storage.clear()
+            pages = random_pages(one.host, 2)
+            one.store(tokens, pages)
+        with engine(tmp_path) as attached_anew:
+            assert torch.equal(attached_anew.load(tokens), pages)
+
+    in_another_process(clear_and_store)
+    assert list(tmp_path.glob("??/*"))
     with engine(tmp_path) as one:
+        assert one.storage.batch_exists(page_hashes(tokens)) == 0
+        one.store(tokens, random_pages(one.host, 2, seed=1))
         one.storage.clear()
-        pages = random_pages(one.host, 2)
-        one.store(tokens, pages)
-    with engine(tmp_path) as attached_anew:
-        assert torch.equal(attached_anew.load(tokens), pages)
-    TierCacheStorage._generation = b""  # as in a process that begins
-    with engine(tmp_path) as another:
-        assert another.storage.batch_exists(page_hashes(tokens)) == 0
-        another.store(tokens, random_pages(another.host, 2, seed=1))
-        another.storage.clear()
-        assert not list(tmp_path.glob("??/??/*")), "clear removes what other processes stored after theirs"
+        assert not list(tmp_path.glob("??/*")), "clear removes what other processes stored after theirs"
 
 
 @in_sglang
@@ -66,30 +69,33 @@ def test_ranks_with_the_same_pages_share_nothing_after_a_clear(tmp_path: Path) -
         reader.storage.clear()
         assert writer.store(tokens, random_pages(writer.host, 2)) == len(tokens), "as ranks do that leave it to another"
         assert [rank.storage.batch_exists(page_hashes(tokens)) for rank in (writer, reader)] == [0, 0]
-        writer.flush()
-        assert not list(tmp_path.glob("??/??/*")), "what nobody can find is not written"
+    assert not list(tmp_path.glob("??/*")), "what nobody can find is not written"
 
 
 @in_sglang
 def test_clear_waits_for_pages_that_are_being_stored(tmp_path: Path) -> None:
     """They have the names from before, and would be stored behind the removal."""
-    from tiercache.integrations.sglang import TierCacheStorage
-
+    before, now = tokens_of(1, pages=2), tokens_of(2, pages=2)
+    storing, go_on = threading.Event(), threading.Event()
     with engine(tmp_path) as one:
-        hashes, indices = page_hashes(tokens_of(1, pages=2)), one.host.alloc(32)
-        storing = threading.Thread(target=one.storage.batch_set_v1, args=(hashes, indices))
-        clearing = threading.Thread(target=one.storage.clear)
-        with one.held_up():
-            storing.start()
-            while not one.storage._storing.locked():
-                pass
-            clearing.start()
-            while not TierCacheStorage._generation:
-                pass
-        storing.join(10)
-        clearing.join(10)
-        one.flush()
-        assert not list(tmp_path.glob("??/??/*"))
+        one.store(before, random_pages(one.host, 2))
+        places = one.host.get_page_buffer_meta
+
+        def held(indices: torch.Tensor) -> Any:
+            storing.set()
+            assert go_on.wait(10)
+            return places(indices)
+
+        one.host.get_page_buffer_meta = held
+        with ThreadPoolExecutor() as threads:
+            stored = threads.submit(one.storage.batch_set_v1, page_hashes(now), one.host.alloc(32))
+            assert storing.wait(10)
+            cleared = threads.submit(one.storage.clear)
+            while one.storage.batch_exists(page_hashes(before)):
+                pass  # until the clear has begun
+            go_on.set()
+            assert stored.result() == [True, True] and cleared.result() is True
+    assert not list(tmp_path.glob("??/*"))
 
 
 @in_sglang

@@ -28,7 +28,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files.access import Mount
 from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.remote.fs import FsTier, make_fs_tier
+from tiercache.tiers.remote.fs import FsTier
 
 FILE_BYTES = file_bytes(CHUNK_BYTES)
 REPOSITORY = Path(__file__).parents[3]
@@ -45,9 +45,7 @@ def tier_on(*directories: Path, timeout_s: float = 5.0, url: str = "", item_byte
         options={"base_path": tuple(map(str, directories)), "max_size": 0.0625} | options,
         timeout_s=timeout_s,
     )
-    tier = make_fs_tier(settings)
-    assert isinstance(tier, FsTier)
-    return tier
+    return FsTier(settings)
 
 
 def opened(*directories: Path, **options: Any) -> AbstractAsyncContextManager[FsTier]:

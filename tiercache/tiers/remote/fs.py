@@ -25,24 +25,6 @@ from tiercache.tiers.weka import METADATA_THREADS, WekaSettings
 _THREADS = 8
 
 
-def make_fs_tier(settings: RemoteSettings) -> FsTier:
-    """Return the tier, not open yet. Raises ConfigError if the settings name no directory."""
-    options = settings.options
-    engine = WekaSettings(
-        directories=_directories(settings),
-        cap_bytes=int(options.get("max_size", 0.0) * 2**30),
-        tenant_bytes=int(options.get("tenant_max_size", 0.0) * 2**30),
-        threads=options.get("threads", _THREADS),
-        direct=options.get("use_odirect"),
-        durable=options.get("durability", "fdatasync") == "fdatasync",
-        chunk_bytes=settings.chunk_bytes,
-        file_access=options.get("file_access", "owner"),
-        compression=options.get("compression", "none"),
-        item_bytes=settings.item_bytes,
-    )
-    return FsTier(settings, engine)
-
-
 def _directories(settings: RemoteSettings) -> tuple[Path, ...]:
     """Return the directories of base_path, or the paths of LMCache's `fs://host:port/path,/path`."""
     paths = list(settings.options.get("base_path") or ())
@@ -72,17 +54,30 @@ class FsTier(FileTier):
     """The preset for other mounts. It opens later if its mount is missing at the start.
 
     Reads and writes on a mount that hangs keep their threads, whose number is bounded; the scheduler stops waiting, and
-    its circuit breaker opens.
+    its circuit breaker opens. Raises ConfigError if the settings name no directory.
     """
 
-    def __init__(self, remote: RemoteSettings, settings: WekaSettings) -> None:
+    def __init__(self, settings: RemoteSettings) -> None:
+        options = settings.options
+        files = WekaSettings(
+            directories=_directories(settings),
+            cap_bytes=int(options.get("max_size", 0.0) * 2**30),
+            tenant_bytes=int(options.get("tenant_max_size", 0.0) * 2**30),
+            threads=options.get("threads", _THREADS),
+            direct=options.get("use_odirect"),
+            durable=options.get("durability", "fdatasync") == "fdatasync",
+            chunk_bytes=settings.chunk_bytes,
+            file_access=options.get("file_access", "owner"),
+            compression=options.get("compression", "none"),
+            item_bytes=settings.item_bytes,
+        )
         super().__init__(
-            remote.name,
-            remote.key("base_path"),
-            settings,
-            remote.fingerprint,
+            settings.name,
+            settings.key("base_path"),
+            files,
+            settings.fingerprint,
             PosixIO,
-            lambda directories: RelistingLookup(directories, settings.refresh_s),
+            lambda directories: RelistingLookup(directories, files.refresh_s),
             metadata_threads=METADATA_THREADS,
-            late_s=remote.timeout_s,
+            late_s=settings.timeout_s,
         )

@@ -20,7 +20,7 @@ BUILT_IN = {
     "mooncake": "tiercache.tiers.remote.mooncake:MooncakeTier",
     "infinistore": "tiercache.tiers.remote.infinistore:InfiniStoreTier",
     "s3": "tiercache.tiers.remote.s3:S3Tier",
-    "fs": "tiercache.tiers.remote.fs:make_fs_tier",
+    "fs": "tiercache.tiers.remote.fs:FsTier",
 }
 
 

@@ -35,7 +35,7 @@ from tiercache.integrations.lending import Lending
 from tiercache.integrations.settings import for_process, warn_of_unread
 from tiercache.integrations.sglang.identity import make_layout, ranks_of
 from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, look_up
-from tiercache.integrations.sglang.pools import FlatPool, HostPool, StoredPool, make_pool, shares_pages
+from tiercache.integrations.sglang.pools import HostPool, StoredPool, make_pool, shares_pages
 from tiercache.payloads import Sink, Source, sink_of, source_of
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Fill one tensor per page; from the first missing page on, the result is None."""
-        pages = self._load(_KV, keys, lambda pool: [sink_of(tensor) for tensor in _flat(pool, target_locations)])
+        pages = self._load(_KV, keys, lambda _: [sink_of(tensor) for tensor in target_locations])
         return [*target_locations[:pages], *[None] * (len(keys) - pages)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -244,7 +244,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Store a tensor for each key. Return True if all are in the cache."""
-        return self._store(_KV, keys, lambda pool: [source_of(one) for one in _flat(pool, values)]) == len(keys)
+        return self._store(_KV, keys, lambda _: [source_of(value) for value in values]) == len(keys)
 
     # Moving pages
 
@@ -360,10 +360,3 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise
-
-
-def _flat(pool: HostPool, tensors: Any) -> Any:
-    """Return `tensors`. Raises LayoutError if the pool's pages are stored in another order of bytes."""
-    if not isinstance(pool, FlatPool):
-        raise LayoutError("interface_v1 is set: pages are stored by their indices (batch_get_v1, batch_set_v1) only")
-    return tensors

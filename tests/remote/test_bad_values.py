@@ -1,17 +1,19 @@
-"""A bad value is removed from the server, and nothing that was stored beside the reads that found it."""
+"""Values that are no chunks: they are told apart, and removed from the server without anything that was stored meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
 
-from tests.remote.test_registry import settings_of
+from tests.remote.test_registry import LAYOUT, settings_of
+from tiercache.core.header import Header, payload_checksum
 from tiercache.errors import CorruptChunk
 from tiercache.testing import chunk
-from tiercache.tiers.remote.base import RemoteTier
+from tiercache.tiers.remote.base import NotOurs, RemoteTier
 
 KEY, PADDED = chunk(1, 5000)
 
@@ -120,3 +122,51 @@ async def test_who_only_reads_leaves_a_bad_value_where_it_is() -> None:
                 await read
         assert tier.value == b"TI"
         assert await tier.probe([KEY]) == 0, "it is no hit all the same"
+
+
+# A value is a chunk only if everything in its header is right.
+
+HEADER = Header(KEY, LAYOUT.fingerprint, 5000, payload_checksum(PADDED[:5000]))
+
+
+def test_the_right_value_has_its_length() -> None:
+    tier = Stepped()
+    assert tier.packed_header(KEY, PADDED[:5000]) == HEADER.pack()
+    assert tier.verified(KEY, HEADER.pack(), PADDED[:5000], 5000) == 5000
+
+
+@pytest.mark.parametrize(
+    ("header", "got"),
+    [
+        (dataclasses.replace(HEADER, key=chunk(2)[0]), 5000),
+        (dataclasses.replace(HEADER, fingerprint=bytes(16)), 5000),
+        (dataclasses.replace(HEADER, payload_bytes=4999), 5000),
+        (dataclasses.replace(HEADER, payload_checksum=1), 5000),
+        (HEADER, 4999),
+    ],
+    ids=["another chunk's", "another layout's", "longer than it says", "damaged", "cut"],
+)
+def test_a_value_that_is_not_this_chunk_is_corrupt(header: Header, got: int) -> None:
+    with pytest.raises(CorruptChunk) as caught:
+        Stepped().verified(KEY, header.pack(), PADDED[:5000], got)
+    assert not isinstance(caught.value, NotOurs)
+
+
+@pytest.mark.parametrize("left_bytes", [0, 3, 8, 87])
+def test_what_is_left_of_a_torn_value_is_corrupt(left_bytes: int) -> None:
+    with pytest.raises(CorruptChunk) as caught:
+        Stepped().verified(KEY, HEADER.pack()[:left_bytes], PADDED[:5000], 0)
+    assert not isinstance(caught.value, NotOurs)
+
+
+@pytest.mark.parametrize("raw", [b"hello", b"x" * 88, HEADER.pack()[1:]])
+def test_a_value_that_is_no_chunk_is_not_ours(raw: bytes) -> None:
+    with pytest.raises(NotOurs):
+        Stepped().verified(KEY, raw, PADDED[:5000], 5000)
+
+
+def test_a_damaged_header_is_corrupt() -> None:
+    raw = bytearray(HEADER.pack())
+    raw[70] ^= 1
+    with pytest.raises(CorruptChunk, match="header checksum"):
+        Stepped().verified(KEY, raw, PADDED[:5000], 5000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import sys
 import threading
@@ -41,15 +40,6 @@ def make_tier(url: str = "infinistore://127.0.0.1:22345", timeout_s: float = 5.0
     )
     tier.use_arena(ARENA)
     return tier
-
-
-async def until_connected(tier: InfiniStoreTier) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(TierUnavailable):
-                await tier.probe([KEY])
-                return
-            await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -198,7 +188,7 @@ async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(
             with pytest.raises(TierUnavailable):
                 await call
         server.down = False
-        await until_connected(tier)
+        await eventually(lambda: tier.probe([KEY]))
         assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
         server.down = True
         tier.known.clear()
@@ -259,7 +249,7 @@ async def test_on_a_real_server(tmp_path: Path) -> None:
     tier = make_tier(device_name=RDMA_DEVICES[0])
     try:
         await tier.open()
-        await until_connected(tier)
+        await eventually(lambda: tier.probe([KEY]))
         assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
         into = page_aligned(CHUNK_BYTES)
         assert await tier.read(KEY, into) == CHUNK_BYTES and np.array_equal(into, PAYLOAD)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.remote.redis.servers import Server
 from tests.remote.redis.tiers import opened
-from tests.remote.wire import relay_to
+from tests.remote.redis.wire import relay_to
 from tiercache import Config, Layout, TierCache
 from tiercache.core.header import PACKED_BYTES
 from tiercache.errors import CorruptChunk

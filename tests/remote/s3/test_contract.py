@@ -44,10 +44,6 @@ class TestS3TierInParts(TestS3Tier):
     options = {"part_bytes": 10_000}  # noqa: RUF012
 
 
-class TestS3TierUnsigned(TestS3Tier):
-    options = {"skip_signature": True}  # noqa: RUF012
-
-
 class TestCompressed(CompressionContract):
     @pytest.fixture(autouse=True)
     def _server(self, s3_server: S3Server) -> None:

@@ -1,13 +1,12 @@
 """What each tier does that can compress. Subclass `CompressionContract`, and say how your tier is made."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.compression.payloads import kv, noise
+from tests.compression.payloads import kv
+from tests.tiers.opened import open_tier
 from tiercache.errors import CorruptChunk
 from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
@@ -23,15 +22,6 @@ class CompressionContract:
         """Change a bit of the stored payload, in its middle."""
         raise NotImplementedError("say how")
 
-    @asynccontextmanager
-    async def opened(self, place: Path, compression: str) -> AsyncIterator[Tier]:
-        tier = await self.make_tier(place, compression)
-        await tier.open()
-        try:
-            yield tier
-        finally:
-            await tier.close()
-
     async def is_hit(self, tier: Tier, key: bytes, payload: np.ndarray, length: int) -> bool:
         into = page_aligned(CHUNK_BYTES)
         if await tier.read(key, into) is None:
@@ -41,7 +31,7 @@ class CompressionContract:
 
     @pytest.mark.parametrize(("mode", "most"), [("lz4", 0.95), ("zstd", 0.8)])
     async def test_kv_takes_fewer_bytes_and_comes_back(self, tmp_path: Path, mode: str, most: float) -> None:
-        async with self.opened(tmp_path, mode) as tier:
+        async with open_tier(await self.make_tier(tmp_path, mode)) as tier:
             for number, length in enumerate((CHUNK_BYTES, CHUNK_BYTES - 2, 30_001), start=1):
                 key, payload = kv(number, length)
                 assert await tier.write(key, payload, length)
@@ -50,26 +40,19 @@ class CompressionContract:
             assert counted.written_bytes == counted.read_bytes == 2 * CHUNK_BYTES - 2 + 30_001
             assert 0 < counted.stored_bytes < most * counted.written_bytes
 
-    async def test_noise_is_stored_as_it_is(self, tmp_path: Path) -> None:
-        async with self.opened(tmp_path, "zstd") as tier:
-            key, payload = noise(1, CHUNK_BYTES)
-            assert await tier.write(key, payload, CHUNK_BYTES)
-            assert await self.is_hit(tier, key, payload, CHUNK_BYTES)
-            assert tier.statistics().stored_bytes == CHUNK_BYTES
-
     async def test_every_mode_reads_what_others_stored(self, tmp_path: Path) -> None:
         modes = ("none", "lz4", "zstd", "auto")
         for number, mode in enumerate(modes):
-            async with self.opened(tmp_path, mode) as tier:
+            async with open_tier(await self.make_tier(tmp_path, mode)) as tier:
                 key, payload = kv(number, CHUNK_BYTES)
                 assert await tier.write(key, payload, CHUNK_BYTES)
         for mode in modes:
-            async with self.opened(tmp_path, mode) as tier:
+            async with open_tier(await self.make_tier(tmp_path, mode)) as tier:
                 for number in range(len(modes)):
                     assert await self.is_hit(tier, *kv(number, CHUNK_BYTES), CHUNK_BYTES)
 
     async def test_a_changed_bit_is_a_miss_and_the_chunk_can_be_stored_again(self, tmp_path: Path) -> None:
-        async with self.opened(tmp_path, "zstd") as tier:
+        async with open_tier(await self.make_tier(tmp_path, "zstd")) as tier:
             key, payload = kv(1, CHUNK_BYTES)
             assert await tier.write(key, payload, CHUNK_BYTES)
             await self.damage(tier, key)

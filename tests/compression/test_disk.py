@@ -1,6 +1,5 @@
-"""Compressed chunks on disk: how they are counted, listed and checked, and that nothing in between is served."""
+"""Compressed chunks on disk: how they are counted, listed and checked."""
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -11,10 +10,11 @@ import pytest
 from tests.cli.conftest import tiercache
 from tests.compression.contract import CompressionContract
 from tests.compression.payloads import kv
+from tests.tiers.opened import open_tier
+from tests.tiers.test_disk import flip
 from tiercache import Config, Layout, TierCache
 from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, Header, aligned, file_bytes, payload_checksum
-from tiercache.errors import CorruptChunk
 from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
@@ -37,95 +37,44 @@ class TestDisk(CompressionContract):
 
     async def damage(self, tier: Tier, key: bytes) -> None:
         assert isinstance(tier, DiskTier)
-        with open(tier.path(key), "r+b") as file:
-            file.seek(HEADER_BYTES + 20_000)
-            byte = file.read(1)
-            file.seek(HEADER_BYTES + 20_000)
-            file.write(bytes([byte[0] ^ 1]))
+        flip(Path(tier.path(key)), HEADER_BYTES + 20_000)
 
 
 async def test_the_cap_counts_what_is_really_occupied(tmp_path: Path) -> None:
     cap_bytes = 16 * (FILE_BYTES + 8192)
-    tier = disk(tmp_path, "zstd", cap_bytes)
-    await tier.open()
-    for number in range(100):
-        key, payload = kv(number, CHUNK_BYTES)
-        assert await tier.write(key, payload, CHUNK_BYTES)
-    counted = tier.statistics()
-    files = [path.stat().st_blocks * 512 for path in (tmp_path / "kv").glob("??/*")]
-    assert 20 <= len(files) == counted.resident
-    assert sum(files) <= counted.occupied_bytes <= cap_bytes
-    await tier.close()
+    async with open_tier(disk(tmp_path, "zstd", cap_bytes)) as tier:
+        for number in range(100):
+            key, payload = kv(number, CHUNK_BYTES)
+            assert await tier.write(key, payload, CHUNK_BYTES)
+        counted = tier.statistics()
+        files = [path.stat().st_blocks * 512 for path in (tmp_path / "kv").glob("??/*")]
+        assert 20 <= len(files) == counted.resident
+        assert sum(files) <= counted.occupied_bytes <= cap_bytes
 
 
-async def test_no_more_buffers_are_taken_than_chunks_are_written_at_a_time(tmp_path: Path) -> None:
-    """They lie beside the arena, in no budget of it: this is their bound."""
-    tier = disk(tmp_path, "zstd")
-    await tier.open()
-    chunks = [kv(number, CHUNK_BYTES) for number in range(100)]
-    assert all(await asyncio.gather(*(tier.write(key, payload, CHUNK_BYTES) for key, payload in chunks)))
-    threads = 2 * tier.settings.threads
-    assert 0 < sum(buffer.nbytes for buffer in tier.directories.compression._buffers) <= threads * CHUNK_BYTES
-    await tier.close()
-
-
-async def test_after_a_restart_it_is_all_there_and_counted_the_same(tmp_path: Path) -> None:
-    first = disk(tmp_path, "zstd")
-    await first.open()
-    for number in range(8):
-        key, payload = kv(number, CHUNK_BYTES)
-        assert await first.write(key, payload, CHUNK_BYTES)
-    index, used_bytes = first.directories.all[0].index, first.statistics().occupied_bytes
-    in_index = index.used_bytes
-    await first.close()
-    second = disk(tmp_path, "none")
-    await second.open()
-    await second.scanned()
-    assert second.statistics().occupied_bytes == used_bytes
-    assert second.directories.all[0].index.used_bytes == in_index
-    await second.close()
-
-
-async def test_what_is_read_before_the_scan_has_come_to_it_is_counted_as_it_lies_there(tmp_path: Path) -> None:
-    first = disk(tmp_path, "zstd")
-    await first.open()
-    for number in range(64):
-        key, payload = kv(number, CHUNK_BYTES)
-        assert await first.write(key, payload, CHUNK_BYTES)
-    in_index = first.directories.all[0].index.used_bytes
-    await first.close()
-    second = disk(tmp_path, "none")
-    await second.open()
-    for number in range(64):
-        assert await second.read(kv(number, CHUNK_BYTES)[0], page_aligned(CHUNK_BYTES)) == CHUNK_BYTES
-    await second.scanned()
-    assert second.directories.all[0].index.used_bytes == in_index
-    await second.close()
-
-
-async def test_a_header_that_lies_about_its_codec_is_a_miss(tmp_path: Path) -> None:
-    tier = disk(tmp_path, "zstd")
-    await tier.open()
-    key, payload = kv(1, CHUNK_BYTES)
-    assert await tier.write(key, payload, CHUNK_BYTES)
-    path = tier.path(key)
-    os.unlink(path)
-    lying = Header(key, FINGERPRINT, CHUNK_BYTES, payload_checksum(payload[:CHUNK_BYTES]), Codec.ZSTD)
-    write_chunk_file(path, lying, payload, direct=False, durable=False)
-    with pytest.raises(CorruptChunk):
-        await tier.read(key, page_aligned(CHUNK_BYTES))
-    assert len(list((tmp_path / "kv" / "quarantine").iterdir())) == 1
-    await tier.close()
+@pytest.mark.parametrize("are_read_first", [False, True])
+async def test_after_a_restart_chunks_are_counted_as_they_lie_there(tmp_path: Path, are_read_first: bool) -> None:
+    """By the scan, or by reads before it has come to them."""
+    async with open_tier(disk(tmp_path, "zstd")) as first:
+        for number in range(64):
+            key, payload = kv(number, CHUNK_BYTES)
+            assert await first.write(key, payload, CHUNK_BYTES)
+        in_index, occupied_bytes = first.directories.all[0].index.used_bytes, first.statistics().occupied_bytes
+    async with open_tier(disk(tmp_path, "none")) as second:
+        if are_read_first:
+            for number in range(64):
+                assert await second.read(kv(number, CHUNK_BYTES)[0], page_aligned(CHUNK_BYTES)) == CHUNK_BYTES
+        await second.scanned()
+        assert second.directories.all[0].index.used_bytes == in_index
+        assert second.statistics().occupied_bytes == occupied_bytes
 
 
 async def test_the_commands_know_compressed_chunks(tmp_path: Path) -> None:
-    tier = disk(tmp_path, "zstd")
-    await tier.open()
-    for number in range(5):
-        key, payload = kv(number, CHUNK_BYTES)
-        assert await tier.write(key, payload, CHUNK_BYTES)
-    path = Path(tier.path(KEY))
-    await tier.close()
+    async with open_tier(disk(tmp_path, "zstd")) as tier:
+        for number in range(5):
+            key, payload = kv(number, CHUNK_BYTES)
+            assert await tier.write(key, payload, CHUNK_BYTES)
+        path = Path(tier.path(KEY))
     found = json.loads(tiercache("verify", tmp_path / "kv", "--json").stdout)
     assert (found["checked"], found["checked_bytes"], found["bad"]) == (5, 5 * CHUNK_BYTES, [])
     (layout,) = json.loads(tiercache("stat", tmp_path / "kv", "--json").stdout)["layouts"].values()

@@ -68,10 +68,18 @@ def test_noise_is_stored_plain_and_where_it_lies() -> None:
         assert stored.header.codec is Codec.PLAIN and stored.padded is payload
 
 
-def test_the_same_becomes_the_same() -> None:
-    _, payload = kv(1, CHUNK_BYTES)
-    with packed("zstd", payload, CHUNK_BYTES) as one, packed("zstd", payload, CHUNK_BYTES) as other:
-        assert np.array_equal(one.padded, other.padded)
+def test_memory_is_taken_for_each_chunk_at_a_time_and_used_again() -> None:
+    """It lies beside the arena, in no budget of it: this is its bound."""
+    compression, (_, payload) = Compression("zstd", 2), kv(1, CHUNK_BYTES)
+
+    def pack() -> Packed:
+        return compression.pack(b"k" * 24, FINGERPRINT, payload, CHUNK_BYTES)
+
+    with pack() as one, pack() as other:
+        places = {stored.padded.ctypes.data for stored in (one, other)}
+        assert len(places) == 2
+    with pack() as one, pack() as other:
+        assert {stored.padded.ctypes.data for stored in (one, other)} == places
 
 
 @pytest.mark.parametrize("mode", ["lz4", "zstd"])

@@ -318,15 +318,15 @@ class MooncakeClient:
         self._memory = memory
         self._session: _Session | None = None
         self._problem = "it is being set up"
-        self._changed = threading.Condition()
-        self._setting_up = False
-        self._sessions = 0
+        self._lock = threading.Lock()
         self._first_try = threading.Event()
         self._closing = threading.Event()
+        self._gone = threading.Event()
+        """Set when there is no session any more, and none is set up."""
 
     def start(self) -> None:
-        with self._changed:
-            self._start_setting_up()
+        """Begin to set up a session."""
+        threading.Thread(target=self._set_up, name=f"tiercache-{self.name}-setup", daemon=True).start()
 
     def wait_for_first_try(self, wait_s: float) -> str | None:
         """Block for up to `wait_s`. Return the problem, or None once the client can be used."""
@@ -336,7 +336,7 @@ class MooncakeClient:
     @contextlib.contextmanager
     def use(self) -> Iterator[_Session]:
         """Lend the session, which stays until the block ends. Raises TierUnavailable while there is none."""
-        with self._changed:
+        with self._lock:
             if self._closing.is_set():
                 raise TierUnavailable(f"{self.name} is closed")
             if self._session is None:
@@ -350,7 +350,7 @@ class MooncakeClient:
 
     def retire(self, session: _Session, problem: str) -> None:
         """Admit no new users to `session`; its last user leaves the store. A new session is then set up."""
-        with self._changed:
+        with self._lock:
             if self._session is not session:
                 return
             self._session, self._problem = None, problem
@@ -360,15 +360,14 @@ class MooncakeClient:
     def leave(self) -> None:
         """Retire the session for good, and block without limit until it has no users."""
         self._closing.set()
-        with self._changed:
+        with self._lock:
             session = self._session
         if session is not None:
             self.retire(session, "it is closed")
-        with self._changed:
-            self._changed.wait_for(lambda: not self._setting_up and self._sessions == 0)
+        self._gone.wait()
 
     def _done_with(self, session: _Session) -> None:
-        with self._changed:
+        with self._lock:
             session.users -= 1
             if session.users or self._session is session:
                 return
@@ -377,20 +376,15 @@ class MooncakeClient:
             session.store.close()
         finally:
             session.left.set()
-            with self._changed:
-                self._sessions -= 1
-                if not self._closing.is_set():
-                    self._start_setting_up()
-                self._changed.notify_all()
-
-    def _start_setting_up(self) -> None:
-        self._setting_up = True
-        threading.Thread(target=self._set_up, name=f"tiercache-{self.name}-setup", daemon=True).start()
+            if self._closing.is_set():
+                self._gone.set()
+            else:
+                self.start()
 
     def _set_up(self) -> None:
         session: _Session | None = None
         try:
-            while session is None and not self._closing.is_set():
+            while not self._closing.is_set():
                 found = self._unreachable() or self._try_once()
                 if isinstance(found, _Session):
                     session = found
@@ -403,13 +397,12 @@ class MooncakeClient:
         except Exception:
             self._problem = "it could not be set up, see the log"
             logger.exception("%s: %s", self.name, self._problem)
-        with self._changed:
-            self._setting_up = False
+        with self._lock:
             self._session = session
-            self._sessions += session is not None
-            self._changed.notify_all()
         self._first_try.set()
-        if session is not None and self._closing.is_set():
+        if session is None:  # it is closed, or the setup failed for good
+            self._gone.set()
+        elif self._closing.is_set():
             self.retire(session, "it is closed")
 
     def _unreachable(self) -> str | None:

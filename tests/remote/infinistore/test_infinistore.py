@@ -16,28 +16,23 @@ import pytest
 from tests.needs import RDMA_DEVICES
 from tests.remote.arena import ARENA, chunk, page_aligned
 from tests.remote.infinistore import fake
+from tests.remote.made import configured
 from tests.remote.waiting import eventually
 from tests.tiers.opened import open_tier
-from tiercache.config.remote_options import options_of
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing import TierContract
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.remote.base import NotOurs, RemoteSettings
+from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.infinistore import InfiniStoreTier
 
 KEY, PAYLOAD = chunk(1)
 NAME = f"tiercache:{KEY.hex()}"
 
 
-def make_tier(url: str = "infinistore://127.0.0.1:22345", timeout_s: float = 5.0, **options: Any) -> InfiniStoreTier:
-    values = {option.name: option.default for option in options_of("infinistore").values()}
-    tier = InfiniStoreTier(
-        RemoteSettings(
-            *("infinistore", "infinistore", bytes(range(16)), CHUNK_BYTES, url, values | options), timeout_s=timeout_s
-        )
-    )
+def make_tier(url: str = "infinistore://127.0.0.1:22345", **settings: Any) -> InfiniStoreTier:
+    tier = InfiniStoreTier(configured("infinistore", url, **settings))
     tier.use_arena(ARENA)
     return tier
 

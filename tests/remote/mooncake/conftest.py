@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from tests.remote.arena import ARENA, payloads_in_the_arena  # noqa: F401 - a fixture
+from tests.remote.made import configured
 from tests.servers.mooncake import Holder, Master, plain_client, running
-from tiercache.config.remote_options import options_of
-from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.mooncake import MooncakeTier
 
 os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")  # clients listen, too
@@ -26,23 +24,9 @@ def lasting_descriptors() -> str:
     return r"socket:|anon_inode:|/sys/fs/cgroup/.*cpu\."
 
 
-def make_tier(
-    url: str, *, chunk_bytes: int = CHUNK_BYTES, timeout_s: float = 10.0, concurrency: int = 4, **options: Any
-) -> MooncakeTier:
-    """Made directly, with every option that the configuration would give it."""
-    values = {option.name: option.default for option in options_of("mooncake").values()}
-    tier = MooncakeTier(
-        RemoteSettings(
-            name="mooncake",
-            type="mooncake",
-            fingerprint=bytes(range(16)),
-            chunk_bytes=chunk_bytes,
-            url=url,
-            options=values | {"local_hostname": "127.0.0.1"} | options,
-            timeout_s=timeout_s,
-            concurrency=concurrency,
-        )
-    )
+def make_tier(url: str, **settings: Any) -> MooncakeTier:
+    given = {"local_hostname": "127.0.0.1", "timeout_s": 10.0} | settings
+    tier = MooncakeTier(configured("mooncake", url, **given))
     tier.use_arena(ARENA)
     return tier
 

@@ -53,16 +53,13 @@ async def test_a_slot_that_is_moving_or_has_moved_is_followed(tier: RedisTier, c
         assert [names(node) for node in (source, target)] == [0, 1]
 
 
-@pytest.mark.parametrize("length", [1000, LENGTH])
-async def test_a_chunk_is_written_while_its_slot_is_moving(tier: RedisTier, cluster: Cluster, length: int) -> None:
-    key, payload = chunk(1, length)
+async def test_a_chunk_is_written_while_its_slot_is_moving(tier: RedisTier, cluster: Cluster) -> None:
+    key, payload = chunk(1, LENGTH)
     with moving(cluster, slot(1)) as (source, target):
-        assert await tier.write(key, payload, length)
-        assert names(source) == 0, "new names belong to the new owner"
-        into = page_aligned(length)
-        assert await tier.read(key, into) == length and np.array_equal(into[:length], payload[:length])
-        with target.client() as client:
-            assert all(client.execute_command("ASKING") and client.ttl(name) == -1 for name in client.keys("*"))
+        assert await tier.write(key, payload, LENGTH)
+        assert [names(node) for node in (source, target)] == [0, 1], "new names belong to the new owner"
+        into = page_aligned(LENGTH)
+        assert await tier.read(key, into) == LENGTH and np.array_equal(into[:LENGTH], payload[:LENGTH])
 
 
 async def test_the_death_of_a_master_costs_its_chunks_until_its_replica_is_promoted(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 from tests.compression.contract import CompressionContract
 from tests.remote.in_the_cache import chunks_come_back, works_without_its_server
 from tests.remote.redis.servers import Cluster, Server
-from tests.remote.redis.tiers import CHUNK_BYTES, make_tier, opened, value_name
+from tests.remote.redis.tiers import make_tier, opened, value_name
 from tiercache import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract, chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 
 pytestmark = pytest.mark.needs("redis-server")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from tiercache.control.messages import ControlError, Prefix
 from tiercache.core.keys import ChunkKey
-from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, look_up, restorable
+from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, look_up
 from tiercache.scheduler.reads import Hit
 from tiercache.testing import JumpingClockLoop
 
@@ -58,16 +57,6 @@ def test_pools_are_looked_up_within_one_time_limit() -> None:
     cache = Lookups(*KEYS)
     looked_up(cache, KEYS, [PoolPages(name, KEYS, 1) for name in ("mamba", "swa", "indexer")])
     assert cache.limits_s == [64.0, 16.0, 4.0, 1.0]
-
-
-def test_windows_are_those_of_the_definition() -> None:
-    """A window as long as the prompt, or longer, needs every page."""
-    chance = random.Random(1)
-    for _ in range(300):
-        present = [chance.random() < 0.7 for _ in range(chance.randint(0, 12))]
-        window = chance.randint(1, 14)
-        expected = [end for end in range(1, len(present) + 1) if all(present[max(0, end - window) : end])]
-        assert restorable(present, window) == expected
 
 
 async def test_keys_name_pages_and_tokens_do_not_since_sglang_hashes_them_in_its_own_way() -> None:

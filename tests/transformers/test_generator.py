@@ -250,7 +250,7 @@ async def test_expecting_brings_a_prefix_from_disk_into_memory(generator: Genera
 
 
 async def test_without_a_hot_cache_expecting_does_nothing(kv: ModelKv, tmp_path: Path) -> None:
-    settings = {"local_cpu": False, "local_disk": str(tmp_path / "kv"), "max_local_disk_size": 0.1}
+    settings = {"local_cpu": False, "max_local_cpu_size": 0.02, "local_disk": str(tmp_path), "max_local_disk_size": 0.1}
     config = Config.load(overrides={"chunk_size": CHUNK_TOKENS, **settings}, environ={})
     async with TierCache.open(config, kv.layout) as cache, Generator(cache, kv) as generator:
         await generator.generate(PROMPT, SHORT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,10 +62,10 @@ class Served:
         return chunks
 
 
-@asynccontextmanager
-async def served(example: ModuleType, model: Path, place: Path, **more: Any) -> AsyncIterator[Served]:
-    settings = {"max_local_cpu_size": 0.02, "local_disk": str(place / "kv"), "max_local_disk_size": 0.1}
-    config = Config.load(overrides={"chunk_size": CHUNK_TOKENS, **settings, **more}, environ={})
+@pytest.fixture
+async def server(example: ModuleType, model: Path, tmp_path: Path) -> AsyncIterator[Served]:
+    settings = {"max_local_cpu_size": 0.02, "local_disk": str(tmp_path / "kv"), "max_local_disk_size": 0.1}
+    config = Config.load(overrides={"chunk_size": CHUNK_TOKENS, **settings}, environ={})
     app = example.make_app(config, model)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
@@ -74,18 +73,6 @@ async def served(example: ModuleType, model: Path, place: Path, **more: Any) -> 
         httpx.AsyncClient(transport=transport, base_url="http://example") as client,
     ):
         yield Served(app, client)
-
-
-@pytest.fixture
-async def server(example: ModuleType, model: Path, tmp_path: Path) -> AsyncIterator[Served]:
-    async with served(example, model, tmp_path) as server:
-        yield server
-
-
-async def test_without_a_hot_cache_typing_fetches_nothing(example: ModuleType, model: Path, tmp_path: Path) -> None:
-    async with served(example, model, tmp_path, local_cpu=False) as server:
-        await server.ask("one")
-        assert await server.type("one") == 0
 
 
 async def test_typing_fetches_what_the_session_is_known_to_begin_with(server: Served) -> None:

@@ -95,9 +95,12 @@ async def test_a_password_is_rotated_while_requests_run_and_none_is_lost(tmp_pat
             users = [asyncio.create_task(use(range(first, first + 4))) for first in (1, 5, 9)]
             password = OLD
             for number in range(5):
-                with server.client(password=password) as client:
-                    client.config_set("requirepass", password := f"secret-{number}")
-                await cache.reconfigure({"remote_storage_plugin.redis.password": password})
+                old, password = password, f"secret-{number}"
+                with server.client(password=old) as client:
+                    # The server accepts both until the cache has the new one: connections are made at any time.
+                    client.execute_command("ACL", "SETUSER", "default", f">{password}")
+                    await cache.reconfigure({"remote_storage_plugin.redis.password": password})
+                    client.execute_command("ACL", "SETUSER", "default", f"<{old}")
                 until = rounds + 4
                 while rounds < until and not any(user.done() for user in users):
                     await asyncio.sleep(0)

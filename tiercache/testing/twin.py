@@ -10,8 +10,6 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-
 from tiercache.device.driver import Driver, Event, Stream
 from tiercache.errors import DeviceError
 
@@ -44,13 +42,12 @@ class TwinEvent:
 
 
 class TwinDriver(Driver):
-    """A driver that reports `total_bytes` of memory, and `can_pin` as the result of `pin`."""
+    """A driver that reports `total_bytes` of memory."""
 
     name = "twin"
 
     def __init__(self, total_bytes: int = 1 << 30) -> None:
         super().__init__(total_bytes)
-        self.can_pin = True
         self._streams: list[TwinStream] = []
         self._lost = threading.Event()
         self._idle = self.make_stream()
@@ -67,9 +64,6 @@ class TwinDriver(Driver):
     def memory_bytes(self) -> tuple[int, int]:
         self._check()
         return super().memory_bytes()
-
-    def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
-        return self.can_pin
 
     def make_stream(self) -> TwinStream:
         self._check()

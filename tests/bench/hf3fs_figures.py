@@ -33,8 +33,6 @@ DEPTHS = (4, 16)
 MODES = ("arena", "buffers")
 _SLOTS = 32
 _MOST_FILES = 120
-"""As many as the tier keeps open."""
-_CEILINGS = {"write": "write", "read": "read", "reread": "read"}
 _CHILD = Path(__file__).with_name("peer_hf3fs.py")
 
 
@@ -47,8 +45,8 @@ async def measure_hf3fs(figures: Figures, plan: Plan, pace: Pace | None = None) 
     overlap. There the ring has as many chunks in flight as the tier, which has its default.
 
     `ceiling.ring_*`: one ring, one thread, registered memory and nothing around them: files are open and registered before,
-    and new (for writes). `hf3fs.*`: the tier with its defaults: files are made, registered, verified, synced and named; for
-    `reread` they are open since they were read before, which leaves what rings and threads do. By memory: `arena`, which
+    and new (for writes). `hf3fs.*`: the tier with its defaults: files are made, registered, verified, synced and named.
+    By memory: `arena`, which
     rings read into and write from, and `buffers`, with one copy. Directories are there before, as in a cache that has run
     for a while. `hf3fs.lag_*_ms.*`: of a timer of one millisecond on the loop meanwhile, over all runs.
     """
@@ -125,11 +123,11 @@ class Run:
         def by_tier(mode: str) -> Callable[[], Awaitable[None]]:
             async def measure() -> None:
                 bench = benches[mode]
-                for way, run in (("write", bench.write), ("read", bench.read), ("reread", bench.reread)):
+                for way, run in (("write", bench.write), ("read", bench.read)):
                     gbps, late_s = await run(keys, self.depth)
                     name = self._name("hf3fs", f"{way}_{mode}")
                     self.figures.add(name, gbps)
-                    self.figures.compare(name, self._name("ceiling", f"ring_{_CEILINGS[way]}"))
+                    self.figures.compare(name, self._name("ceiling", f"ring_{way}"))
                     self.late_s.setdefault(f"{self.kind}{way}_{mode}", []).extend(late_s)
                 await benches[mode].remove(keys)
 
@@ -259,12 +257,7 @@ class Bench:
         return await self._run(keys, depth, one)
 
     async def read(self, keys: Sequence[ChunkKey], depth: int) -> tuple[float, list[float]]:
-        """As `write`. No file is open before."""
-        await asyncio.to_thread(self.tier.io.files.forget_all)
-        return await self.reread(keys, depth)
-
-    async def reread(self, keys: Sequence[ChunkKey], depth: int) -> tuple[float, list[float]]:
-        """As `read`, of files that are open since they were read before."""
+        """As `write`."""
 
         async def one(key: ChunkKey, slot: np.ndarray) -> None:
             assert await self.tier.read(key, slot) == self._chunk_bytes

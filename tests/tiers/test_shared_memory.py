@@ -150,7 +150,7 @@ async def test_a_sweep_finds_what_others_deleted(in_memory: Path, monkeypatch: p
         held = await mapped(tier, 3)
         os.unlink(tier.path(key_of(1)))
         os.unlink(tier.path(key_of(3)))
-        assert await tier.directories.io.close_deleted() == 1
+        assert await tier.directories.io.unmap_deleted() == 1
         assert key_of(1) not in tier.mappings and key_of(2) in tier.mappings
         assert deleted_maps(in_memory) == 1 and is_right(held, 3)
         held.release()

@@ -129,9 +129,9 @@ def test_numbers_that_an_earlier_tier_left_registered_are_no_obstacle(mortal: Hf
         os.close(descriptor)
     files = RegisteredFiles(descriptors)
     file = files.create(str(mortal.mount / "d"))
-    assert file.descriptor == left[0]
-    assert descriptors.registered(file.descriptor)
-    files.release(file)
+    assert file == left[0]
+    assert descriptors.registered(file)
+    files.close(file)
     assert not any(descriptors.registered(descriptor) for descriptor in left[:2])
     rest = os.open(mortal.mount / "d", os.O_RDWR)
     os.dup2(rest, left[2])

@@ -121,7 +121,7 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
     async with opened(mortal.mount / "chunks", rings=replace(HASTY, timeout_s=1.0)) as tier:
         await put(tier, memory, *range(1, 9))
         for number in range(1, 9):
-            await get(tier, memory, number)  # their files are kept open
+            await get(tier, memory, number)
         mortal.control.hang()
         reads = start_reading(tier, memory, 1, 2, 3)
         await asyncio.to_thread(mortal.control.until_hanging, 3)

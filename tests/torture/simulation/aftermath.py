@@ -15,7 +15,6 @@ from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.index import RelistingLookup
 from tiercache.tiers.files.scanning import Directory
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.hf3fs.files import RegisteredFiles
 from tiercache.tiers.shared_memory import MappingIO
 
 _SCANNED_S = 5.0
@@ -142,7 +141,7 @@ async def _swept(node: Node) -> None:
 
 def _keeps_files_open(node: Node) -> bool:
     backends = [tier.directories.io for _, tier in file_tiers(node.cache)]
-    return any(isinstance(io, MappingIO) or isinstance(getattr(io, "files", None), RegisteredFiles) for io in backends)
+    return any(isinstance(io, MappingIO) for io in backends)
 
 
 async def _read(node: Node, key: int, *, there: bool) -> None:

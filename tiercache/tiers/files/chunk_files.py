@@ -125,8 +125,6 @@ class ChunkFiles:
         """Temporary files of failed writes that could not be deleted, or may exist. They stay counted."""
         self._is_closed = False
         self.strays_removed = 0
-        self.on_delete: Callable[[str], None] = lambda path: None
-        """Called with the path of each chunk that any process deleted: an open file occupies space until it is closed."""
         self.identity = Identity(root)
 
     def limit(self, cap_bytes: int, step_bytes: int) -> None:
@@ -424,7 +422,6 @@ class ChunkFiles:
             try:
                 status = os.lstat(self.path(key))
             except ABSENT:
-                self.on_delete(self.path(key))  # another process may have deleted a file that we keep open
                 return False
             if not stat.S_ISREG(status.st_mode):
                 return False
@@ -512,15 +509,12 @@ class ChunkFiles:
         """Return the bytes that the chunk occupied, None if there was none. A foreign file of that name stays, and a scan
         subtracts it from the counter.
         """
-        path = self.path(key)
-        above, name = os.path.split(path)
+        above, name = os.path.split(self.path(key))
         try:
             with opened_directory(above) as directory:
                 return self.scanner.remove(name, directory)
         except ABSENT:
             return None
-        finally:
-            self.on_delete(path)
 
 
 class NoCapacity(Capacity):

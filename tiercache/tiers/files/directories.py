@@ -74,8 +74,10 @@ class MetadataWorkers(Workers):
             self.watch(opening)
             raise
 
-    def later(self, clean_up: Callable[..., object], *arguments: object) -> None:
-        """Call `clean_up` in a thread, in a new one after close. Only `cleaned_up` waits for it."""
+    def later(self, clean_up: Callable[..., object], *arguments: object, workers: Workers | None = None) -> None:
+        """Call `clean_up` in a thread, of other `workers` if given, in a new one after close. Only `cleaned_up` waits for
+        it.
+        """
 
         def run() -> None:
             try:
@@ -84,7 +86,7 @@ class MetadataWorkers(Workers):
                 logger.info("%s: could not clean up: %s", self.name, error)
 
         try:
-            work = self.submit(run)
+            work = (workers or self).submit(run)
         except RuntimeError:  # closed meanwhile
             self._run_in_new_thread(run)
             return
@@ -239,16 +241,13 @@ class ChunkIO(ABC):
         """Write a chunk from device memory like `ChunkFiles.write`."""
         raise DeviceError("there is no device; only host memory is served")
 
-    def forget(self, path: str) -> None:  # noqa: B027
-        """Close the file at `path`, which is being or was deleted. May block; runs in a worker thread."""
-
     def listed(self, gone: Sequence[ChunkKey], kept: Sequence[ChunkKey]) -> None:  # noqa: B027
         """Note the known chunks of a changed subdirectory: other processes have deleted those in `gone`, and may have
         replaced the files of those in `kept`.
         """
 
-    async def close_deleted(self) -> int:
-        """Close files that other processes have deleted. Return their number."""
+    async def unmap_deleted(self) -> int:
+        """Unmap files that other processes have deleted, which occupy memory. Return their number."""
         return 0
 
     def failed(self, error: OSError) -> None:  # noqa: B027
@@ -267,8 +266,6 @@ _MOUNTED_ANEW = "another mount is at %s now; scanning it"
 _REFUSED_KEPT = 4096
 _CATCH_UP_S = 1.0
 """Delay before failed work is retried and unused reservations are returned."""
-_SWEEP_S = 5.0
-"""Longest time that a file deleted by another instance stays open."""
 _TRIM_STEP = 16
 """Chunks deleted per call when a cap was lowered. All processes may do so at once, and then see what the others did."""
 
@@ -325,7 +322,6 @@ class Directories:
         for directory in self.all:
             self.begin_scan(directory, first=True)
             self.begin(self._catch_up(directory), f"catch-up-{directory.files.root}")
-        self.begin(self._sweep(), f"sweep-{self.name}")
 
     async def _open_all(self) -> None:
         await self.io.prepare()
@@ -572,15 +568,6 @@ class Directories:
                 with contextlib.suppress(TierUnavailable):  # no thread could be started
                     await self.metadata.change(directory.files.catch_up)
 
-    async def _sweep(self) -> None:
-        """Periodically close deleted files, also while this instance is idle."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            try:
-                await self.io.close_deleted()
-            except Exception as error:  # the next sweep tries again
-                logger.info("%s: could not close deleted files: %s", self.name, error)
-
     # Replaced directories
 
     async def is_replaced(self, files: ChunkFiles, error: OSError) -> bool:
@@ -637,7 +624,7 @@ class Directories:
 
     def make_files(self, directory: Path, cap_bytes: int) -> ChunkFiles:
         settings = self.settings
-        files = (OnlyRead if self._only_reads else ChunkFiles)(
+        return (OnlyRead if self._only_reads else ChunkFiles)(
             directory,
             cap_bytes,
             self.fingerprint,
@@ -649,8 +636,6 @@ class Directories:
             access=ACCESS[settings.file_access],
             compression=self.compression,
         )
-        files.on_delete = self.io.forget
-        return files
 
     @contextlib.contextmanager
     def _configured(self, directory: Path) -> Iterator[None]:

@@ -455,7 +455,7 @@ class FileTier(DeviceTier):
                     raise
                 # Files of others fill the device below our cap: evict, and raise TierFull if that does not help.
                 attempt += not victims or bool(done.freed_bytes)
-                if await self.directories.io.close_deleted():
+                if await self.directories.io.unmap_deleted():
                     deficit_bytes = 0
                     continue
                 deficit_bytes = needed_bytes << max(0, attempt - 1)

@@ -34,7 +34,7 @@ from tiercache.tiers.files.format import host_checksum, verify_chunk
 from tiercache.tiers.files.io_posix import places_of
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, load_library
-from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
+from tiercache.tiers.hf3fs.files import RegisteredFiles
 from tiercache.tiers.hf3fs.ring import (
     Buffers,
     Piece,
@@ -107,7 +107,7 @@ class RingIO(ChunkIO):
         def make_buffers() -> Buffers:
             return Buffers(size_bytes, place_bytes, "headers" if arena is not None else "chunks")
 
-        engine = RingEngine(library, mount, self._rings, make_buffers, arena, revive=self._revive)
+        engine = RingEngine(library, mount, self._rings, make_buffers, arena, revive=directories.remount)
         try:
             await engine.open()
         except OSError as error:
@@ -122,7 +122,6 @@ class RingIO(ChunkIO):
             await engine.close()
             if self.active:
                 await asyncio.wait(self.active, timeout=_CLOSE_S)
-            self._directories.metadata.later(self.files.close)
         for workers in (self.file_threads, self._readers):
             workers.close()
 
@@ -136,12 +135,6 @@ class RingIO(ChunkIO):
         self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int
     ) -> asyncio.Future[int]:
         return self._begin(self._ring_write(files, key, payload, payload_bytes))
-
-    def forget(self, path: str) -> None:
-        self.files.forget(path)
-
-    async def close_deleted(self) -> int:
-        return await self._directories.metadata.submit(self.files.close_deleted)
 
     def failed(self, error: OSError) -> None:
         """Examine the daemon if a call failed as on a dead mount, since idle rings do not detect it."""
@@ -172,11 +165,6 @@ class RingIO(ChunkIO):
                 raise ConfigError(f"{option}: expected all on the mount {expected}, found {directory} on {mount}")
         return Path(expected)
 
-    async def _revive(self) -> None:
-        """Drop everything open on the mount of the previous daemon, and open the directories again."""
-        await self._directories.metadata.submit(self.files.forget_all)
-        await self._directories.remount()
-
     def _engine(self) -> RingEngine:
         if self.engine is None:
             raise TierUnavailable(f"{self._directories.name} is closed")
@@ -192,14 +180,12 @@ class RingIO(ChunkIO):
 
     async def _ring_read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> int | None:
         path = files.path(key)
-        file = self.files.kept(path)
-        if file is None:
-            try:
-                file = await self.file_threads.submit(self._open_to_read, files, path)
-            except ABSENT:
-                if not await self._directories.metadata.submit(files.identity.is_here_or_deleted):
-                    raise
-                return None
+        try:
+            file = await self.file_threads.submit(self._open_to_read, files, path)
+        except ABSENT:
+            if not await self._directories.metadata.submit(files.identity.is_here_or_deleted):
+                raise
+            return None
         try:
             return await self._transfer_in(key, path, file, into)
         except CorruptChunk as error:
@@ -212,18 +198,17 @@ class RingIO(ChunkIO):
         logger.info("%s; reading it again through the mount", doubt)
         return await self._readers.submit(self._read_through_mount, files, key, path, into)
 
-    def _open_to_read(self, files: ChunkFiles, path: str) -> RegisteredFile:
+    def _open_to_read(self, files: ChunkFiles, path: str) -> int:
         files.require_place(path)
         return self.files.open_to_read(path)
 
     def _read_through_mount(self, files: ChunkFiles, key: ChunkKey, path: str, into: np.ndarray) -> int | None:
-        self.files.forget(path)
         with contextlib.suppress(FileNotFoundError):
             self.files.refresh(path)
         return files.read(key, into)
 
-    async def _transfer_in(self, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray) -> int:
-        """Read by a ring as many bytes as fit, since `stat` may lag, and verify them. Releases `file`."""
+    async def _transfer_in(self, key: ChunkKey, path: str, file: int, into: np.ndarray) -> int:
+        """Read by a ring as many bytes as fit, since `stat` may lag, and verify them. Closes `file`."""
         buffers, place, transfer = None, -1, None
         try:
             engine = self._engine()
@@ -231,7 +216,7 @@ class RingIO(ChunkIO):
             place = await buffers.take(self._rings.timeout_s)
             direct = _place_in(engine.arena, into)
             room_bytes = into.nbytes if direct is not None else min(into.nbytes, buffers.place_bytes - HEADER_BYTES)
-            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, room_bytes), read=True)
+            transfer = engine.transfer(file, _pieces(buffers, place, direct, room_bytes), read=True)
             try:
                 moved_bytes = await transfer.ended
             except TierUnavailable:
@@ -264,16 +249,13 @@ class RingIO(ChunkIO):
         header = verify_chunk(path, raw_header, key, self._directories.fingerprint, moved_bytes, moved_bytes, checksum)
         return unpacked(header, into)
 
-    def _release_once_over(
-        self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None
-    ) -> None:
-        """Release the file and the buffer of a transfer as soon as the daemon no longer uses them."""
+    def _release_once_over(self, file: int, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
+        """Close the file and release the buffer of a transfer as soon as the daemon no longer uses them."""
 
         def release(_: object = None) -> None:
             if buffers is not None and place >= 0:
                 buffers.give_back(place)
-            if self.files.drop(file):
-                self._directories.metadata.later(self.files.close_file, file.descriptor)
+            self._directories.metadata.later(self.files.close, file, workers=self.file_threads)
 
         if transfer is None or transfer.over.done():
             release()
@@ -289,7 +271,7 @@ class RingIO(ChunkIO):
         padded = payload[: aligned(payload_bytes)]
         direct = _place_in(engine.arena, padded)
 
-        def begin() -> tuple[PendingFile, RegisteredFile]:
+        def begin() -> tuple[PendingFile, int]:
             pending = files.begin_write(key, payload_bytes)
             try:
                 view = buffers.view(place)
@@ -317,7 +299,7 @@ class RingIO(ChunkIO):
             raise
         transfer = None
         try:
-            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, padded.nbytes), read=False)
+            transfer = engine.transfer(file, _pieces(buffers, place, direct, padded.nbytes), read=False)
             moved_bytes, whole_bytes = await transfer.ended, file_bytes(payload_bytes)
             if moved_bytes != whole_bytes:
                 raise OSError(errno.EIO, f"short write: {moved_bytes} of {whole_bytes} bytes", pending.path)
@@ -334,20 +316,20 @@ class RingIO(ChunkIO):
         buffers.give_back(place)
         return await self.file_threads.submit(self._publish, files, pending, file)
 
-    def _discard(self, files: ChunkFiles, pending: PendingFile, file: RegisteredFile) -> None:
+    def _discard(self, files: ChunkFiles, pending: PendingFile, file: int) -> None:
         with contextlib.suppress(OSError):
             files.discard(pending)
-        self.files.release(file)
+        self.files.close(file)
 
-    def _publish(self, files: ChunkFiles, pending: PendingFile, file: RegisteredFile) -> int:
-        """Release `file`, then give it its final name once no process can write to it any more."""
+    def _publish(self, files: ChunkFiles, pending: PendingFile, file: int) -> int:
+        """Close `file`, then give it its final name once no process can write to it any more."""
         try:
             occupied_bytes = self.files.settle(file, durable=self._directories.settings.durable)
         except BaseException:
             files.discard(pending)
             raise
         finally:
-            self.files.release(file)
+            self.files.close(file)
         return files.finish_write(pending, occupied_bytes or pending.reserved_bytes)
 
 

@@ -13,7 +13,6 @@ from tests.torture.campaign.places.directory import ROOMY_CAP_BYTES, occupied
 class Hf3fsPlace(Place):
     keeps = True
     is_calm = False
-    descriptors_kept = 2 * 128  # the file, and what is registered of it
     cap_bytes = ROOMY_CAP_BYTES
 
     def __init__(self, name: str, directory: Path) -> None:

@@ -28,7 +28,6 @@ import numpy as np
 from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, file_bytes
 from tiercache.core.keys import ChunkKey
-from tiercache.core.tombstones import Tombstones
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk, TierCacheError, TierUnavailable
 from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, LeaseOwner, Purpose, pins_in
 from tiercache.tiers.base import Tier, TierStatistics
@@ -154,8 +153,6 @@ class Mappings(LeaseOwner):
         super().__init__()
         self.most_bytes = 0
         self.most_chunks = max_mappings()
-        self.tombstones = Tombstones()
-        """Chunks that were forgotten while others are being mapped."""
         self.mapped_bytes = 0
         self.unlinked_bytes = 0
         """Mapped bytes of deleted files, which no capacity counter includes. They are freed with their last leases."""
@@ -255,11 +252,8 @@ class Mappings(LeaseOwner):
         return not entry.leases
 
     def forget(self, key: ChunkKey) -> None:
-        """Make a chunk invisible at once, including a chunk that is being mapped."""
-        self.tombstones.forget(key)
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._remove(entry)
+        """Make a chunk invisible at once."""
+        self.lost(key, replaced=True)
 
     def clear(self) -> None:
         """Drop all chunks; leased chunks are unmapped when their leases end."""
@@ -485,11 +479,10 @@ class SharedMemoryTier(FileTier):
         def begin(files: ChunkFiles) -> asyncio.Future[int | None]:
             return self._io.map(files, key, mapped, ahead=ahead)
 
-        epoch = mappings.tombstones.epoch
         length = await (self._read_from(directory, key, begin) if ahead else self._read(key, begin))
         if length is None:
             return None
-        findable = not mappings.tombstones.forgot(key, epoch)
+        findable = not self.traffic.refuses(key)  # else it was forgotten meanwhile
         if findable and key not in directory.index:
             directory.add(key, file_bytes(length))  # a listing finds the deletion of known chunks only
         lease = mappings.add(mapped[0], purpose, findable=findable)

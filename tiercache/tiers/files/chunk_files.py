@@ -24,10 +24,10 @@ import errno
 import logging
 import os
 import stat
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ import numpy as np
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
-from tiercache.tiers.compression import Compression
+from tiercache.tiers.compression import Compression, unpacked
 from tiercache.tiers.files.access import (
     ABSENT,
     OWNER,
@@ -67,12 +67,11 @@ from tiercache.tiers.files.directory import (
 )
 from tiercache.tiers.files.format import (
     NO_ROOM,
-    UNLIMITED,
     DeviceTurns,
-    read_chunk,
+    read_chunk_file,
     spread,
     supports_direct_io,
-    write_chunk,
+    write_chunk_file,
 )
 from tiercache.tiers.files.owners import TEMPORARY, Owner
 
@@ -258,15 +257,18 @@ class ChunkFiles:
         Raises CorruptChunk (the file is in quarantine then), FileNotFoundError if the directory is temporarily missing.
         `read_chunk_file` defines `pause`.
         """
-        return self.read_by(
-            key,
-            lambda path: read_chunk(
-                path, key, self.fingerprint, into, self.compression, direct=self.direct, pause=pause
-            ),
-        )
+
+        def reader(path: str) -> int:
+            began_s = time.monotonic()
+            header = read_chunk_file(path, key, self.fingerprint, into, direct=self.direct, pause=pause)
+            if pause is None:
+                self.compression.received(header.payload_bytes, time.monotonic() - began_s)
+            return unpacked(header, into)
+
+        return self.read_by(key, reader)
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
-        """Read like `read`, by `reader(path)`, which returns the payload's length or raises like `read_chunk`."""
+        """Read like `read`, by `reader(path)`, which returns the payload's length or raises like `read`."""
         path = self.path(key)
         try:
             self.require_place(path)
@@ -284,14 +286,23 @@ class ChunkFiles:
             self.quarantine(key)
             raise
 
-    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns = UNLIMITED) -> int:
+    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns | None = None) -> int:
         """Write and publish the chunk atomically within `turns`. Return the bytes that it occupies.
 
         Raises TierFull above the cap, NameTaken if something foreign has the chunk's name, OSError (ENOSPC among others).
         """
         with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
-            way = partial(write_chunk, direct=self.direct, durable=self.durable, turns=turns)
-            return self.write_by(key, stored.header.payload_bytes, lambda path: way(path, stored, self.compression))
+            stored_bytes = stored.header.payload_bytes
+
+            def create(path: str) -> int:
+                began_s = time.monotonic()
+                occupied_bytes = write_chunk_file(
+                    path, stored.header, stored.padded, direct=self.direct, durable=self.durable, turns=turns
+                )
+                self.compression.sent(stored_bytes, time.monotonic() - began_s)
+                return occupied_bytes
+
+            return self.write_by(key, stored_bytes, create)
 
     def write_by(self, key: ChunkKey, payload_bytes: int, create: Callable[[str], int]) -> int:
         """Write like `write`, by `create`, which writes the whole file at a new path and returns the bytes that it

@@ -1,8 +1,8 @@
 """The chunk file: a header of 4096 bytes, the payload, and zero padding to a multiple of 4096 bytes.
 
-`write_chunk` and `read_chunk` move header and payload in one `pwritev` or `preadv`, with O_DIRECT where the file system
-supports it, and verify what they read. `reserve`, `spread` and `DeviceTurns` keep writes fast. Synchronous; runs in worker
-threads.
+`write_chunk_file` and `read_chunk_file` move header and payload in one `pwritev` or `preadv`, with O_DIRECT where the file
+system supports it, and verify what they read. `reserve`, `spread` and `DeviceTurns` keep writes fast. Synchronous; runs in
+worker threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import mmap
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ from tiercache.core.header import (
     payload_checksum,
 )
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.compression import Compression, Packed, unpacked
 from tiercache.tiers.files.access import file_system_of, occupied_bytes, open_found, open_regular
 
 _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
@@ -89,23 +87,19 @@ class DeviceTurns:
     with a limit, others use the device meanwhile.
     """
 
-    def __init__(self, places: int | None) -> None:
-        """`places`: concurrent writes; None: no limit."""
-        self._places = threading.Semaphore(places) if places is not None else None
+    def __init__(self, places: int) -> None:
+        """`places`: concurrent writes."""
+        self._places = threading.Semaphore(places)
 
     @contextmanager
     def taken(self, length_bytes: int) -> Iterator[None]:
         """Hold a place during a write of `length_bytes`, or none if it takes too long to get one."""
-        places = self._places if length_bytes >= LARGE_BYTES else None
-        is_ours = places is not None and places.acquire(timeout=_PATIENCE_S)
+        is_ours = length_bytes >= LARGE_BYTES and self._places.acquire(timeout=_PATIENCE_S)
         try:
             yield
         finally:
-            if places is not None and is_ours:
-                places.release()
-
-
-UNLIMITED = DeviceTurns(None)
+            if is_ours:
+                self._places.release()
 
 
 PART_BYTES, _PARTS = 1 << 20, 8
@@ -114,54 +108,18 @@ PART_BYTES, _PARTS = 1 << 20, 8
 _thread = threading.local()
 
 
-def write_chunk(
-    path: Path | str,
-    chunk: Packed,
-    compression: Compression,
-    *,
-    direct: bool,
-    durable: bool,
-    turns: DeviceTurns = UNLIMITED,
-) -> int:
-    """Call `write_chunk_file` and report its speed to `compression`."""
-    began_s = time.monotonic()
-    occupied_bytes = write_chunk_file(path, chunk.header, chunk.padded, direct=direct, durable=durable, turns=turns)
-    compression.sent(chunk.header.payload_bytes, time.monotonic() - began_s)
-    return occupied_bytes
-
-
-def read_chunk(
-    path: Path | str,
-    key: bytes,
-    fingerprint: bytes,
-    into: np.ndarray,
-    compression: Compression,
-    *,
-    direct: bool,
-    pause: Callable[[], None] | None = None,
-) -> int:
-    """Call `read_chunk_file`, decompress, and return the payload's length. Reports the speed of a read without `pause` to
-    `compression`.
-    """
-    began_s = time.monotonic()
-    header = read_chunk_file(path, key, fingerprint, into, direct=direct, pause=pause)
-    if pause is None:
-        compression.received(header.payload_bytes, time.monotonic() - began_s)
-    return unpacked(header, into)
-
-
 def write_chunk_file(
-    path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool, turns: DeviceTurns = UNLIMITED
+    path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool, turns: DeviceTurns | None = None
 ) -> int:
     """Create `path`, which must not exist, with a chunk. Return the bytes that it occupies.
 
     `payload` is uint8, page-aligned, zero-padded to a multiple of 4096. `durable` adds fdatasync. On error the file is
-    removed. The write holds a place of `turns`.
+    removed. The write holds a place of `turns`, if given.
     """
     total_bytes = file_bytes(header.payload_bytes)
     with created(path, os.O_WRONLY | (os.O_DIRECT if direct else 0), total_bytes) as descriptor:
         buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
-        with turns.taken(total_bytes):
+        with contextlib.nullcontext() if turns is None else turns.taken(total_bytes):
             written = os.pwritev(descriptor, buffers, 0)
         while written < total_bytes:
             if written < HEADER_BYTES or written % 4096:

@@ -18,7 +18,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import Workers
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories
-from tiercache.tiers.files.format import UNLIMITED, DeviceTurns
+from tiercache.tiers.files.format import DeviceTurns
 
 _PATIENCE_S = 0.05
 """Longest total pause of a prefetch, so that steady or hung reads do not stop it."""
@@ -131,7 +131,7 @@ class PosixIO(ChunkIO):
     def write(
         self, files: ChunkFiles, key: ChunkKey, payload: np.ndarray, payload_bytes: int
     ) -> asyncio.Future[int]:
-        turns = UNLIMITED
+        turns = None
         if self._writes_at_device is not None:
             turns = self._turns.setdefault(files.root, DeviceTurns(self._writes_at_device))
         return self._writers.submit(files.write, key, payload, payload_bytes, turns)

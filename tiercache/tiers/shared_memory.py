@@ -342,8 +342,8 @@ class MappingIO(PosixIO):
             return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(map_ahead, pause))
         return self._precedence.read(self._readers.submit(files.read_by, key, by))
 
-    def listed(self, gone: Sequence[ChunkKey], kept: Sequence[ChunkKey]) -> None:
-        self.check([*gone, *kept])
+    def listed(self, kept: Sequence[ChunkKey]) -> None:
+        self.check(kept)
 
     def check(self, keys: Iterable[ChunkKey]) -> None:
         """Check soon if the files of mapped `keys` still have their names."""

@@ -241,10 +241,8 @@ class ChunkIO(ABC):
         """Write a chunk from device memory like `ChunkFiles.write`."""
         raise DeviceError("there is no device; only host memory is served")
 
-    def listed(self, gone: Sequence[ChunkKey], kept: Sequence[ChunkKey]) -> None:  # noqa: B027
-        """Note the known chunks of a changed subdirectory: other processes have deleted those in `gone`, and may have
-        replaced the files of those in `kept`.
-        """
+    def listed(self, kept: Sequence[ChunkKey]) -> None:  # noqa: B027
+        """Note the known chunks in a changed subdirectory, whose files other processes may have replaced."""
 
     async def unmap_deleted(self) -> int:
         """Unmap files that other processes have deleted, which occupy memory. Return their number."""

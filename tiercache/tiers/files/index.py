@@ -134,8 +134,8 @@ class Refresher:
         self.listings += 1
         if index is self.directory.index:
             refused = self._directories.refused
-            new, dropped = await merge(index, found, before, lambda key: is_obsolete(key) or key in refused)
-            self._directories.io.listed(dropped, found.kept)
+            new = await merge(index, found, before, lambda key: is_obsolete(key) or key in refused)
+            self._directories.io.listed(found.kept)
             if self._on_stored is not None:
                 for key in new.keys:
                     self._on_stored(key)

@@ -157,7 +157,7 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
 
             for part, known in zip(parts, before, strict=True):
                 indexed_bytes += sum(part.sizes)
-                new.add((await merge(index, part, known, is_excluded, cold=True))[0])
+                new.add(await merge(index, part, known, is_excluded, cold=True))
                 found.count(part)
         began_s = loop.time()
         found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)
@@ -191,13 +191,13 @@ async def merge(
     is_excluded: Callable[[ChunkKey], bool],
     *,
     cold: bool = False,
-) -> tuple[Scanned, list[ChunkKey]]:
+) -> Scanned:
     """Update the index from the listing of a subdirectory. `before` are its keys that the index had before the listing.
 
-    Return the chunks that were added and the keys that were dropped. Excluded keys stay as they are. `cold` chunks are
+    Return the chunks that were added. Excluded keys stay as they are. `cold` chunks are
     evicted first.
     """
-    new, dropped = Scanned(), list[ChunkKey]()
+    new = Scanned()
 
     def add(step: range) -> None:
         for position in step:
@@ -209,13 +209,13 @@ async def merge(
 
     def drop(step: Sequence[ChunkKey]) -> None:
         for key in step:
-            if not is_excluded(key) and index.remove(key) is not None:
-                dropped.append(key)
+            if not is_excluded(key):
+                index.remove(key)
 
     await _in_steps(range(len(found.keys)), add)
     if before:
         await _in_steps(sorted(set(before).difference(found.keys, found.kept)), drop)
-    return new, dropped
+    return new
 
 
 async def _age(index: CappedIndex, new: Scanned, newest_first: np.ndarray) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, file_bytes
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import CacheClosed, ConfigError, CorruptChunk, TierCacheError, TierUnavailable
+from tiercache.errors import CacheClosed, ConfigError, CorruptChunk, TierCacheError
 from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, LeaseOwner, Purpose, pins_in
 from tiercache.tiers.base import Tier, TierStatistics
 from tiercache.tiers.files.access import Access, mount_of, open_found
@@ -47,8 +47,6 @@ _MAX_KEYS_AHEAD = 4096
 """Most keys that wait to be mapped ahead. The oldest are dropped; their first get maps them."""
 _REFRESH_S = 0.1
 """Time between two listings without a miss in between. They take at most a tenth of the time."""
-_SWEEP_S = 5.0
-"""Longest time that a file deleted by another process stays mapped without a lease."""
 _STEP = 1024
 """Names looked up per call in a thread, about a millisecond of the event loop."""
 
@@ -356,19 +354,8 @@ class MappingIO(PosixIO):
             while self._doubted:
                 keys, self._doubted = list(self._doubted), {}
                 await self._unmap_lost(keys)
-        except TierUnavailable as error:  # no thread could be started; the next sweep checks all
-            logger.debug("mappings could not be checked: %s", error)
         finally:
             self._checking = None
-
-    async def sweep(self) -> None:
-        """Unmap deleted files periodically, also while this process is idle."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            try:
-                await self.unmap_deleted()
-            except TierUnavailable as error:  # no thread could be started; the next sweep tries again
-                logger.info("deleted files could not be unmapped: %s", error)
 
     async def unmap_deleted(self) -> int:
         unmapped = await self._unmap_lost(self.mappings.keys())
@@ -425,7 +412,6 @@ class SharedMemoryTier(FileTier):
         # Needed without a listener too: a chunk that another process evicts is unmapped.
         self.lookup.follow(self._appeared)
         self.directories.begin(self._map_ahead(), "map-ahead")
-        self.directories.begin(self._io.sweep(), "sweep-mappings")
 
     def take_over(self, before: Tier) -> None:
         super().take_over(before)

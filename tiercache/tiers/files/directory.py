@@ -615,15 +615,12 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
     `temporary` is a unique name. An empty or torn manifest is replaced. A manifest that another process has just made
     may be replaced too, by the same content. Raises WrongFormat, OSError.
     """
-    path = root / MANIFEST
-    found = read_small(path)
-    if found is not None and not _is_torn(found):
-        _require_ours(path, found)
+    if check_manifest(root):
         return
     try:
         _write(temporary, _CONTENT)
         access.grant(temporary)
-        os.replace(temporary, path)
+        os.replace(temporary, root / MANIFEST)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -631,11 +628,19 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
             raise
 
 
-def check_manifest(root: Path) -> None:
-    """Check the manifest if there is one. Raises WrongFormat, OSError."""
-    found = read_small(root / MANIFEST)
-    if found is not None and not _is_torn(found):
-        _require_ours(root / MANIFEST, found)
+def check_manifest(root: Path) -> bool:
+    """Return True if the manifest is ours, False if it is missing or torn. Raises WrongFormat, OSError."""
+    path = root / MANIFEST
+    content = read_small(path)
+    if content is None or _is_torn(content):
+        return False
+    try:
+        found = json.loads(content)["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WrongFormat(f"{path} is not a manifest of ours: {content[:40]!r}") from error
+    if found != FORMAT:
+        raise WrongFormat(f"{root} has format {found!r}, this version writes {FORMAT}; use another directory")
+    return True
 
 
 def reads_directly(root: Path) -> bool:
@@ -685,15 +690,6 @@ def _is_torn(content: bytes) -> bool:
     """Return True if the content is empty, zeroes (a power cut) or a beginning of ours."""
     rest = content.rstrip(b"\0")
     return rest not in (_CONTENT, _CONTENT[:-1]) and _CONTENT.startswith(rest)
-
-
-def _require_ours(path: Path, content: bytes) -> None:
-    try:
-        found = json.loads(content)["format"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WrongFormat(f"{path} is not a manifest of ours: {content[:40]!r}") from error
-    if found != FORMAT:
-        raise WrongFormat(f"{path.parent} has format {found!r}, this version writes {FORMAT}; use another directory")
 
 
 def _write(unnamed: str, content: bytes) -> None:

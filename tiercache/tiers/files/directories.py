@@ -303,7 +303,6 @@ class Directories:
         self.closed = False
         self._only_reads = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._scans: set[asyncio.Task[None]] = set()
         self.io = io(self)
 
     async def open(self, *, only_reads: bool = False) -> None:
@@ -418,10 +417,6 @@ class Directories:
                 return [directory]
         return sorted(self.all, key=lambda directory: xxhash.xxh3_64_intdigest(key, directory.seed), reverse=True)
 
-    def path(self, key: ChunkKey) -> str:
-        """Return the path where `key` is or would be stored."""
-        return self.places(key)[0].files.path(key)
-
     def refuse(self, key: ChunkKey) -> None:
         self.refused[key] = None
         if len(self.refused) > _REFUSED_KEPT:
@@ -432,9 +427,7 @@ class Directories:
     def begin_scan(self, directory: Directory, *, first: bool) -> None:
         if self.closed:
             return
-        task = directory.scanning = self.begin(self._scan(directory, first), f"scan-{directory.files.root}")
-        self._scans.add(task)
-        task.add_done_callback(self._scans.discard)
+        directory.scanning = self.begin(self._scan(directory, first), f"scan-{directory.files.root}")
 
     def scan_soon(self, directory: Directory) -> None:
         """Start a scan unless one runs or the last one was recent."""
@@ -460,12 +453,12 @@ class Directories:
 
     async def scanned(self) -> None:
         """Wait for all running scans."""
-        await asyncio.gather(*self._scans)
+        await asyncio.gather(*(directory.scanning for directory in self.all if directory.scanning is not None))
 
     async def first_scan(self, directory: Directory) -> None:
         """Wait until the directory has been scanned once."""
-        while not directory.scanned and self._scans:
-            await asyncio.wait(self._scans)
+        while not directory.scanned and directory.scanning is not None:
+            await asyncio.wait([directory.scanning])
 
     async def _scan(self, directory: Directory, first: bool) -> None:
         files = directory.files

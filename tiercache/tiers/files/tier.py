@@ -287,7 +287,7 @@ class FileTier(DeviceTier):
 
     def path(self, key: ChunkKey) -> str:
         """Return the path where `key` is or would be stored."""
-        return self.directories.path(key)
+        return self.directories.places(key)[0].files.path(key)
 
     # Reading
 

@@ -77,8 +77,8 @@ def check_directories(node: Node, places: Sequence[Place], *, faultless: bool, a
         tier = next(tier for _, tier in file_tiers(node.cache) if directory in tier.directories.all)
         known = set(directory.index.keys)
         if (faultless and alone) or is_followed(tier):
-            there = found.chunks.keys() - tier.directories.refused.keys()
-            if known - tier.directories.refused.keys() != there:
+            there = found.chunks.keys() - directory.refused.keys()
+            if known - directory.refused.keys() != there:
                 raise Violation(
                     f"{place.disk.root}: not there, but in the index: {known - there}; not in it: {there - known}"
                 )

@@ -261,7 +261,6 @@ _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
 _DELETED = "%s was deleted by another program; it was created again"
 _EMPTIED = "%s was emptied or replaced by another program; opening it again"
 _MOUNTED_ANEW = "another mount is at %s now; scanning it"
-_REFUSED_KEPT = 4096
 _CATCH_UP_S = 1.0
 """Delay before failed work is retried and unused reservations are returned."""
 _TRIM_STEP = 16
@@ -297,8 +296,6 @@ class Directories:
             settings.compression, settings.item_bytes, concurrency=settings.threads, tier=name
         )
         self.counters = TierStatistics()
-        self.refused: dict[ChunkKey, None] = {}
-        """Bad chunks in read-only directories; scans ignore them."""
         self.metadata = MetadataWorkers(name, metadata_threads)
         self.closed = False
         self._only_reads = False
@@ -417,11 +414,6 @@ class Directories:
                 return [directory]
         return sorted(self.all, key=lambda directory: xxhash.xxh3_64_intdigest(key, directory.seed), reverse=True)
 
-    def refuse(self, key: ChunkKey) -> None:
-        self.refused[key] = None
-        if len(self.refused) > _REFUSED_KEPT:
-            del self.refused[next(iter(self.refused))]
-
     # Scans
 
     def begin_scan(self, directory: Directory, *, first: bool) -> None:
@@ -464,7 +456,7 @@ class Directories:
         files = directory.files
         is_missing = False
         try:
-            found = await scan(directory, self.metadata.background, self.refused, first=first)
+            found = await scan(directory, self.metadata.background, first=first)
             if found is not None:
                 self.counters.strays += found.strays
         except (OSError, TierUnavailable) as error:

@@ -133,8 +133,7 @@ class Refresher:
         found = await self._ask(files, files.scanner.scan, TOP_LEVELS[directory], before)
         self.listings += 1
         if index is self.directory.index:
-            refused = self._directories.refused
-            new = await merge(index, found, before, lambda key: is_obsolete(key) or key in refused)
+            new = await merge(index, found, before, is_obsolete)
             self._directories.io.listed(found.kept)
             if self._on_stored is not None:
                 for key in new.keys:
@@ -226,7 +225,7 @@ class ProbingLookup:
     async def _look_for(self, keys: Sequence[ChunkKey], *, gaps: bool) -> None:
         """Add existing chunks of `keys` to the index; without `gaps`, stop at the first missing one."""
         directories = self._directories
-        unknown = [(directories.places(key), key) for key in keys if key not in directories.refused]
+        unknown = [(directories.places(key), key) for key in keys]
         is_obsolete = {directory: directory.looking() for directory in directories.all}
         for key, directory, size_bytes in await directories.metadata.submit(_existing, unknown, gaps):
             if key not in directory.index and not is_obsolete[directory](key):

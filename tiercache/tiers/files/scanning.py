@@ -34,6 +34,7 @@ _BREATH_S = 0.001
 wake.
 """
 _LEAST_PAUSE_S = 1.0
+_REFUSED_KEPT = 4096
 _DOUBT_SHARE = 32
 """A counter is doubtful if it exceeds the known bytes by more than the cap divided by this."""
 
@@ -52,6 +53,8 @@ class Directory:
         """Keys that changed lately, perhaps during lookups and listings."""
         self._misses = Tombstones()
         """Keys that a read found missing or bad, perhaps during listings."""
+        self.refused: dict[ChunkKey, None] = {}
+        """Chunks that a read found bad, which may stay in a read-only directory."""
         self._leaving: dict[ChunkKey, asyncio.Event] = {}
         """Evicted keys whose files may still exist, with the end of their deletion."""
         self.next_scan_s = 0.0
@@ -78,10 +81,10 @@ class Directory:
 
     def looking(self) -> Callable[[ChunkKey], bool]:
         """Begin a lookup, a write or a listing, and return a function. It returns True if the result for a key is
-        obsolete: the key has changed since this call, or is being deleted.
+        obsolete: the key has changed since this call, is being deleted, or was found bad.
         """
         epoch = self._changes.epoch
-        return lambda key: key in self._leaving or self._changes.forgot(key, epoch)
+        return lambda key: key in self._leaving or key in self.refused or self._changes.forgot(key, epoch)
 
     def listing(self) -> Callable[[ChunkKey], bool]:
         """Begin a listing as `looking` does. A read that finds a chunk missing or bad makes its result obsolete too."""
@@ -102,6 +105,13 @@ class Directory:
         """Remove a chunk that a read found missing or bad. A write of it in flight is not obsolete."""
         self.index.remove(key)
         self._misses.forget(key)
+
+    def refuse(self, key: ChunkKey) -> None:
+        """Remove a chunk that a read found bad, and do not add it before a read or a write of it has succeeded."""
+        self.lost(key)
+        self.refused[key] = None
+        if len(self.refused) > _REFUSED_KEPT:
+            del self.refused[next(iter(self.refused))]
 
     @contextmanager
     def leaving(self, victims: Victims) -> Iterator[None]:
@@ -126,7 +136,7 @@ class Directory:
             await end.wait()
 
 
-async def scan(directory: Directory, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
+async def scan(directory: Directory, workers: Workers, *, first: bool) -> Scanned | None:
     """Update the index from the files and correct the counter. Return None if the directory was replaced meanwhile.
 
     New chunks become the least recently used, ordered by file times. `first`: do not delay the next scan. Raises OSError,
@@ -151,13 +161,9 @@ async def scan(directory: Directory, workers: Workers, ignored: Collection[Chunk
             is_obsolete = directory.listing()
             parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
             calls_s.append(loop.time() - began_s)
-
-            def is_excluded(key: ChunkKey, is_obsolete: Callable[[ChunkKey], bool] = is_obsolete) -> bool:
-                return is_obsolete(key) or key in ignored
-
             for part, known in zip(parts, before, strict=True):
                 indexed_bytes += sum(part.sizes)
-                new.add(await merge(index, part, known, is_excluded, cold=True))
+                new.add(await merge(index, part, known, is_obsolete, cold=True))
                 found.count(part)
         began_s = loop.time()
         found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)

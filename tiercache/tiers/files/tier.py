@@ -318,7 +318,7 @@ class FileTier(DeviceTier):
             return None
         self._statistics.reads += 1
         self._statistics.read_bytes += length
-        self.directories.refused.pop(key, None)
+        directory.refused.pop(key, None)
         return length
 
     async def _read_from(self, directory: Directory, key: ChunkKey, read: BeginRead) -> int | None:
@@ -346,8 +346,7 @@ class FileTier(DeviceTier):
         return length
 
     def _found_bad(self, directory: Directory, key: ChunkKey) -> None:
-        directory.lost(key)
-        self.directories.refuse(key)
+        directory.refuse(key)
         self._statistics.corrupt += 1
 
     async def _is_files_fault(self, files: ChunkFiles, error: OSError) -> bool:
@@ -415,7 +414,7 @@ class FileTier(DeviceTier):
             return False
         finally:
             index.expect(key, -needed_bytes)
-        self.directories.refused.pop(key, None)
+        directory.refused.pop(key, None)
         if not is_obsolete(key) or key in directory.index:  # otherwise a scan found it first, and it was evicted
             directory.add(key, occupied_bytes)
         self._statistics.writes += 1

@@ -182,6 +182,8 @@ class ChunkIO(ABC):
     """Concurrent reads. Set by `open`."""
     sees_remounts = False
     """True if the backend itself detects another mount in place of its own and calls `Directories.remount`."""
+    prefetches_apart = False
+    """See `Traits.prefetches_apart`."""
     perhaps_files = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
     """Read errors that the file or the device may have caused."""
 
@@ -213,11 +215,6 @@ class ChunkIO(ABC):
     def read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
         """Read a chunk like `ChunkFiles.read`."""
 
-    @property
-    def prefetches_apart(self) -> bool:
-        """See `Traits.prefetches_apart`."""
-        return False
-
     def prefetch(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
         """Read with less priority; the call may pause during reads."""
         return self.read(files, key, into)
@@ -248,11 +245,8 @@ class ChunkIO(ABC):
         """Unmap files that other processes have deleted, which occupy memory. Return their number."""
         return 0
 
-    def failed(self, error: OSError) -> None:  # noqa: B027
-        """Note a failed call; the mount may be dead."""
-
-    def suspect(self) -> None:  # noqa: B027
-        """Note that a directory was replaced."""
+    def suspect(self, error: OSError | None = None) -> None:  # noqa: B027
+        """Note that a call failed with `error`, or that a directory was replaced: the mount may be dead."""
 
 
 _SCAN_WAIT_S = 2.0

@@ -89,6 +89,8 @@ class _Pause:
 class PosixIO(ChunkIO):
     """pread and pwrite between host memory and files."""
 
+    prefetches_apart = True
+
     def __init__(
         self, directories: Directories, writers: int | None = None, writes_at_device: int | None = None
     ) -> None:
@@ -114,10 +116,6 @@ class PosixIO(ChunkIO):
         self._readers.close()
         self._prefetchers.close()
         self._writers.close()
-
-    @property
-    def prefetches_apart(self) -> bool:
-        return True
 
     def read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
         return self._precedence.read(self._readers.submit(files.read, key, into))

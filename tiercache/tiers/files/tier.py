@@ -223,7 +223,7 @@ class FileTier(DeviceTier):
         try:
             yield
         except OSError as error:
-            self.directories.io.failed(error)
+            self.directories.io.suspect(error)
             if is_late and (error.errno in _AWAY or isinstance(error, FileNotFoundError)):
                 raise TierUnavailable(f"{self.name}: {error}") from error
             raise

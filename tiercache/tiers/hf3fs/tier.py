@@ -136,14 +136,11 @@ class RingIO(ChunkIO):
     ) -> asyncio.Future[int]:
         return self._begin(self._ring_write(files, key, payload, payload_bytes))
 
-    def failed(self, error: OSError) -> None:
-        """Examine the daemon if a call failed as on a dead mount, since idle rings do not detect it."""
-        if error.errno in DEAD_MOUNT:
-            self.suspect()
-
-    def suspect(self) -> None:
-        """Examine the daemon, since a replaced directory may be on another mount."""
-        if self.engine is not None:
+    def suspect(self, error: OSError | None = None) -> None:
+        """Examine the daemon after a call that failed as on a dead mount, which idle rings do not detect, and after a
+        directory was replaced, which may be on another mount.
+        """
+        if self.engine is not None and (error is None or error.errno in DEAD_MOUNT):
             self.engine.suspect()
 
     def _find_mount(self, library: Any) -> Path:

@@ -28,15 +28,7 @@ from tiercache.device.driver import Tensor
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import DeviceTier, Tier, TierStatistics, Traits
-from tiercache.tiers.files.access import (
-    ACCESS,
-    Access,
-    Mount,
-    NotAFile,
-    local_locks,
-    mount_of,
-    warn_of_missing_mount,
-)
+from tiercache.tiers.files.access import Mount, NotAFile, local_locks, mount_of
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, give_up_bytes
 from tiercache.tiers.files.directory import TOP_LEVELS, Deleted, NameTaken, reads_back
@@ -186,8 +178,7 @@ class FileTier(DeviceTier):
         """Open the directories. Raises TierUnavailable if waiting may help, else ConfigError."""
         try:
             # A hung mount hangs in this call, after which nothing has to be undone.
-            access = ACCESS[self.settings.file_access] if self.writes else None
-            for mount in await self.directories.metadata.submit(_mounts_of, self.settings.directories, access):
+            for mount in await self.directories.metadata.submit(_mounts_of, self.settings.directories, self.writes):
                 option, _ = local_locks(mount)
                 if option:
                     logger.warning(
@@ -511,14 +502,15 @@ class FileTier(DeviceTier):
         )
 
 
-def _mounts_of(directories: Sequence[Path], access: Access | None) -> list[Mount]:
-    """Return the mounts of the directories, and raise their errors. With `access`, make missing directories. Blocks."""
+def _mounts_of(directories: Sequence[Path], may_miss: bool) -> list[Mount]:
+    """Return the mounts of the directories, and raise their errors. `may_miss`: they may be missing. Blocks."""
     for directory in directories:
-        if access is not None and not directory.is_dir():
-            warn_of_missing_mount(directory)
-            access.make_root(directory)
-        with os.scandir(directory) as entries:
-            next(entries, None)
+        try:
+            with os.scandir(directory) as entries:
+                next(entries, None)
+        except FileNotFoundError:
+            if not may_miss:
+                raise
     return list(dict.fromkeys(mount_of(directory) for directory in directories))
 
 

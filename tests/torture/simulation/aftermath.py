@@ -26,7 +26,7 @@ it open, which closes it before the next put."""
 _RECOUNTED_S = 30.0
 """How long a process may keep all from writing for the sake of a recount, and a scan."""
 _SWEPT_S = 6.0
-"""How long an instance may keep a file of 3FS or of cuFile open, or mapped, that another one has removed."""
+"""How long an instance may keep a file mapped that another one has removed."""
 _LOWEST_FILL, _LOWEST_SHARED_FILL = 31 / 32, 0.85
 _PUTS_IN_QUIET = 12
 """A full directory may count a 32nd of the cap more than there is, and a shared one what its instances have reserved and do

@@ -147,6 +147,16 @@ def into(transfer: BlockTransfer, *blocks: int) -> BlockTransfer:
 # In host memory and in device memory
 
 
+def assert_figures(worker: Worker, outcomes: dict[str, int], load_blocks: int, store_blocks: int = 0) -> None:
+    """Assert which loads and stores have ended since the last call."""
+    new = worker.side.figures.take()
+    assert new is not None
+    counters, block_bytes = new.data["counters"], worker.mover.kvs[0].bytes_per_block
+    assert counters["tiercache_loads"] == {(outcome,): count for outcome, count in outcomes.items()}
+    assert counters["vllm:kv_offload_load_bytes"] == {(): load_blocks * block_bytes}
+    assert counters.get("vllm:kv_offload_store_bytes", {}).get((), 0) == store_blocks * block_bytes
+
+
 def test_saved_blocks_come_back_in_others_and_those_that_are_gone_are_reported(worker: Worker) -> None:
     expected = worker.content(4, 9, 7, 3)
     worker.stores(FIRST, SECOND)
@@ -155,6 +165,7 @@ def test_saved_blocks_come_back_in_others_and_those_that_are_gone_are_reported(w
     assert torch.equal(worker.content(20, 21, 30, 1), expected)
     progress = worker.side.take_progress()
     assert progress is not None and progress.loads == {"r"}
+    assert_figures(worker, {"whole": 1}, load_blocks=4, store_blocks=4)
     worker.loads(into(SECOND, 11))
     assert torch.equal(worker.content(11), expected[:, 3:])
     assert worker.side.take_bad_blocks() == set()
@@ -162,6 +173,7 @@ def test_saved_blocks_come_back_in_others_and_those_that_are_gone_are_reported(w
     assert torch.equal(worker.content(22, 23), expected[:, :2])
     assert worker.side.take_bad_blocks() == {24, 25}
     assert worker.side.take_bad_blocks() == set()
+    assert_figures(worker, {"whole": 1, "part": 1}, load_blocks=3)
 
 
 def test_what_is_held_for_a_request_comes_whatever_became_of_it(worker: Worker) -> None:

@@ -222,11 +222,10 @@ _EVERY_S = 1.0
 class WorkerFigures:
     """Collects the figures of a worker. The engine's thread calls `take` and `loaded`; any thread calls `stored`."""
 
-    def __init__(self, thread: CacheThread, cache: str, every_s: float = _EVERY_S) -> None:
+    def __init__(self, thread: CacheThread, cache: str) -> None:
         """Collect the figures of the cache of `thread`. `cache` is its name, unique among all workers."""
         self._thread = thread
         self._cache = cache
-        self._every_s = every_s
         self._due_s = 0.0
         self._new: deque[TierCacheStats] = deque()
         """New figures of all threads, until a step takes them."""
@@ -250,7 +249,7 @@ class WorkerFigures:
     def take(self) -> TierCacheStats | None:
         """Return what is new since the last call; None if nothing is."""
         if (now_s := time.monotonic()) >= self._due_s:
-            self._due_s = now_s + self._every_s
+            self._due_s = now_s + _EVERY_S
             with contextlib.suppress(RuntimeError):  # the cache is closed
                 self._thread.loop.call_soon_threadsafe(lambda: self._new.append(self._since_last()))
         if not self._new:

@@ -108,14 +108,13 @@ class KnownChunk:
 
 
 class AnnouncedBlocks:
-    """Turns changes of chunks into events about blocks. Knows at most `most` chunks.
+    """Turns changes of chunks into events about blocks. Knows at most `MOST_CHUNKS` chunks.
 
     The least recently named chunk is forgotten first, and announced as removed even if it is still there. A router that
     misses a chunk only sends a request elsewhere; one that expects a missing chunk sends it here in vain.
     """
 
-    def __init__(self, most: int = MOST_CHUNKS) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._chunks: OrderedDict[bytes, KnownChunk] = OrderedDict()
         self._heads: dict[tuple[int, bytes], list[bytes]] = {}
         """Chunks that begin with the same block: tails of different lengths, and the full chunk that they became."""
@@ -139,7 +138,7 @@ class AnnouncedBlocks:
         self._chunks[name] = chunk
         self._heads.setdefault((chunk.group, chunk.hashes[0]), []).append(name)
         self._watching[name] = True
-        while len(self._chunks) > self._most:
+        while len(self._chunks) > MOST_CHUNKS:
             self._forget(next(iter(self._chunks)))
 
     def changed(self, changes: Sequence[Change]) -> None:

@@ -62,10 +62,12 @@ def all_but(*blocks: int) -> list[int]:
 # In host memory
 
 
-@pytest.fixture(params=["one storage", "a storage each"])
+@pytest.fixture(params=["one storage", "unequal distances", "a storage each"])
 def tensors(request: pytest.FixtureRequest) -> Tensors:
-    whole = torch.randint(-100, 100, (LAYERS, *SHAPE)).to(torch.bfloat16)
-    return layers_of(whole if request.param == "one storage" else [layer.clone() for layer in whole])
+    whole = torch.randint(-100, 100, (LAYERS + 1, *SHAPE)).to(torch.bfloat16)
+    if request.param == "unequal distances":
+        return layers_of([whole[0], whole[1], whole[3]])
+    return layers_of(whole[:LAYERS] if request.param == "one storage" else [layer.clone() for layer in whole[:LAYERS]])
 
 
 def reference(tensors: Tensors, blocks: list[int]) -> np.ndarray:

@@ -186,9 +186,13 @@ def test_a_load_that_fails_begins_again_and_is_not_tried_again(engine: Engine) -
     assert len(engine.steps((request, 132)).saves[0].transfers) == 8, "what was computed is stored anew"
 
 
-def test_a_load_that_cannot_be_planned_fails(engine: Engine) -> None:
+@pytest.mark.parametrize("window", [[0] * 9, [0] * 4 + [29, *LOADED[0][5:]]], ids=["too few", "one too many"])
+def test_a_load_that_does_not_fill_the_blocks_of_the_engine_fails(
+    made: Callable[..., Engine], window: list[int]
+) -> None:
+    engine = made()
     engine.computes_and_saves()
-    assert engine.admits(engine.arrives(132), [0] * 9, LOADED[1]) == (128, True)
+    assert engine.admits(engine.arrives(132), window, LOADED[1]) == (128, True)
     (load,) = engine.steps().loads
     assert load.impossible and not load.transfers
     assert engine.receives() == {"r"}

@@ -243,9 +243,17 @@ def test_code_counts_also_of_a_base_model(kind: str, tmp_path: Path, monkeypatch
     before, module = engine.code(), sys.modules["vllm.model_executor.models.llama"]
     changed = tmp_path / "llama.py"
     assert module.__file__ is not None
-    changed.write_text(Path(module.__file__).read_text() + "\nscale = 2\n")
+    text = Path(module.__file__).read_text()
+    changed.write_text(text + "\nscale = 2\n")
     monkeypatch.setattr(module, "__file__", str(changed))
-    assert engine.code() != before
+    after = engine.code()
+    assert after != before
+    engine.config.model_config.max_model_len = 256
+    assert engine.code() == after
+    changed.write_text(text + "\nscale = max_model_len\n")
+    by_length = engine.code()
+    engine.config.model_config.max_model_len = 512
+    assert engine.code() != by_length, "the longest prompt counts for code that reads it"
 
 
 def test_a_configuration_is_what_it_says_not_what_wrote_it(tmp_path: Path) -> None:

@@ -154,7 +154,8 @@ async def test_announced_tokens_get_the_names_of_a_request(
         cache_salt=salt or None,
         block_hasher=get_request_block_hasher(16, hash_function),
     )
-    names, worker = (BlockNames(algorithm, 16, adapters=later_engine()) for _ in range(2))
+    names, worker = (BlockNames(algorithm, 16) for _ in range(2))
+    names.adapters, worker.adapters = later_engine(), later_engine()
     adapter_key, lora = (key(names.adapters, adapter), ("a", str(adapter))) if adapted else (b"", None)
     expected = names.extend([], real, adapter_key)
     assert len(expected) == 70
@@ -209,7 +210,8 @@ def test_names_cover_what_an_adapter_holds_and_not_only_its_name_and_path(algori
     made, found = request(list(range(8)), lora_request=SimpleNamespace(lora_name="a", lora_path=str(adapter))), []
     for content in (b"weights", b"weights", b"trained again"):
         save(adapter, content)
-        names = BlockNames(algorithm, 4, adapters=later_engine())
+        names = BlockNames(algorithm, 4)
+        names.adapters = later_engine()
         found.append(names.extend([], made, key(names.adapters, adapter)))
     assert found[0] == found[1], "in every engine"
     assert not set(found[0]) & set(found[2])
@@ -228,6 +230,7 @@ def test_an_adapter_that_is_younger_than_the_engine_is_this_engines_affair(adapt
 def test_a_change_while_the_engine_runs_is_noticed_at_the_next_request(adapter: Path) -> None:
     engine = later_engine()
     found = key(engine, adapter)
+    assert key(engine, save(adapter, b"trained again")) == key(later_engine(), adapter) != found
     later = time.time_ns() + 2 * AN_HOUR_NS
     os.utime(save(adapter, b"Weights") / "adapter_model.safetensors", ns=(later, later))
     changed = key(engine, adapter)

@@ -25,7 +25,6 @@ from tiercache.integrations.vllm.planning import (
     agreed,
     all_names,
     blocks_behind,
-    fitted,
     held_names,
     in_parts,
     keys_of,
@@ -34,7 +33,6 @@ from tiercache.integrations.vllm.planning import (
     part_blocks,
     plan_loads,
     plan_saves,
-    tail_lengths,
     window_chunks,
 )
 
@@ -59,9 +57,7 @@ def test_chunk_size_is_rounded_to_whole_blocks(chunk: int, block: int, rounded: 
     assert BlockGeometry.for_chunk_size(chunk, block, False).chunk_tokens == rounded
 
 
-def test_tails_are_asked_for_longest_first_and_only_where_they_are_stored() -> None:
-    assert [list(tail_lengths(blocks, 4, FOURS)) for blocks in (7, 12, 5)] == [[3, 2, 1], [3, 2, 1], [1]]
-    assert list(tail_lengths(7, 4, PAIRS)) == []
+def test_a_request_holds_its_full_chunks_and_its_tail_where_tails_are_stored() -> None:
     assert held_names(NAMES, 7, PAIRS) == [NAMES[1], NAMES[3], NAMES[5]]
     assert held_names(NAMES, 7, FOURS) == [NAMES[3], NAMES[6]]
     assert held_names(NAMES, 8, FOURS) == [NAMES[3], NAMES[7]]
@@ -276,9 +272,7 @@ def test_a_state_is_saved_where_the_engine_says_that_it_is_and_nowhere_else() ->
 
 def test_blocks_that_are_given_away_hold_nothing_that_is_computed() -> None:
     assert blocks_behind(([0, 0, 3, 4], [5, 6, 7, 8]), 48, TWO) == {4, 8}
-    assert blocks_behind(([9], [10]), 0, TWO) == {9, 10}
     assert blocks_behind(([0, 4], [8, 9], [1]), 16, TWO) == {4, 9, 1}, "a group that is not cached has blocks, too"
-    assert blocks_behind((), 0, TWO) == set()
 
 
 # Sizes and names of chunks
@@ -300,7 +294,7 @@ def test_chunks_are_halved_until_the_shortest_window_holds_one(
     chunk_tokens: int, windows: list[int | None], tokens: int
 ) -> None:
     groups = tuple(KvGroup(index, 16, window_tokens=window) for index, window in enumerate(windows))
-    assert fitted(BlockGeometry.for_chunk_size(chunk_tokens, 16, False, groups)).chunk_tokens == tokens
+    assert BlockGeometry.for_chunk_size(chunk_tokens, 16, False, groups).chunk_tokens == tokens
 
 
 def test_chunks_of_groups_have_names_of_their_own_and_a_single_group_has_the_chunks() -> None:

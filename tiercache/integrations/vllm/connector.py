@@ -33,7 +33,7 @@ from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.metrics import TierCachePromMetrics, TierCacheStats
 from tiercache.integrations.vllm.names import BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, fitted, in_parts
+from tiercache.integrations.vllm.planning import BlockGeometry, in_parts
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 from tiercache.integrations.vllm.worker import WorkerSide
 
@@ -72,11 +72,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine = str(transfer.engine_id)
         self._groups = find_groups(vllm_config, kv_cache_config)
         block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)
-        self._geometry = fitted(
-            BlockGeometry.for_chunk_size(
-                self._config.chunk_size, block_tokens, _saves_tails(self._config, transfer.kv_role), self._groups
-            )
-        )
+        saves_tails = _saves_tails(self._config, transfer.kv_role)
+        self._geometry = BlockGeometry.for_chunk_size(self._config.chunk_size, block_tokens, saves_tails, self._groups)
         if (parts := head_parts(vllm_config, self._groups, self._config.kv_head_parts)) is not None:
             self._geometry = in_parts(self._geometry, self._groups, parts)
         self._scheduler: SchedulerSide | None = None
@@ -121,8 +118,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _names(self) -> BlockNames:
         algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
-        salt = self._config.tenant_salt
-        return BlockNames(algorithm, self._geometry.block_tokens, self._hash_tokens, tenant_salt=salt)
+        return BlockNames(algorithm, self._geometry.block_tokens, self._hash_tokens, self._config.tenant_salt)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -38,15 +38,13 @@ from tiercache.core.layout import Layout
 from tiercache.integrations.model_files import NothingToRead, identity_of_model, place_of
 from tiercache.integrations.settings import for_process
 from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, replicas_of
-from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, part_blocks
+from tiercache.integrations.vllm.planning import NULL_BLOCK, BlockGeometry, KvGroup, part_blocks
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 logger = logging.getLogger("tiercache.vllm")
 
-_NULL_BLOCK = 0
-"""vLLM's null block, which never holds a request's KV. vLLM itself lets padding write to it."""
 _MODELS = "vllm.model_executor.models."
 _NOT_THE_MODELS_OWN = ("interfaces", "interfaces_base", "utils", "adapters")
 """Modules that load, split, adapt and pool models."""
@@ -74,7 +72,7 @@ def _written(layer: Any, tensor: Any, computed_in: Any, parts: int) -> str:
     numbers = torch.arange(2 * tokens * heads * head_size) * 7919 % 251 - 125
     # Integers below 256 are exact in every dtype that KV is computed in.
     key, value = numbers.to(computed_in).reshape(2, tokens, heads, head_size).repeat(1, 1, parts, 1).to(tensor.device)
-    block = tensor[_NULL_BLOCK : _NULL_BLOCK + 1]
+    block = tensor[NULL_BLOCK : NULL_BLOCK + 1]
     before = block.clone()
     try:
         slots = torch.arange(tokens, dtype=torch.int64, device=tensor.device)

@@ -52,7 +52,6 @@ from tiercache.integrations.vllm.planning import (
     keys_of,
     names_of,
     needed_chunks,
-    tail_lengths,
     window_chunks,
 )
 from tiercache.integrations.vllm.siblings import Siblings
@@ -107,8 +106,6 @@ class Lookup:
     Cheaper than a `concurrent.futures.Future`, since a step may begin many lookups.
     """
 
-    __slots__ = ("_wake", "again", "answers", "claim", "given_up", "match", "names")
-
     def __init__(self, names: list[bytes], claim: str, *, again: bool = False) -> None:
         """`names` has one name per block. `claim` and `again` are as for `Question`; no other lookup has the claim."""
         self.names = names
@@ -119,7 +116,8 @@ class Lookup:
         self.match: Match | None = None
         """The answer. It is set once."""
         self.given_up = False
-        self._wake: threading.Event | None = None
+        """The answer is no longer wanted. A lookup that was not sent yet is never sent."""
+        self._answered = threading.Event()
 
     @property
     def is_open(self) -> bool:
@@ -129,20 +127,12 @@ class Lookup:
     def give(self, match: Match) -> None:
         if self.match is None:
             self.match = match
-        if (wake := self._wake) is not None:
-            wake.set()
+            self._answered.set()
 
     def wait(self, timeout_s: float) -> Match | None:
         """Block the calling thread until there is an answer; return None if there is none after `timeout_s`."""
-        if self.match is None:
-            self._wake = threading.Event()
-            if self.match is None:  # the answer may have come before the event was set up
-                self._wake.wait(timeout_s)
+        self._answered.wait(timeout_s)
         return self.match
-
-    def give_up(self) -> None:
-        """Drop the answer, which is no longer wanted. A lookup that was not sent yet is never sent."""
-        self.given_up = True
 
 
 async def locate(
@@ -175,7 +165,8 @@ async def locate(
     windows = names_of(window_chunks(search.chunks, geometry), names, geometry)
     found = found[: len(full_chunks(1, geometry)) * search.chunks] + keys_of(cache.namespace, windows, geometry)
     match = Match(tokens_by_tier=tokens).shortened(search.chunks * geometry.blocks_per_chunk, geometry)
-    for length in tail_lengths(len(names), match.blocks, geometry):
+    longest_tail = min(len(names) - match.blocks, geometry.blocks_per_chunk - 1) if geometry.save_tails else 0
+    for length in range(longest_tail, 0, -1):
         tail = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
         if geometry.hot_tails and not cache.lookup_hot(tail):
             continue
@@ -408,14 +399,14 @@ class LookupClient:
 
     def release(self, one: Lookup) -> None:
         """Give up the lookup. The next `send` releases the chunks that it holds or may still hold."""
-        one.give_up()
+        one.given_up = True
         self._released.append(one.claim)
 
     def send(self) -> None:
         """Send all that was begun and released since the last call. Never waits."""
         if not self._unsent and not self._released:
             return
-        asked, self._unsent = [one for one in self._unsent if one.is_open], []
+        asked, self._unsent = self._unsent, []
         released, self._released = self._released, []
         try:
             if self._ranks == 1 and (worker := local.get((self._engine, 0))) is not None:
@@ -452,6 +443,7 @@ class LookupClient:
         loop.call_soon(loop.stop)  # the transports close in the same round, before the loop stops
 
     def _ask(self, asked: list[Lookup], released: list[str]) -> None:
+        asked = [one for one in asked if one.is_open]
         for rank in range(self._ranks):
             connection = self._connections.get(rank)
             if connection is None or connection.broken:

@@ -58,7 +58,6 @@ class BlockNames:
         hash_algorithm: str,
         block_tokens: int,
         hash_tokens: int | None = None,
-        adapters: Adapters | None = None,
         tenant_salt: str = "",
     ) -> None:
         """`hash_tokens` is the number of tokens per hash of the engine, by default a block; blocks are multiples of it.
@@ -72,7 +71,7 @@ class BlockNames:
         self._generation = b""
         self._tenant_salt = tenant_salt
         self._tag = tenant_tag(tenant_salt)
-        self.adapters = adapters or Adapters(place_of)
+        self.adapters = Adapters(place_of)
 
     def forget_everything(self) -> bytes:
         """Begin a new generation, whose names no process has given before. Return the generation."""

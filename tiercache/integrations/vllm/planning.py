@@ -86,9 +86,14 @@ class BlockGeometry:
     ) -> BlockGeometry:
         """Round `chunk_tokens` to whole blocks, at least one. With recurrent states a chunk is one block.
 
-        `save_tails` None: tails stay in the hot cache.
+        Chunks are halved until the shortest window holds one, at most to `_LEAST_PART`: a group with a shorter window
+        stores only the chunk's end, and the rest of its slot stays empty. `save_tails` None: tails stay in the hot cache.
         """
         blocks = 1 if any(group.recurrent for group in groups) else max(1, round(chunk_tokens / block_tokens))
+        least = max(1, blocks // _LEAST_PART)
+        shortest = min((group.window_tokens for group in groups if group.window_tokens is not None), default=None)
+        while shortest is not None and blocks > least and blocks * block_tokens > shortest:
+            blocks //= 2
         geometry = cls(block_tokens, blocks, groups=groups)
         saves = save_tails is not False and geometry.plain
         return replace(geometry, save_tails=saves, hot_tails=saves and save_tails is None)
@@ -176,13 +181,6 @@ def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
     return replace(match, held=all(answer.held for answer in answers))
 
 
-def tail_lengths(blocks: int, matched_blocks: int, geometry: BlockGeometry) -> range:
-    """Return the possible lengths (in blocks) of a tail stored after `matched_blocks` of full chunks, longest first."""
-    if not geometry.save_tails:
-        return range(0)
-    return range(min(blocks - matched_blocks, geometry.blocks_per_chunk - 1), 0, -1)
-
-
 def loadable_tokens(
     match: Match, request_tokens: int, computed_tokens: int, least_tokens: int, geometry: BlockGeometry
 ) -> int:
@@ -195,11 +193,6 @@ def loadable_tokens(
     if not geometry.plain and usable < match.blocks * geometry.block_tokens:
         return 0  # windows were looked up for the end of this hit, not of a shorter one
     return max(0, usable - computed_tokens) if usable >= least_tokens else 0
-
-
-def is_hot_only(transfer: BlockTransfer, geometry: BlockGeometry) -> bool:
-    """Return True for a tail that stays in the hot cache."""
-    return geometry.hot_tails and transfer.chunk_blocks < geometry.blocks_per_chunk
 
 
 def end_of_saves(ready_blocks: int, geometry: BlockGeometry, *, last: bool) -> int:
@@ -217,7 +210,7 @@ Tables = Sequence[Sequence[int]]
 """A request's block ids by group, as vLLM numbers groups. Block 0 is the null block."""
 
 NULL_BLOCK = 0
-
+"""vLLM's null block, which never holds a request's KV. vLLM itself lets padding write to it."""
 _TAGGED_BYTES = NAME_BYTES + TAG_BYTES
 """The length of a block's name with its tenant's tag."""
 _SUFFIX_BYTES = 2
@@ -299,17 +292,12 @@ class HitSearch:
         self.chunks = chunks
         self._geometry = geometry
         self.question = full_chunks(chunks, geometry) or window_chunks(chunks, geometry)
-        self._asked_windows = not any(group.window_tokens is None for group in geometry.groups)
 
     def answer(self, present: int) -> None:
-        missing = self.question[present:]
-        if missing:
-            _, self.chunks = missing[0]
-        elif self._asked_windows:
-            self.question = []
-            return
-        self._asked_windows = True
-        self.question = window_chunks(self.chunks, self._geometry)
+        if present < len(self.question):
+            _, self.chunks = self.question[present]
+        windows = window_chunks(self.chunks, self._geometry)
+        self.question = windows if windows != self.question else []
 
 
 def needed_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
@@ -374,19 +362,6 @@ def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
     return max(len(part_of(group, chunk * step, (chunk + 1) * step, geometry)) for chunk in range(2))
 
 
-def fitted(geometry: BlockGeometry) -> BlockGeometry:
-    """Return the geometry with chunks halved until the shortest window holds one, at most to `_LEAST_PART`.
-
-    A group with a window shorter than a chunk stores only the chunk's end, and the rest of its slot stays empty.
-    """
-    shortest = min((group.window_tokens for group in geometry.groups if group.window_tokens is not None), default=0)
-    blocks = geometry.blocks_per_chunk
-    least = max(1, blocks // _LEAST_PART)
-    while shortest and blocks > least and blocks * geometry.block_tokens > shortest:
-        blocks //= 2
-    return replace(geometry, blocks_per_chunk=blocks)
-
-
 def plan_loads(
     names: Sequence[bytes],
     matched_blocks: int,
@@ -432,12 +407,11 @@ def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry)
     The engine found those tokens in its own cache, or they were loaded.
     """
     sizes = {group.index: group.block_tokens for group in geometry.groups}
-    behind = {
+    return {
         block
         for index, table in enumerate(tables)
         for block in table[computed_tokens // sizes[index] if index in sizes else 0 :]
     }
-    return behind - {NULL_BLOCK}
 
 
 def given_away(output: SchedulerOutput, geometry: BlockGeometry) -> set[int]:

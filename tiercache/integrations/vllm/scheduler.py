@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
@@ -84,8 +85,6 @@ class TrackedRequest:
 
 _WAIT_A_STEP_S = 0.0005
 """Longest wait for answers before a step, all requests together. A request without an answer waits for the next step."""
-_WAITS_FOR = 4
-"""Do not wait if more lookups than this are open: a thread that answers many keeps Python's lock for long."""
 _ASK_AGAIN_S = 0.005
 """First pause before another lookup of chunks that another engine is storing. It doubles up to `_LONGEST_PAUSE_S`."""
 _LONGEST_PAUSE_S = 0.05
@@ -107,8 +106,8 @@ class Asking:
         self._client = client
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
-        self._begun: list[Lookup] = []
-        """Lookups begun since the last step."""
+        self._has_begun = False
+        """A lookup was begun since the last step."""
 
     @property
     def _longest_s(self) -> float:
@@ -117,7 +116,7 @@ class Asking:
     def step_begins(self) -> None:
         self._client.send()
         self._patience_s = _WAIT_A_STEP_S
-        self._begun.clear()
+        self._has_begun = False
 
     def track(self, request: Request) -> TrackedRequest:
         tracked = TrackedRequest(request)
@@ -155,8 +154,8 @@ class Asking:
         # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
         claim = f"{tracked.request.request_id}#{next(self._numbers)}"
         tracked.lookup = self._client.begin(names, claim, again=tracked.pause_s > 0)
-        self._begun.append(tracked.lookup)
-        if len(self._begun) == 1:
+        if not self._has_begun:
+            self._has_begun = True
             self._client.send()
 
     def answer(self, tracked: TrackedRequest) -> Match | None:
@@ -186,7 +185,9 @@ class Asking:
 
     def _look(self, tracked: TrackedRequest, lookup: Lookup) -> Match | None:
         if lookup.match is None and self._patience_s > 0:
-            self._wait_for(lookup)
+            began_s = time.monotonic()
+            lookup.wait(self._patience_s)
+            self._patience_s -= time.monotonic() - began_s
         if lookup.match is not None:
             return lookup.match
         if time.monotonic() - tracked.asked_at_s > self._longest_s:
@@ -194,14 +195,6 @@ class Asking:
             self.let_go(tracked)
             return Match(failed=True)
         return None
-
-    def _wait_for(self, lookup: Lookup) -> None:
-        if sum(one.is_open for one in self._begun) > _WAITS_FOR:
-            self._patience_s = 0.0
-            return
-        began_s = time.monotonic()
-        lookup.wait(self._patience_s)
-        self._patience_s -= time.monotonic() - began_s
 
     def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:
         """Return True if more was announced (`tiercache.expect_tokens`) than found, and there is time to look again."""
@@ -477,7 +470,7 @@ class SchedulerSide:
                     work,
                     tracked,
                     tokens + output.num_scheduled_tokens[request_id],
-                    lambda request_id=request_id: state.get_block_ids(request_id),
+                    partial(state.get_block_ids, request_id),
                     last=False,
                     states=state.boundary_state_offloads.get(request_id, ()),
                 )

@@ -26,10 +26,10 @@ class Siblings:
         self._step = blocks_per_chunk
         self._most = most
         self._tails = tails
-        self._sorted: list[bytes] = []
-        """The kept bytes of the names of each chunk's blocks. A tail comes before the chunk that it became."""
-        self._names: dict[bytes, bytes] = {}
-        """The name of each chunk, by these bytes."""
+        self._sorted: list[tuple[bytes, bytes]] = []
+        """The kept bytes of the names of each chunk's blocks, and the chunk's name. A tail comes before the chunk that it
+        became.
+        """
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         """These bytes, by the name of the chunk. The chunks that were added last come last."""
 
@@ -46,11 +46,10 @@ class Siblings:
                 self._blocks.move_to_end(name)
                 continue
             blocks = self._blocks[name] = _joined(names[start:end])
-            insort(self._sorted, blocks)
-            self._names[blocks] = name
+            insort(self._sorted, (blocks, name))
         while len(self._sorted) > self._most:
-            _, oldest = self._blocks.popitem(last=False)
-            del self._sorted[bisect_left(self._sorted, oldest)], self._names[oldest]
+            name, oldest = self._blocks.popitem(last=False)
+            del self._sorted[bisect_left(self._sorted, (oldest, name))]
 
     def like(self, names: Sequence[bytes]) -> Iterator[tuple[int, Sibling]]:
         """Yield chunks that begin with the blocks of these names: how many, at least 1, and the chunk.
@@ -58,11 +57,11 @@ class Siblings:
         Those with the most blocks come first, and only a few are tried.
         """
         wanted = _joined(names[: self._step])
-        right = bisect_left(self._sorted, wanted)
+        right = bisect_left(self._sorted, (wanted,))
         left = right - 1
         for _ in range(_MOST_TRIED):
-            before = _blocks_in_common(self._sorted[left], wanted) if left >= 0 else 0
-            after = _blocks_in_common(self._sorted[right], wanted) if right < len(self._sorted) else 0
+            before = _blocks_in_common(self._sorted[left][0], wanted) if left >= 0 else 0
+            after = _blocks_in_common(self._sorted[right][0], wanted) if right < len(self._sorted) else 0
             if not before and not after:
                 return
             if before > after:
@@ -73,8 +72,8 @@ class Siblings:
                 right += 1
 
     def _sibling(self, position: int) -> Sibling:
-        blocks = self._sorted[position]
-        return Sibling(self._names[blocks], len(blocks) // _KEPT_BYTES)
+        blocks, name = self._sorted[position]
+        return Sibling(name, len(blocks) // _KEPT_BYTES)
 
 
 def _joined(names: Sequence[bytes]) -> bytes:

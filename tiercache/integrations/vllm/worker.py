@@ -28,7 +28,7 @@ from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupServer
 from tiercache.integrations.vllm.metadata import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.metrics import WorkerFigures
 from tiercache.integrations.vllm.names import BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, is_hot_only, keys_of
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, keys_of
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -258,9 +258,10 @@ class WorkerSide:
         keys = keys_of(self._namespace, [transfer.name for transfer in save.transfers], self.geometry)
         if save.to_be_forgotten:
             self._turns.stores(save.request_id, keys)
-        tails = [
-            key for key, transfer in zip(keys, save.transfers, strict=True) if is_hot_only(transfer, self.geometry)
-        ]
+        tails = []
+        if self.geometry.hot_tails:
+            full = self.geometry.blocks_per_chunk
+            tails = [key for key, transfer in zip(keys, save.transfers, strict=True) if transfer.chunk_blocks < full]
         move = self.mover.put(self.thread, keys, save.transfers, wait_s, tails)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
         self._saving.append(_Saving(save, until_s, move, blocks))

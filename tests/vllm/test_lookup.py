@@ -206,24 +206,6 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, client
             assert worker.held() == 0
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
-def test_what_is_let_go_before_the_lookup_gets_to_it_is_not_held(engine: str, grouped: bool) -> None:
-    """The cache's loop is busy: the engine begins a lookup, gives it up and says so, and only then it is looked up."""
-    busy, client = threading.Event(), LookupClient(engine, 1, GROUPS if grouped else GEOMETRY)
-    windows = [(1, 0), (1, 1), (0, 0), (0, 1)]
-    with GroupedWorker(engine, 0, *windows) if grouped else Worker(engine, 0, 11) as worker:
-        assert answer_of(begun(client, NAMES, "before")).blocks > 0 and worker.held() > 0
-        worker.server.release("before")
-        worker.thread.loop.call_soon_threadsafe(busy.wait, 10.0)
-        client.release(begun(client, NAMES, "r"))
-        client.send()
-        busy.set()
-        worker.on_loop(lambda: None)
-        assert worker.held() == 0
-        assert answer_of(begun(client, NAMES, "after")).blocks > 0 and worker.held() > 0
-        worker.server.release("after")
-
-
 def test_over_sockets_what_is_let_go_while_it_is_looked_up_is_not_held(
     engine: str, client: LookupClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,7 +355,7 @@ def test_a_lookup_that_was_given_up_is_forgotten_though_its_worker_never_answers
         client.release(begun(client, of_its_own))
         client.send()
         until_s = time.monotonic() + 30
-        while any(type(one) is Lookup and one.names == of_its_own for one in gc.get_objects()):
+        while any(type(one) is Lookup and one.question.names == of_its_own for one in gc.get_objects()):
             assert time.monotonic() < until_s, "it is kept for an answer that nobody wants"
         client.close()
 

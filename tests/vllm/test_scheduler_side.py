@@ -19,7 +19,7 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
-from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient, LookupServer
+from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient, LookupServer, Question
 from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.names import Adapters, BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
@@ -141,7 +141,7 @@ def test_what_the_engine_has_itself_is_not_waited_for(
 ) -> None:
     """Operators find the request's line all the same."""
     caplog.set_level(logging.INFO, "tiercache.vllm")
-    never = Lookup([], "never")
+    never = Lookup(Question("never", []))
     monkeypatch.setattr(engine.client, "begin", lambda *_, **__: never)
     request = engine.arrives(132)
     assert engine.side.matched_tokens(request, 112) == (None, False)
@@ -162,7 +162,7 @@ def test_an_answer_is_waited_for_half_a_millisecond_a_step(engine: Engine, monke
         engine.side.matched_tokens(request, 0)
     assert [engine.finds(request) for request in requests] == [(96, False)] * 2
     monkeypatch.setattr(Lookup, "wait", lambda _, timeout_s: waited.append(timeout_s))
-    monkeypatch.setattr(engine.client, "begin", lambda *_, **__: Lookup([], "never"))
+    monkeypatch.setattr(engine.client, "begin", lambda *_, **__: Lookup(Question("never", [])))
     engine.steps()
     for number in range(3):
         engine.side.matched_tokens(engine.arrives(132, str(number)), 0)
@@ -179,15 +179,6 @@ def test_what_was_found_long_ago_is_not_loaded_at_once(monkeypatch: pytest.Monke
     later_s = time.monotonic() + HELD_FOR_S
     monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: later_s)
     assert engine.finds(request) == (96, True)
-
-
-def test_nothing_is_held_for_a_request_that_loads_nothing(engine: Engine) -> None:
-    engine.holds(6)
-    computed, aborted = engine.arrives(132, "computed"), engine.arrives(132, "aborted")
-    assert engine.enters(computed, computed=96) == (0, False)
-    assert engine.finds(aborted) == (96, False)
-    assert engine.ends(aborted)[0] is False
-    assert engine.claims() == 0 and not engine.side.has_news
 
 
 def test_what_is_let_go_of_one_lookup_is_not_what_the_next_one_holds(engine: Engine) -> None:

@@ -117,7 +117,7 @@ def code_of_model(model_config: Any) -> str:
 
 def _modules_of(module: Any) -> dict[str, str]:
     """Return the source text of the module and of the modules of its classes' base classes, by module name."""
-    sources = {module.__name__: _source(module)}
+    sources = {module.__name__: Path(inspect.getfile(module)).read_text()}
     for _, found in inspect.getmembers(module, inspect.isclass):
         if found.__module__ != module.__name__:
             continue
@@ -130,10 +130,6 @@ def _modules_of(module: Any) -> dict[str, str]:
             ):
                 sources |= _modules_of(sys.modules[name])
     return sources
-
-
-def _source(module: Any) -> str:
-    return Path(inspect.getfile(module)).read_text()
 
 
 def _parameters(embedding: Any) -> str:

@@ -81,6 +81,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     claim: str
     """Names the question, since answers come in any order, and the chunks that are held for it."""
     names: list[bytes]
+    """One name per block."""
     again: bool = False
     """The request was looked up before."""
 
@@ -106,17 +107,15 @@ class Lookup:
     Cheaper than a `concurrent.futures.Future`, since a step may begin many lookups.
     """
 
-    def __init__(self, names: list[bytes], claim: str, *, again: bool = False) -> None:
-        """`names` has one name per block. `claim` and `again` are as for `Question`; no other lookup has the claim."""
-        self.names = names
-        self.claim = claim
-        self.again = again
+    def __init__(self, question: Question) -> None:
+        """No other lookup has the claim of `question`."""
+        self.question = question
         self.answers: dict[int, Match] = {}
         """The answers so far, by rank."""
         self.match: Match | None = None
         """The answer. It is set once."""
         self.given_up = False
-        """The answer is no longer wanted. A lookup that was not sent yet is never sent."""
+        """The answer is no longer wanted."""
         self._answered = threading.Event()
 
     @property
@@ -291,8 +290,8 @@ class LookupServer:
         self._path.unlink(missing_ok=True)
 
     def _ask(self, asked: Sequence[Lookup], released: Iterable[str]) -> None:
-        for one in (one for one in asked if one.is_open):
-            self._begin(Question(one.claim, one.names, one.again), one.give)
+        for one in asked:
+            self._begin(one.question, one.give)
         self._release(released)
 
     def _begin(self, asked: Question, answer: Callable[[Match], None]) -> None:
@@ -307,7 +306,7 @@ class LookupServer:
         task.add_done_callback(ended)
 
     def _release(self, released: Iterable[str]) -> None:
-        """End the lookups of these claims, and release what is held under them."""
+        """End the lookups of these claims, and release what is held under them. One that came just now never begins."""
         for claim in released:
             if (task := self._finding.get(claim)) is not None:
                 task.cancel()
@@ -393,14 +392,14 @@ class LookupClient:
         `again` says that the request was looked up before. The answer is a failed Match if a worker is gone. A worker that
         hangs never answers: give up the lookup then.
         """
-        one = Lookup(list(names), claim, again=again)
+        one = Lookup(Question(claim, list(names), again))
         self._unsent.append(one)
         return one
 
     def release(self, one: Lookup) -> None:
         """Give up the lookup. The next `send` releases the chunks that it holds or may still hold."""
         one.given_up = True
-        self._released.append(one.claim)
+        self._released.append(one.question.claim)
 
     def send(self) -> None:
         """Send all that was begun and released since the last call. Never waits."""
@@ -443,7 +442,6 @@ class LookupClient:
         loop.call_soon(loop.stop)  # the transports close in the same round, before the loop stops
 
     def _ask(self, asked: list[Lookup], released: list[str]) -> None:
-        asked = [one for one in asked if one.is_open]
         for rank in range(self._ranks):
             connection = self._connections.get(rank)
             if connection is None or connection.broken:
@@ -460,7 +458,7 @@ class LookupClient:
             one.give(agreed(answers, self._geometry))
             return
         # Windows are needed at the end of this exact hit, and a worker with a longer hit may lack them: ask again.
-        one.names, one.again = one.names[: least.blocks], True
+        one.question = Question(one.question.claim, one.question.names[: least.blocks], again=True)
         one.answers.clear()
         self._ask([one], [])
 
@@ -480,13 +478,13 @@ class _Connection:
     def send(self, asked: Sequence[Lookup], released: list[str]) -> None:
         """Send now, or when the connection is made, to which no claim is known before."""
         # This worker may never answer lookups that were given up.
-        self._waiting = {one.claim: one for one in (*self._waiting.values(), *asked) if one.is_open}
+        self._waiting = {one.question.claim: one for one in (*self._waiting.values(), *asked) if one.is_open}
         if self._writer is not None:
             self._write(asked, released)
 
     def _write(self, asked: Iterable[Lookup], released: list[str]) -> None:
         assert self._writer is not None
-        self._writer.write(frame(Message([Question(one.claim, one.names, one.again) for one in asked], released)))
+        self._writer.write(frame(Message([one.question for one in asked], released)))
 
     async def close(self) -> None:
         self._serving.cancel()

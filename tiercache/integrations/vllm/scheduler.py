@@ -106,8 +106,6 @@ class Asking:
         self._client = client
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
-        self._has_begun = False
-        """A lookup was begun since the last step."""
 
     @property
     def _longest_s(self) -> float:
@@ -116,7 +114,6 @@ class Asking:
     def step_begins(self) -> None:
         self._client.send()
         self._patience_s = _WAIT_A_STEP_S
-        self._has_begun = False
 
     def track(self, request: Request) -> TrackedRequest:
         tracked = TrackedRequest(request)
@@ -138,11 +135,7 @@ class Asking:
         return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
 
     def begin(self, tracked: TrackedRequest) -> None:
-        """Begin a lookup.
-
-        The first one since the last step is sent at once. Later ones are sent together, when an answer is wanted or the
-        step is planned.
-        """
+        """Begin a lookup. It is sent together with others, when an answer is wanted or the step is planned."""
         tracked.asked_at_s = time.monotonic()
         names = list(self.names_of(tracked))
         if not self._geometry.plain:
@@ -154,9 +147,6 @@ class Asking:
         # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
         claim = f"{tracked.request.request_id}#{next(self._numbers)}"
         tracked.lookup = self._client.begin(names, claim, again=tracked.pause_s > 0)
-        if not self._has_begun:
-            self._has_begun = True
-            self._client.send()
 
     def answer(self, tracked: TrackedRequest) -> Match | None:
         """Return the answer, or None if there is none yet. Begins the next lookup if one is due."""
@@ -305,7 +295,7 @@ class SchedulerSide:
             return
         end = tracked.load_from + external_tokens
         wanted = self._to_be_filled(tables, tracked.load_from, end)
-        claim = tracked.lookup.claim if tracked.lookup is not None else ""
+        claim = tracked.lookup.question.claim if tracked.lookup is not None else ""
         load = Load(request.request_id, [], tracked.loads_later, claim, trace=trace_of(request))
         try:
             load.transfers = plan_loads(

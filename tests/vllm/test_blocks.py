@@ -218,12 +218,6 @@ def test_blocks_of_a_device_come_back_into_others_in_every_order(layout: str, sp
     assert torch.equal(logical(tensors, [10, 11]), expected[:, 3:])
 
 
-def test_chunk_is_whole_blocks_one_after_the_other() -> None:
-    tensors = allocated("LBHNC", spec_of())
-    expected = logical(tensors, [5, 2]).transpose(0, 1).contiguous()
-    assert chunk_of(in_device_memory(tensors), [5, 2]).numpy().tobytes() == expected.numpy().tobytes()
-
-
 def test_padding_between_blocks_is_left_alone() -> None:
     spec = spec_of(page_size_padded=spec_of().page_size_bytes + 512)
     tensors = allocated("LBNHC", spec)

@@ -58,16 +58,6 @@ def made(opened: Callable[..., Any], tmp_path: Path) -> Callable[..., Worker]:
     return partial(opened, Worker, local_disk=str(tmp_path), max_local_disk_size=0.1)
 
 
-def test_what_is_watched_is_told_of_where_it_comes_and_goes(made: Callable[..., Worker]) -> None:
-    worker = made()
-    worker.watches(*NAMES[:2])
-    worker.stores(*NAMES[:3])
-    assert worker.says() == {(name, tier, True) for name in NAMES[:2] for tier in ("cpu", "disk")}
-    assert worker.says() == set()
-    worker.clears_hot()
-    assert worker.says() == {(name, "cpu", False) for name in NAMES[:2]}
-
-
 def test_what_is_there_already_is_told_whenever_it_is_watched_anew(made: Callable[..., Worker]) -> None:
     """The scheduler's half dropped it and knows nothing of it any more."""
     worker = made()

@@ -16,7 +16,7 @@ import torch
 from tests.vllm.halves import NAMES, TOKENS, Cached, spec_of
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.errors import DeviceError, LayoutError
+from tiercache.errors import LayoutError
 from tiercache.integrations.vllm import worker as worker_module
 from tiercache.integrations.vllm.blocks import make_mover
 from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
@@ -286,20 +286,6 @@ def test_engine_goes_on_without_its_cache(worker: Worker) -> None:
     worker.is_saved()
 
 
-def test_what_was_saved_is_there_after_a_restart(made: Callable[..., Worker], tmp_path: Path) -> None:
-    settings = {"device": "cpu", "gds_path": (str(tmp_path),), "gds_buffer_size": 4, "use_gds": False}
-    first = made(**settings)
-    expected = first.content(4, 9, 7, 3)
-    first.saves(FIRST, SECOND)
-    first.side.close()
-    second = made(**settings)
-    match = second.thread.submit(second.side._lookups.find(NAMES[:5], "r")).result(10)
-    assert match.blocks == 4 and match.tokens_by_tier["gds"] == 64
-    second.loads(into(FIRST, 20, 21), into(SECOND, 30, 1))
-    assert torch.equal(second.content(20, 21, 30, 1), expected)
-    assert second.thread.cache.statistics().tiers["cpu"].writes == 0, "not even a lookup brings them to the host"
-
-
 # With streams held back
 
 
@@ -423,12 +409,3 @@ def test_kv_that_cannot_be_moved_is_refused(devices: list[str], settings: dict[s
     tensors = {str(number): SimpleNamespace(device=torch.device(name)) for number, name in enumerate(devices)}
     with pytest.raises(LayoutError, match=found):
         make_mover(Config(**settings), tensors, BLOCKS, GROUPS)
-
-
-def test_gpu_without_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_driver(ordinal: int) -> None:
-        raise DeviceError(f"cuda:{ordinal}: no NVIDIA driver")
-
-    monkeypatch.setattr("tiercache.integrations.vllm.blocks.CudaDriver", no_driver)
-    with pytest.raises(DeviceError, match="cuda:3: no NVIDIA driver"):
-        make_mover(Config(), {"a": SimpleNamespace(device=torch.device("cuda:3"))}, BLOCKS, GROUPS)

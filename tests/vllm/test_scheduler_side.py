@@ -22,7 +22,7 @@ from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
 from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient, LookupServer, Question
 from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.names import Adapters, BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, Match
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 
 GEOMETRY = BlockGeometry(TOKENS, blocks_per_chunk=2)
@@ -146,7 +146,7 @@ def test_what_the_engine_has_itself_is_not_waited_for(
     request = engine.arrives(132)
     assert engine.side.matched_tokens(request, 112) == (None, False)
     assert engine.side.matched_tokens(request, 128) == (0, False)
-    assert never.given_up
+    assert never.match == Match(failed=True), "it was given up"
     lines = [record.getMessage() for record in caplog.records if "Reqid: r," in record.getMessage()]
     assert lines == [
         "Reqid: r, Total tokens 132, engine computed tokens: 128, hit tokens: 0 (cpu: 0, disk: 0), need to load: 0"

@@ -113,15 +113,8 @@ class Lookup:
         self.answers: dict[int, Match] = {}
         """The answers so far, by rank."""
         self.match: Match | None = None
-        """The answer. It is set once."""
-        self.given_up = False
-        """The answer is no longer wanted."""
+        """The answer, which is set once; a miss if the lookup was given up."""
         self._answered = threading.Event()
-
-    @property
-    def is_open(self) -> bool:
-        """Return True if the lookup has no answer yet and was not given up."""
-        return self.match is None and not self.given_up
 
     def give(self, match: Match) -> None:
         if self.match is None:
@@ -398,7 +391,7 @@ class LookupClient:
 
     def release(self, one: Lookup) -> None:
         """Give up the lookup. The next `send` releases the chunks that it holds or may still hold."""
-        one.given_up = True
+        one.give(Match(failed=True))
         self._released.append(one.question.claim)
 
     def send(self) -> None:
@@ -450,7 +443,7 @@ class LookupClient:
 
     def answered(self, rank: int, one: Lookup, match: Match) -> None:
         one.answers[rank] = match
-        if len(one.answers) < self._ranks or not one.is_open:
+        if len(one.answers) < self._ranks or one.match is not None:
             return
         answers = list(one.answers.values())
         least = min(answers, key=lambda match: match.blocks)
@@ -478,7 +471,7 @@ class _Connection:
     def send(self, asked: Sequence[Lookup], released: list[str]) -> None:
         """Send now, or when the connection is made, to which no claim is known before."""
         # This worker may never answer lookups that were given up.
-        self._waiting = {one.question.claim: one for one in (*self._waiting.values(), *asked) if one.is_open}
+        self._waiting = {one.question.claim: one for one in (*self._waiting.values(), *asked) if one.match is None}
         if self._writer is not None:
             self._write(asked, released)
 
@@ -511,7 +504,7 @@ class _Connection:
 
 def _miss(asked: Sequence[Lookup], error: Exception) -> None:
     """Answer the lookups that are still open with a miss."""
-    unanswered = [one for one in asked if one.is_open]
+    unanswered = [one for one in asked if one.match is None]
     if unanswered:
         logger.warning("%d lookups got no answer from the workers: %r", len(unanswered), error)
     for one in unanswered:

@@ -69,7 +69,7 @@ class Engine(Scheduled):
         """Chunks that are held for requests, when the cache's thread has done what it was told."""
         claims = self.worker._lookups.claims
         assert claims is not None
-        return int(self.on_loop(lambda: claims.held))
+        return int(self.on_loop(lambda: len(claims.leases)))
 
     def leases(self) -> int:
         return int(self.on_loop(lambda: sum(self.thread.cache.cpu.budget.held)))

@@ -73,7 +73,7 @@ class Worker(Cached):
 
     def held(self) -> int:
         """Chunks that are held for requests, after all that was asked before."""
-        return int(self.on_loop(lambda: self.claims.held))
+        return int(self.on_loop(lambda: len(self.claims.leases)))
 
     def __enter__(self) -> Self:
         return self

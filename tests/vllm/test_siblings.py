@@ -42,7 +42,6 @@ def test_the_chunk_with_the_most_blocks_in_common_comes_first(
         for start in range(0, len(request), STEP)
         if tails or start + STEP <= len(request)
     }
-    assert len(siblings) == len(chunks)
     whole = len(wanted) // STEP * STEP
     rest = names(wanted)[whole:]
     common = {name: sum(a == b for a, b in zip(blocks, rest, strict=False)) for name, blocks in chunks.items()}
@@ -57,7 +56,6 @@ def test_the_chunks_that_were_added_first_are_dropped() -> None:
     requests = [[os.urandom(32) for _ in range(2)] for _ in range(4)]
     for number in (0, 1, 2, 0, 3):
         siblings.add(requests[number])
-    assert len(siblings) == 3
     assert [bool(list(siblings.like(names[:1]))) for names in requests] == [True, False, True, True]
 
 

@@ -121,9 +121,6 @@ class AnnouncedBlocks:
         self._events: list[BlockStored | BlockRemoved] = []
         self._watching: dict[bytes, bool] = {}
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
     def knows(self, name: bytes) -> bool:
         """Return True if the chunk is known, and mark it as the most recently named."""
         if name not in self._chunks:

@@ -540,11 +540,6 @@ class Claims:
     def _most(self) -> int:
         return int(self._cache.cpu.budget.slots * _MOST_OF_THE_HOT_CACHE)
 
-    @property
-    def held(self) -> int:
-        """Return the number of chunks that are held."""
-        return len(self.leases)
-
     async def claim_prefix(self, name: str, keys: Sequence[ChunkKey], until_s: float) -> int | None:
         """Bring consecutive chunks into the hot cache and hold them for the request. Return how many of the first are held.
 

@@ -33,9 +33,6 @@ class Siblings:
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         """These bytes, by the name of the chunk. The chunks that were added last come last."""
 
-    def __len__(self) -> int:
-        return len(self._sorted)
-
     def add(self, names: Sequence[bytes]) -> None:
         """Add the chunks of a request; `names` has one name per block."""
         last = len(names) if self._tails else len(names) - len(names) % self._step

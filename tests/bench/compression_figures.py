@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from tests.bench.lanes import in_lanes
 from tests.bench.link import Link
-from tests.bench.redis_figures import Server
-from tests.servers.s3 import BUCKET, KEY, SECRET, S3Server, weed
+from tests.bench.redis_figures import redis_server
+from tests.bench.s3_figures import s3_options, s3_server
+from tests.servers.s3 import BUCKET, weed
 from tiercache.bench.figures import Figures
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys
 from tiercache.commands.directory import chunk_files
@@ -55,14 +54,14 @@ async def measure_compression(figures: Figures, plan: Plan) -> None:
         figures, plan, payloads, "compression.disk", _disks(plan, payloads[0].nbytes), _counts(plan, None)
     )
     if shutil.which("redis-server") is not None:
-        with Server(plan.directory / "redis") as server:
+        with redis_server(plan.directory / "redis") as server:
             for gbit in _LINKS_GBIT:
                 with Link(server.port, gbit) as link:
                     tiers = {mode: _redis(link.port, mode, payloads[0].nbytes) for mode in _MODES}
                     name = f"compression.redis.{gbit:g}Gbit"
                     await _measure_modes(figures, plan, payloads, name, tiers, _counts(plan, gbit))
     if weed() is not None:
-        with _s3_server(plan) as store:
+        with s3_server(plan) as store:
             for gbit in _LINKS_GBIT:
                 with Link(store.port, gbit) as link:
                     tiers = {mode: _s3(link.port, mode, payloads[0].nbytes) for mode in _MODES}
@@ -140,16 +139,17 @@ async def _measure_modes(
     keys = {mode: new_keys(count(chunk_bytes)) for mode in tiers}
 
     def turn(mode: str, tier: Tier) -> Callable[[], Awaitable[None]]:
-        async def put(number: int, key: bytes, lane: int) -> None:
+        async def put(numbered: tuple[int, bytes], lane: int) -> None:
+            number, key = numbered
             assert await tier.write(key, sources[number % len(sources)], chunk_bytes)
 
-        async def get(number: int, key: bytes, lane: int) -> None:
-            assert await tier.read(key, targets[lane]) == chunk_bytes
+        async def get(numbered: tuple[int, bytes], lane: int) -> None:
+            assert await tier.read(numbered[1], targets[lane]) == chunk_bytes
 
         async def measure() -> None:
             for way, move in (("put", put), ("get", get)):
                 began_s = time.perf_counter()
-                await _all(keys[mode], move)
+                await in_lanes(enumerate(keys[mode]), range(_DEPTH), move)
                 took_s = time.perf_counter() - began_s
                 figures.add(f"{name}.{way}_gbps.{mode}", len(keys[mode]) * chunk_bytes / took_s / 1e9)
             for key in keys[mode]:
@@ -177,16 +177,6 @@ async def _measure_modes(
                 figures.add(f"{name}.{way}_times.{mode}", with_it / without)
 
 
-async def _all(keys: Sequence[bytes], move: Callable[[int, bytes, int], Awaitable[None]]) -> None:
-    left = iter(enumerate(keys))
-
-    async def run(lane: int) -> None:
-        for number, key in left:
-            await move(number, key, lane)
-
-    await asyncio.gather(*(run(lane) for lane in range(_DEPTH)))
-
-
 def _disks(plan: Plan, chunk_bytes: int) -> dict[str, Tier]:
     def disk(mode: str) -> Tier:
         place, cap_bytes = plan.directory / f"kv-{mode}", 2 * plan.sizes.total_bytes
@@ -202,15 +192,7 @@ def _redis(port: int, mode: str, chunk_bytes: int) -> Tier:
 
 
 def _s3(port: int, mode: str, chunk_bytes: int) -> Tier:
-    options = {
-        "endpoint": f"http://127.0.0.1:{port}",
-        "allow_http": True,
-        "region": "us-east-1",
-        "access_key_id": KEY,
-        "secret_access_key": SECRET,
-        "prefix": mode,
-        "compression": mode,
-    }
+    options = s3_options(f"http://127.0.0.1:{port}") | {"prefix": mode, "compression": mode}
     return make_remote(_settings("s3", chunk_bytes, f"s3://{BUCKET}", options))
 
 
@@ -218,12 +200,3 @@ def _settings(type_name: str, chunk_bytes: int, url: str, options: dict[str, obj
     return RemoteSettings(
         type_name, type_name, _FINGERPRINT, chunk_bytes, url, options, timeout_s=30.0, concurrency=_DEPTH, item_bytes=2
     )
-
-
-@contextmanager
-def _s3_server(plan: Plan) -> Iterator[S3Server]:
-    with ExitStack() as stack:
-        place = Path(tempfile.mkdtemp(prefix="tiercache-bench-s3-", dir="/dev/shm"))
-        stack.callback(shutil.rmtree, place, ignore_errors=True)
-        plan.progress("starting the S3 server")
-        yield stack.enter_context(S3Server(place))

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.bench.lanes import timed_in_lanes
 from tests.hf3fs_emulator import Hf3fsEmulator, Pace, install, why_no_fuse
 from tiercache.bench.figures import Figures
-from tiercache.bench.loop_figures import lags, p99
+from tiercache.bench.loop_figures import p99
 from tiercache.bench.peer import Peer, running
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys, size_name
 from tiercache.core.keys import ChunkKey
@@ -33,14 +34,13 @@ DEPTHS = (4, 16)
 MODES = ("arena", "buffers")
 _SLOTS = 32
 _MOST_FILES = 120
-_CHILD = Path(__file__).with_name("peer_hf3fs.py")
 
 
-async def measure_hf3fs(figures: Figures, plan: Plan, pace: Pace | None = None) -> None:
+async def measure_hf3fs(figures: Figures, plan: Plan) -> None:
     """GB/s with so many chunks in flight, in two ways.
 
     Unpaced, the emulator answers as fast as memory is copied: what is measured is what each way costs the CPUs, which the
-    emulator's own daemon needs as well. `paced` (see there for the values; another `pace` may be given) its rings have a
+    emulator's own daemon needs as well. `paced` (see `Pace` for the values) its rings have a
     link's bandwidth and its calls a metadata service's latency, as a cluster has: what counts is whether calls and transfers
     overlap. There the ring has as many chunks in flight as the tier, which has its default.
 
@@ -59,7 +59,7 @@ async def measure_hf3fs(figures: Figures, plan: Plan, pace: Pace | None = None) 
         with Hf3fsEmulator(place, fuse=why_no_fuse() is None) as emulator:
             os.environ.update(emulator.environment.items() & {("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")})
             for chunk_bytes in SIZES:
-                await _measure_size(figures, plan, emulator, chunk_bytes, pace or Pace(), late_s)
+                await _measure_size(figures, plan, emulator, chunk_bytes, late_s)
     finally:
         if before is None:
             os.environ.pop("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", None)
@@ -70,7 +70,7 @@ async def measure_hf3fs(figures: Figures, plan: Plan, pace: Pace | None = None) 
 
 
 async def _measure_size(
-    figures: Figures, plan: Plan, emulator: Hf3fsEmulator, chunk_bytes: int, pace: Pace, late_s: dict[str, list[float]]
+    figures: Figures, plan: Plan, emulator: Hf3fsEmulator, chunk_bytes: int, late_s: dict[str, list[float]]
 ) -> None:
     size, count = size_name(chunk_bytes), min(_MOST_FILES, plan.count(chunk_bytes) // 2)
     slots = min(_SLOTS, count)
@@ -91,7 +91,7 @@ async def _measure_size(
                     run = Run(figures, "", size, f".d{depth}", depth, late_s)
                     by_peer = [run.by_peer(peer)] if depth == DEPTHS[-1] else []
                     await in_turn(pair, *run.ours(bare, benches, new_keys(count)), *by_peer)
-                emulator.control.pace(pace)
+                emulator.control.pace(Pace())
                 run = Run(figures, "paced.", size, "", slots, late_s)
                 await in_turn(pair, *run.ours(bare, benches, new_keys(count)), run.by_peer(peer))
                 emulator.control.pace(None)
@@ -159,9 +159,8 @@ def _start_peer(plan: Plan, emulator: Hf3fsEmulator, chunk_bytes: int, count: in
         return running(None)
     plan.progress("starting LMCache (3FS)")
     settings = [f"{name}={value}" for name, value in emulator.environment.items()]
-    return running(
-        ["env", *settings, str(plan.peer_python), str(_CHILD), str(emulator.mount), str(chunk_bytes), str(count)]
-    )
+    part = ["hf3fs", str(chunk_bytes), str(count), str(emulator.mount)]
+    return running(["env", *settings, str(plan.peer_python), str(plan.peer_script), *part])
 
 
 class BareRing:
@@ -271,18 +270,7 @@ class Bench:
     async def _run(
         self, keys: Sequence[ChunkKey], depth: int, one: Callable[[ChunkKey, np.ndarray], Awaitable[None]]
     ) -> tuple[float, list[float]]:
-        left = iter(keys)
-
-        async def lane(slot: np.ndarray) -> None:
-            for key in left:
-                await one(key, slot)
-
-        async def all_lanes() -> None:
-            await asyncio.gather(*(lane(slot) for slot in self._slots[:depth]))
-
-        began = time.perf_counter()
-        late_s = await lags(all_lanes())
-        took = time.perf_counter() - began
+        took, late_s = await timed_in_lanes(keys, self._slots[:depth], one)
         return len(keys) * self._chunk_bytes / took / 1e9, late_s
 
     def __enter__(self) -> Bench:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
+from tests.bench.lanes import in_lanes
 from tests.servers.mooncake import Master, missing, plain_client, running
 from tiercache.bench.figures import Figures
 from tiercache.bench.loop_figures import lags, p99
@@ -66,8 +67,8 @@ async def _measure_size(figures: Figures, plan: Plan, master: Master, chunk_byte
             async def read(key: ChunkKey, lane: int) -> None:
                 assert await tier.read(key, slots[DEPTH + lane]) == chunk_bytes
 
-            await note("tier_put", _lanes(keys, write))
-            await note("tier_get", _lanes(keys, read))
+            await note("tier_put", in_lanes(keys, range(DEPTH), write))
+            await note("tier_get", in_lanes(keys, range(DEPTH), read))
             client.remove_all(True)
 
         async def of_client() -> None:
@@ -110,16 +111,6 @@ async def _measure_size(figures: Figures, plan: Plan, master: Master, chunk_byte
             arena.close()
     for way in ("put", "get"):
         figures.compare(f"mooncake.tier_{way}_gbps.{size}", f"mooncake.client_{way}_gbps.{size}")
-
-
-async def _lanes(keys: Sequence[ChunkKey], move: Callable[[ChunkKey, int], Awaitable[None]]) -> None:
-    left = iter(keys)
-
-    async def lane(number: int) -> None:
-        for key in left:
-            await move(key, number)
-
-    await asyncio.gather(*(lane(number) for number in range(DEPTH)))
 
 
 def _threads(keys: Sequence[ChunkKey], move: Callable[[ChunkKey, int], None]) -> None:

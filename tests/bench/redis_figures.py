@@ -6,19 +6,19 @@ import asyncio
 import os
 import shutil
 import socket
-import subprocess
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
+from unittest import mock
 
 import numpy as np
 
-from tests.servers.ports import hold_port
+from tests.bench.lanes import timed_in_lanes
+from tests.remote.redis.servers import Server, running
 from tiercache.bench.figures import Figures
-from tiercache.bench.loop_figures import lags, p99
+from tiercache.bench.loop_figures import p99
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys, size_name
 from tiercache.config.remote_options import options_of
 from tiercache.core.keys import ChunkKey
@@ -29,7 +29,6 @@ from tiercache.tiers.remote.registry import make_remote
 SIZES = (2 * MIB, 32 * MIB)
 DEPTH = 4
 _NAMES = 1000
-_START_S = 10.0
 
 
 async def measure_redis(figures: Figures, plan: Plan) -> None:
@@ -42,20 +41,23 @@ async def measure_redis(figures: Figures, plan: Plan) -> None:
     """
     if shutil.which("redis-server") is None:
         raise TierUnavailable("redis-server is not installed: the Redis tier cannot be measured")
-    with Server(plan.directory / "redis") as server:
+    with redis_server(plan.directory / "redis") as server:
         for chunk_bytes in SIZES:
             await _measure_size(figures, plan, server, chunk_bytes)
         await _measure_existence(figures, plan, server)
 
 
+Lane = tuple[int, np.ndarray]
+
+
 class Client(Protocol):
-    """What is measured. A slot is memory of a lane's own, uint8[chunk_bytes]."""
+    """What is measured. A lane is its number and its memory, uint8[chunk_bytes]."""
 
     prefix: str
 
-    async def write(self, lane: int, key: ChunkKey, slot: np.ndarray) -> None: ...
+    async def write(self, key: ChunkKey, lane: Lane) -> None: ...
 
-    async def read(self, lane: int, key: ChunkKey, slot: np.ndarray) -> None: ...
+    async def read(self, key: ChunkKey, lane: Lane) -> None: ...
 
     async def open(self) -> None: ...
 
@@ -76,11 +78,11 @@ async def _measure_size(figures: Figures, plan: Plan, server: Server, chunk_byte
             async def measure() -> None:
                 keys = new_keys(count)
                 for way, memory, move in (("put", sources, client.write), ("get", slots, client.read)):
-                    gbps, late_s = await _run(keys, memory, move)
-                    figures.add(f"{client.prefix}_{way}_gbps.{size}", gbps)
+                    took_s, late_s = await timed_in_lanes(keys, enumerate(memory), move)
+                    figures.add(f"{client.prefix}_{way}_gbps.{size}", count * chunk_bytes / took_s / 1e9)
                     figures.add(f"{client.prefix}_lag_p99_ms.{way}.{size}", p99(late_s) * 1e3)
                     figures.add(f"{client.prefix}_lag_max_ms.{way}.{size}", late_s[-1] * 1e3)
-                await asyncio.to_thread(server.forget_all)
+                await asyncio.to_thread(_forget_all, server)
 
             return measure
 
@@ -90,24 +92,6 @@ async def _measure_size(figures: Figures, plan: Plan, server: Server, chunk_byte
     for way in ("put", "get"):
         for other in clients[1:]:
             figures.compare(f"{clients[0].prefix}_{way}_gbps.{size}", f"{other.prefix}_{way}_gbps.{size}")
-
-
-async def _run(
-    keys: Sequence[ChunkKey], memory: np.ndarray, move: Callable[[int, ChunkKey, np.ndarray], Awaitable[None]]
-) -> tuple[float, list[float]]:
-    """GB/s, and the sorted lags of the loop in seconds."""
-    left = iter(keys)
-
-    async def lane(number: int) -> None:
-        for key in left:
-            await move(number, key, memory[number])
-
-    async def all_lanes() -> None:
-        await asyncio.gather(*(lane(number) for number in range(DEPTH)))
-
-    began = time.perf_counter()
-    late_s = await lags(all_lanes())
-    return len(keys) * memory.shape[1] / (time.perf_counter() - began) / 1e9, late_s
 
 
 async def _measure_existence(figures: Figures, plan: Plan, server: Server) -> None:
@@ -139,11 +123,11 @@ class OurTier:
     async def close(self) -> None:
         await self.tier.close()
 
-    async def write(self, lane: int, key: ChunkKey, slot: np.ndarray) -> None:
-        assert await self.tier.write(key, slot, slot.nbytes)
+    async def write(self, key: ChunkKey, lane: Lane) -> None:
+        assert await self.tier.write(key, lane[1], lane[1].nbytes)
 
-    async def read(self, lane: int, key: ChunkKey, slot: np.ndarray) -> None:
-        assert await self.tier.read(key, slot) == slot.nbytes
+    async def read(self, key: ChunkKey, lane: Lane) -> None:
+        assert await self.tier.read(key, lane[1]) == lane[1].nbytes
 
 
 class RedisPy:
@@ -160,11 +144,11 @@ class RedisPy:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def write(self, lane: int, key: ChunkKey, slot: np.ndarray) -> None:
-        assert await self._client.set(key, slot.data)
+    async def write(self, key: ChunkKey, lane: Lane) -> None:
+        assert await self._client.set(key, lane[1].data)
 
-    async def read(self, lane: int, key: ChunkKey, slot: np.ndarray) -> None:
-        assert len(await self._client.get(key)) == slot.nbytes
+    async def read(self, key: ChunkKey, lane: Lane) -> None:
+        assert len(await self._client.get(key)) == lane[1].nbytes
 
 
 class BareLoop:
@@ -187,16 +171,18 @@ class BareLoop:
         for connection in self._sockets:
             connection.close()
 
-    async def write(self, lane: int, key: ChunkKey, slot: np.ndarray) -> None:
-        loop, connection = asyncio.get_running_loop(), self._sockets[lane]
+    async def write(self, key: ChunkKey, lane: Lane) -> None:
+        number, slot = lane
+        loop, connection = asyncio.get_running_loop(), self._sockets[number]
         head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, slot.nbytes)
         await loop.sock_sendall(connection, head)
         await loop.sock_sendall(connection, slot.data)
         await loop.sock_sendall(connection, b"\r\n")
         assert await loop.sock_recv(connection, 16) == b"+OK\r\n"
 
-    async def read(self, lane: int, key: ChunkKey, slot: np.ndarray) -> None:
-        loop, connection = asyncio.get_running_loop(), self._sockets[lane]
+    async def read(self, key: ChunkKey, lane: Lane) -> None:
+        number, slot = lane
+        loop, connection = asyncio.get_running_loop(), self._sockets[number]
         await loop.sock_sendall(connection, b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
         line = await loop.sock_recv(connection, len(b"$%d\r\n" % slot.nbytes))
         assert line == b"$%d\r\n" % slot.nbytes
@@ -208,44 +194,17 @@ class BareLoop:
             end += await loop.sock_recv(connection, 2 - len(end))
 
 
-class Server:
-    """A redis-server that saves nothing, and gives no memory back to the system: a cache's server is full most of its life,
+@contextmanager
+def redis_server(place: Path) -> Iterator[Server]:
+    """Run a server that saves nothing, and gives no memory back to the system: a cache's server is full most of its life,
     and is not to be measured while it meets each page for the first time."""
+    keeps_memory = {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}
+    with mock.patch.dict(os.environ, keeps_memory), running(place) as server:
+        yield server
 
-    def __init__(self, place: Path) -> None:
-        place.mkdir(parents=True, exist_ok=True)
-        self.port = hold_port()
-        self._process = subprocess.Popen(
-            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(place)],
-            stdout=subprocess.DEVNULL,
-            env=os.environ | {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
-        )
 
-    def forget_all(self) -> None:
-        # SYNC would give the memory back to the system.
-        assert self._say(b"FLUSHALL ASYNC\r\n") == b"+OK\r\n"
-        while b"lazyfree_pending_objects:0" not in self._say(b"INFO memory\r\n"):
+def _forget_all(server: Server) -> None:
+    with server.client() as client:
+        client.flushall(asynchronous=True)  # a synchronous one would give the memory back to the system
+        while client.info("memory")["lazyfree_pending_objects"]:
             time.sleep(0.001)
-
-    def _say(self, line: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", self.port), 10.0) as connection:
-            connection.sendall(line)
-            return connection.recv(1 << 16)
-
-    def __enter__(self) -> Server:
-        end_s = time.monotonic() + _START_S
-        while True:
-            try:
-                if self._say(b"PING\r\n") == b"+PONG\r\n":
-                    return self
-            except OSError as error:
-                if time.monotonic() > end_s or self._process.poll() is not None:
-                    self.__exit__(None, None, None)
-                    raise TierUnavailable("redis-server does not start") from error
-            time.sleep(0.01)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.wait()

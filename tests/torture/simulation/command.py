@@ -41,7 +41,7 @@ def torture_command(asked: Torture) -> int:
         return _show_one(asked.seed, asked, console)
     seeds = 1000 if asked.seeds is None and asked.minutes is None else asked.seeds
     jobs = asked.jobs or len(os.sched_getaffinity(0))
-    report = run_seeds(asked.first, seeds, asked.minutes, jobs, asked.own, _told(console, asked))
+    report = run_seeds(asked.first, seeds, asked.minutes, jobs, asked.own, _Teller(console, quiet=asked.as_json))
     failure = failure_of(report.failed[0], asked.own) if report.failed else None
     if asked.as_json:
         print(json.dumps(_as_dict(report, failure), indent=2))
@@ -79,10 +79,6 @@ def _show_one(seed: int, asked: Torture, console: Console) -> int:
         if failure is not None:
             say(console, _failed(failure, asked.own))
     return 1 if outcome.failure is not None else 0
-
-
-def _told(console: Console, asked: Torture) -> _Teller:
-    return _Teller(console, quiet=asked.as_json)
 
 
 class _Teller:

@@ -17,9 +17,6 @@ class CuFile:
         self._descriptor = -1
         self._descriptor = _said(lambda: os.open(path, os.O_RDWR if "+" in flags else os.O_RDONLY))
 
-    def fileno(self) -> int:
-        return self._descriptor
-
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:

@@ -83,12 +83,6 @@ class DescriptorCalls:
         self._use("ioctl", fd)
         return bytes(4)
 
-    def read(self, fd: int, length: int, /) -> bytes:
-        opened, ordered = self._use("read", fd)
-        found = opened.read(length, opened.position, ordered)
-        opened.position += len(found)
-        return found
-
     def write(self, fd: int, data: ReadableBuffer, /) -> int:
         opened, ordered = self._use("write", fd)
         return opened.write((data,), None, ordered)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
-import stat
 import zlib
 from collections.abc import Callable, Iterator
-
-import xxhash
 
 from tests.torture.simulation.inodes import BLOCK_BYTES, Directory, File, Inode, Link, failure
 from tests.torture.simulation.journal import Journal, Naming
@@ -51,7 +47,7 @@ class Disk:
         """Of whatever lies on it: what was seen at a count still holds at the same."""
         self._last_number = 1
         self._journal = Journal()
-        self.top = Directory(self, 0o755, os.getegid(), None)
+        self.top = Directory(self, 0o755, None)
         self.top.links = 2
         self.used_blocks = 1
         self._found: dict[str, Directory] = {}
@@ -63,10 +59,6 @@ class Disk:
     @property
     def free_blocks(self) -> int:
         return max(0, self.block_count - self.used_blocks - self.foreign_blocks)
-
-    @property
-    def occupied_bytes(self) -> int:
-        return self.used_blocks * BLOCK_BYTES
 
     def occupy(self, length_bytes: int) -> None:
         """Let files of another program take this much space from now on, or all that is free."""
@@ -122,19 +114,19 @@ class Disk:
         return self._walk(path, follow, at)
 
     def create(self, directory: Directory, name: str, mode: int) -> File:
-        file = File(self, mode, _group(directory))
+        file = File(self, mode)
         self._name(directory, name, file)
         return file
 
     def make_directory(self, directory: Directory, name: str, mode: int) -> None:
-        made = Directory(self, mode | directory.mode & stat.S_ISGID, _group(directory), directory)
+        made = Directory(self, mode, directory)
         made.links = 1
         self.used_blocks += 1
         directory.links += 1
         self._name(directory, name, made)
 
     def make_link(self, directory: Directory, name: str, target: str) -> None:
-        self._name(directory, name, Link(self, _group(directory), target))
+        self._name(directory, name, Link(self, target))
 
     def add_name(self, directory: Directory, name: str, inode: Inode) -> None:
         inode.changed()
@@ -257,31 +249,6 @@ class Disk:
             if isinstance(inode, Directory):
                 waiting += [(f"{path}/{name}", below) for name, below in reversed(inode.names.items())]
 
-    def content(self, path: str) -> bytes:
-        """Of a file. Raises OSError."""
-        file = self._file(path)
-        return file.read(0, file.size)
-
-    def flip_bit(self, path: str, offset: int) -> None:
-        """The lowest bit of the byte at `offset`, as a device does it: no time changes. Raises OSError, IndexError."""
-        self._file(path).flip_bit(offset)
-
-    def digest(self) -> str:
-        """Of names, contents, allocation, modes, links and times: equal for two runs that did the same."""
-        total = xxhash.xxh3_128()
-        for path, inode in self.walk():
-            blocks = inode.blocks if isinstance(inode, File) else 0
-            facts = (path, inode.number, inode.mode, inode.links, blocks, inode.mtime_ns, inode.ctime_ns)
-            total.update(repr(facts).encode(errors="surrogateescape"))
-            total.update(inode.fingerprint())
-        return total.hexdigest()
-
-    def _file(self, path: str) -> File:
-        found = self.find(path)
-        if not isinstance(found, File):
-            raise failure(errno.EISDIR, path)
-        return found
-
     def _walk(self, path: str, follow: bool, at: Directory | None) -> tuple[Directory, str, Inode | None]:
         """As `place`, one name after the other."""
         inode: Inode = self.top if at is None else at
@@ -347,10 +314,6 @@ class Disk:
             self._found.clear()
         inode.changed()
         self.release(inode)
-
-
-def _group(directory: Directory) -> int:
-    return directory.gid if directory.mode & stat.S_ISGID else os.getegid()
 
 
 def _is_below(directory: Directory, above: Directory) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import stat
 from collections.abc import Sequence
 
 from tests.torture.simulation.descriptor_calls import Before, DescriptorCalls
-from tests.torture.simulation.descriptors import FIRST_DESCRIPTOR, Opened, Torn
+from tests.torture.simulation.descriptors import Opened, Torn
 from tests.torture.simulation.disk import Disk
 from tests.torture.simulation.entries import FoundEntries, FoundEntry
 from tests.torture.simulation.inodes import BLOCK_BYTES, Directory, File, Inode, Link, failure
@@ -37,12 +35,6 @@ class FileCalls(DescriptorCalls):
         self.disks = list(disks)
         self.umask = os.umask(0o022)
         os.umask(self.umask)
-
-    def owns(self, path: Name | int) -> bool:
-        """Whether a call with this path or descriptor is for us."""
-        if isinstance(path, int):
-            return path >= FIRST_DESCRIPTOR
-        return self._disk(path if isinstance(path, str) else os.fsdecode(path)) is not None
 
     def open(self, path: Name, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         disk, name, at = self._enter("open", path, dir_fd)
@@ -83,47 +75,6 @@ class FileCalls(DescriptorCalls):
         disk, name, at = self._enter("lstat", path, dir_fd)
         return disk.find(name, follow=False, at=at).status()
 
-    def access(
-        self,
-        path: Name | int,
-        mode: int,
-        *,
-        dir_fd: int | None = None,
-        effective_ids: bool = False,
-        follow_symlinks: bool = True,
-    ) -> bool:
-        """As the superuser has it: what is there can be read and written."""
-        try:
-            inode = self._inode("access", path, dir_fd, follow_symlinks)
-        except OSError:
-            return False
-        return not mode & os.X_OK or isinstance(inode, Directory) or bool(inode.mode & 0o111)
-
-    def chmod(self, path: Name | int, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
-        inode = self._inode("chmod", path, dir_fd, follow_symlinks)
-        if isinstance(inode, Link):
-            raise failure(errno.EOPNOTSUPP, str(path))
-        inode.mode = stat.S_IFMT(inode.mode) | mode & 0o7777
-        inode.changed()
-
-    def fchmod(self, fd: int, mode: int) -> None:
-        self.chmod(fd, mode)
-
-    def utime(
-        self,
-        path: Name | int,
-        times: tuple[float, float] | None = None,
-        *,
-        ns: tuple[int, int] | None = None,
-        dir_fd: int | None = None,
-        follow_symlinks: bool = True,
-    ) -> None:
-        inode = self._inode("utime", path, dir_fd, follow_symlinks)
-        inode.modified()
-        if ns is None:
-            ns = (inode.mtime_ns, inode.mtime_ns) if times is None else (int(times[0] * 1e9), int(times[1] * 1e9))
-        inode.atime_ns, inode.mtime_ns = ns
-
     def mkdir(self, path: Name, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         disk, name, at = self._enter("mkdir", path, dir_fd)
         directory, last = _vacant(disk.place(name, at=at), name)
@@ -131,35 +82,12 @@ class FileCalls(DescriptorCalls):
             raise failure(errno.ENOSPC, name)
         disk.make_directory(directory, last, mode & 0o1777 & ~self.umask)
 
-    def makedirs(self, name: Name, mode: int = 0o777, exist_ok: bool = False) -> None:
-        path = os.fsdecode(name).rstrip("/")
-        above = os.path.dirname(path)
-        if self.owns(above) and not self._mode(above):
-            with contextlib.suppress(FileExistsError):  # another strand was quicker
-                self.makedirs(above, exist_ok=exist_ok)
-        try:
-            self.mkdir(path, mode)
-        except OSError:
-            if not exist_ok or not stat.S_ISDIR(self._mode(path)):
-                raise
-
-    def rmdir(self, path: Name, *, dir_fd: int | None = None) -> None:
-        disk, name, at = self._enter("rmdir", path, dir_fd)
-        directory, last, inode = _taken(disk.place(name, at=at), name)
-        if not isinstance(inode, Directory):
-            raise failure(errno.ENOTDIR, name)
-        if inode.names:
-            raise failure(errno.ENOTEMPTY, name)
-        disk.remove(directory, last, inode)
-
     def unlink(self, path: Name, *, dir_fd: int | None = None) -> None:
         disk, name, at = self._enter("unlink", path, dir_fd)
         directory, last, inode = _taken(disk.place(name, at=at), name)
         if isinstance(inode, Directory):
             raise failure(errno.EISDIR, name)
         disk.remove(directory, last, inode)
-
-    remove = unlink
 
     def rename(
         self, src: Name, dst: Name, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
@@ -224,7 +152,7 @@ class FileCalls(DescriptorCalls):
         """What was there when it was called; an entry may have gone when it is asked for."""
         directory = self._directory("scandir", path)
         above, fd = ("", path) if isinstance(path, int) else (os.path.join(os.fsdecode(path), ""), None)
-        return FoundEntries([FoundEntry(self, above, name, inode, fd) for name, inode in directory.names.items()])
+        return FoundEntries([FoundEntry(self, above, name, fd) for name in directory.names])
 
     def statvfs(self, path: Name | int) -> os.statvfs_result:
         disk = self._inode("statvfs", path, None, True).disk
@@ -282,13 +210,6 @@ class FileCalls(DescriptorCalls):
             return self._use(call, path)[0].inode
         disk, name, at = self._enter(call, path, dir_fd)
         return disk.find(name, follow=follow, at=at)
-
-    def _mode(self, path: str) -> int:
-        """0 where nothing has the path."""
-        try:
-            return self.stat(path).st_mode
-        except OSError:
-            return 0
 
     def _directory(self, call: str, path: Name | int) -> Directory:
         inode = self._inode(call, path, None, True)

@@ -10,8 +10,6 @@ import stat
 from abc import abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
-import xxhash
-
 if TYPE_CHECKING:
     from tests.torture.simulation.descriptors import Opened
     from tests.torture.simulation.disk import Disk
@@ -39,13 +37,13 @@ class Inode:
         "number", "shown", "uid",
     )  # fmt: skip
 
-    def __init__(self, disk: Disk, mode: int, gid: int) -> None:
+    def __init__(self, disk: Disk, mode: int) -> None:
         self.disk = disk
         self.number = disk.new_number()
         self.mode = mode
         self.links = 0
         self.uid = os.geteuid()
-        self.gid = gid
+        self.gid = os.getegid()
         self.atime_ns = self.mtime_ns = self.ctime_ns = disk.now_ns()
         self.descriptors = 0
         self.locks: dict[Opened, int] = {}
@@ -62,10 +60,6 @@ class Inode:
     @property
     @abstractmethod
     def block_count(self) -> int: ...
-
-    @abstractmethod
-    def fingerprint(self) -> bytes:
-        """Of what is in it, for comparing two runs."""
 
     def status(self) -> os.stat_result:
         if self.shown is None:
@@ -97,8 +91,8 @@ class Inode:
 class Directory(Inode):
     __slots__ = ("names", "parent")
 
-    def __init__(self, disk: Disk, mode: int, gid: int, parent: Directory | None) -> None:
-        super().__init__(disk, stat.S_IFDIR | mode, gid)
+    def __init__(self, disk: Disk, mode: int, parent: Directory | None) -> None:
+        super().__init__(disk, stat.S_IFDIR | mode)
         self.parent = parent or self
         self.names: dict[str, Inode] = {}
 
@@ -110,15 +104,12 @@ class Directory(Inode):
     def block_count(self) -> int:
         return 1
 
-    def fingerprint(self) -> bytes:
-        return b""
-
 
 class Link(Inode):
     __slots__ = ("target",)
 
-    def __init__(self, disk: Disk, gid: int, target: str) -> None:
-        super().__init__(disk, stat.S_IFLNK | 0o777, gid)
+    def __init__(self, disk: Disk, target: str) -> None:
+        super().__init__(disk, stat.S_IFLNK | 0o777)
         self.target = target
 
     @property
@@ -128,9 +119,6 @@ class Link(Inode):
     @property
     def block_count(self) -> int:
         return 0
-
-    def fingerprint(self) -> bytes:
-        return os.fsencode(self.target)
 
 
 class Image(NamedTuple):
@@ -149,16 +137,15 @@ class File(Inode):
     `blocks` has a bit for each block that is allocated.
     """
 
-    __slots__ = ("_hash", "_size", "blocks", "data", "synced")
+    __slots__ = ("_size", "blocks", "data", "synced")
 
-    def __init__(self, disk: Disk, mode: int, gid: int) -> None:
-        super().__init__(disk, stat.S_IFREG | mode, gid)
+    def __init__(self, disk: Disk, mode: int) -> None:
+        super().__init__(disk, stat.S_IFREG | mode)
         self.data = bytearray()
         self.blocks = 0
         self.synced: Image | None = None
         """None while the device has all of it, and where nobody will ask."""
         self._size = 0
-        self._hash: bytes | None = None
 
     @property
     def size(self) -> int:
@@ -204,7 +191,6 @@ class File(Inode):
             at += part.nbytes
         if end > self._size:
             self._size = end
-        self._hash = None
         self.modified()
         return written
 
@@ -215,7 +201,6 @@ class File(Inode):
             raise failure(errno.ENOSPC)
         self._allocate(offset, length)
         self._size = max(self._size, offset + length)
-        self._hash = None
         self.modified()
 
     def truncate(self, size: int) -> None:
@@ -228,18 +213,7 @@ class File(Inode):
             if self.synced is not None:
                 self.synced = self.synced._replace(rewritable=self.synced.rewritable & left)
         self._size = size
-        self._hash = None
         self.modified()
-
-    def flip_bit(self, offset: int) -> None:
-        self.data[offset] ^= 1
-        self._hash = None
-        self.disk.changes += 1
-
-    def fingerprint(self) -> bytes:
-        if self._hash is None:
-            self._hash = xxhash.xxh3_128_digest(self.data.rstrip(b"\0")) + self._size.to_bytes(8, "little")
-        return self._hash
 
     def before_change(self) -> None:
         if self.synced is None and self.disk.can_lose_power:
@@ -266,7 +240,6 @@ class File(Inode):
             data += chance.choice(outcomes)
             blocks |= bit
         self.data, self._size, self.blocks = data[:size], size, blocks
-        self._hash = None
         self.shown = None
 
     def _span(self, offset: int, length: int) -> int:

@@ -41,22 +41,6 @@ class _Handle:
         self._callback = None
         self._arguments = ()
 
-    def cancelled(self) -> bool:
-        return self._is_cancelled
-
-
-class _Timer(_Handle):
-    __slots__ = ("_when_s",)
-
-    def __init__(
-        self, when_s: float, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context | None
-    ) -> None:
-        super().__init__(callback, arguments, context)
-        self._when_s = when_s
-
-    def when(self) -> float:
-        return self._when_s
-
 
 class SimulatedLoop(_Base):  # type: ignore[misc]
     """Runs in the strand that calls `run_until_complete`. Threads reach it by `call_soon_threadsafe` alone."""
@@ -68,11 +52,9 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         self.errors: list[dict[str, Any]] = []
         """What asyncio reports as nobody's: exceptions never retrieved, callbacks that raised."""
         self._ready: deque[_Handle] = deque()
-        self._timers: list[tuple[float, int, _Timer]] = []
-        self._readers: dict[int, tuple[Callable[..., object], tuple[Any, ...]]] = {}
+        self._timers: list[tuple[float, int, _Handle]] = []
         self._order = 0
         self._waits = False
-        self._running = False
         self._closed = False
         self._stopping = False
         self.after_each: Callable[[], None] | None = None
@@ -85,13 +67,11 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
     def run_until_complete(self, main: Any) -> Any:
         future = asyncio.ensure_future(main, loop=self)
         future.add_done_callback(self._stop)
-        self._running = True
         self._stopping = False
         events._set_running_loop(self)
         try:
             self._run()
         finally:
-            self._running = False
             events._set_running_loop(None)
         future.remove_done_callback(self._stop)
         return future.result()
@@ -154,7 +134,7 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
         self._check_open()
-        timer = _Timer(when, callback, args, context)
+        timer = _Handle(callback, args, context)
         self._order += 1
         heapq.heappush(self._timers, (when, self._order, timer))
         return timer
@@ -184,27 +164,8 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         self.world.start(self.strand.process, "executor", run)
         return future
 
-    def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
-        self._check_open()
-        self._readers[fd] = callback, args
-
-    def remove_reader(self, fd: int) -> bool:
-        return self._readers.pop(fd, None) is not None
-
-    def readable(self, fd: int) -> None:
-        """Call the reader of `fd`. Called from any strand."""
-        self.call_soon_threadsafe(self._read, fd)
-
-    def _read(self, fd: int) -> None:
-        if fd in self._readers:
-            callback, args = self._readers[fd]
-            callback(*args)
-
     get_debug = staticmethod(bool)
     """False: in C, because each future asks."""
-
-    def is_running(self) -> bool:
-        return self._running
 
     def is_closed(self) -> bool:
         return self._closed
@@ -212,21 +173,9 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
     def close(self) -> None:
         self._closed = True
 
-    async def shutdown_asyncgens(self) -> None:
-        """None is left open."""
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Its strands end by themselves."""
-
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self.is_dead:
             self.errors.append(context)
-
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
-        self.call_exception_handler(context)
-
-    def all_tasks(self) -> set[asyncio.Task[Any]]:
-        return asyncio.all_tasks(self)
 
     def _check_open(self) -> None:
         if self._closed:

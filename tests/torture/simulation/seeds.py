@@ -131,7 +131,7 @@ def run_seeds(
     return report
 
 
-def failure_of(seed: int, own: Own = OURS, shrink: bool = True) -> Failure | None:
+def failure_of(seed: int, own: Own = OURS) -> Failure | None:
     """Run it again, and look for less that fails. None where it does not fail."""
     setting = own.setting_of(seed)
     began_s = time.process_time()
@@ -154,7 +154,7 @@ def failure_of(seed: int, own: Own = OURS, shrink: bool = True) -> Failure | Non
         shortest = again
         return True
 
-    if shrink and not isinstance(outcome.failure, Spins):  # each part that spins would take as long
+    if not isinstance(outcome.failure, Spins):  # each part that spins would take as long
         shrunk(outcome.operations, fails)
     return Failure(
         seed, setting, kind, shortest.said, shortest.operations, len(outcome.operations), shortest.trace

@@ -37,9 +37,9 @@ ROOT = "/simulated"
 _EPOCH_S = 1_700_000_000.0
 _PAGE_BYTES = 4096
 _FILE_CALLS = (
-    *("access", "chmod", "close", "fchmod", "fdatasync", "fstat", "fsync", "ftruncate", "link", "listdir", "lstat"),
-    *("mkdir", "makedirs", "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink"),
-    *("remove", "rename", "replace", "rmdir", "scandir", "stat", "statvfs", "symlink", "unlink", "utime", "write"),
+    *("close", "fdatasync", "fstat", "fsync", "ftruncate", "link", "listdir", "lstat", "mkdir", "open", "posix_fadvise"),
+    *("pread", "preadv", "pwrite", "pwritev", "readlink", "rename", "replace", "scandir", "stat", "statvfs", "unlink"),
+    "write",
 )
 _REPLACED = (asyncio, threading, time, random, fcntl, queue.SimpleQueue)
 _OURS = "tiercache."

@@ -110,9 +110,6 @@ class _Lock:
             self._owner = None
             self._waiting.wake_one()
 
-    def locked(self) -> bool:
-        return bool(self._depth)
-
     def __enter__(self) -> bool:
         return self.acquire()
 
@@ -254,10 +251,6 @@ class _Thread:
 
     def is_alive(self) -> bool:
         return self._strand is not None and not self._strand.ended
-
-    @property
-    def ident(self) -> int | None:
-        return None if self._strand is None else self._strand.number
 
 
 class _Local:

@@ -68,27 +68,12 @@ def test_a_larger_disk() -> None:
     assert sentences(replace(QUIET, tiers={"cpu": RAM, "disk": disk}))[2] == "2 TB more disk: +5.0 points of hit rate."
 
 
-@pytest.mark.parametrize(
-    ("reason", "said"),
-    [
-        ("partial_chunk", "31 % of misses are partial chunks: `save_unfull_chunk`, or a smaller `chunk_size`."),
-        ("declined", "31 % of misses are chunks that the admission kept from flash: consider `flash_admission: all`."),
-        ("tier_down", "31 % of misses are chunks of a tier that is down: `tiercache top` shows its circuit breaker."),
-        (
-            "too_slow",
-            "31 % of misses are chunks of a tier that is slower than computing: a faster tier would serve them.",
-        ),
-        ("deadline", "31 % of misses are too late: see `lookup_timeout_ms` and `blocking_timeout_secs`."),
-        (
-            "evicted_1h",
-            "31 % of misses are evicted chunks that were used less than an hour before: a larger cache keeps them.",
-        ),
-        ("gap", "31 % of misses are chunks behind a missing one, which only a larger cache avoids."),
-    ],
-)
-def test_a_reason_of_many_misses(reason: str, said: str) -> None:
-    found = sentences(missed(never_stored=69.0, **{reason: 31.0}))
-    assert found[1:3] == ["69 % of misses are asked for the first time: no cache of any size has those.", said]
+def test_reasons_of_many_misses_come_in_their_order() -> None:
+    found = sentences(missed(never_stored=69.0, partial_chunk=31.0))
+    assert found[1:3] == [
+        "69 % of misses are asked for the first time: no cache of any size has those.",
+        "31 % of misses are partial chunks: `save_unfull_chunk`, or a smaller `chunk_size`.",
+    ]
 
 
 def test_a_reason_of_few_misses_is_not_mentioned() -> None:
@@ -98,12 +83,6 @@ def test_a_reason_of_few_misses_is_not_mentioned() -> None:
 def test_every_reason_has_a_sentence() -> None:
     for reason in REASONS:
         assert len(sentences(missed(**{reason: 1.0}))) == 3, reason
-
-
-def test_more_of_a_full_disk_is_not_advised() -> None:
-    disk = replace(DISK, hit_rate_doubled=0.431)
-    said = sentences(replace(QUIET, tiers={"cpu": RAM, "disk": disk}))[2]
-    assert said == "More disk is not worth it: twice as much brings +0.1 points of hit rate."
 
 
 def test_prefill_that_was_saved() -> None:

@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.core.eviction import MEAN_LRU, POLICIES, LeafLru, Resident, rank_policy
+from tiercache.core.eviction import MEAN_LRU, POLICIES, LeafLru, Resident
 from tiercache.core.keys import tenant_of, tenant_tag
 
 TENANTS = (b"", tenant_tag("a"), tenant_tag("b"))
@@ -22,10 +22,6 @@ def key(number: int, tenant: bytes = b"") -> bytes:
 
 def keys_of(numbers: Sequence[int]) -> list[bytes]:
     return [key(number) for number in numbers]
-
-
-def made(policy: str = "LRU") -> LeafLru:
-    return LeafLru(policy)
 
 
 def put(order: LeafLru, numbers: Sequence[int], slots: int | None = None) -> list[int]:
@@ -70,7 +66,7 @@ def release(order: LeafLru, entry: Resident) -> None:
     [("LRU", [2, 3, 1]), ("FIFO", [1, 2, 3]), ("LFU", [3, 2, 1]), ("MRU", [1, 3, 2])],
 )
 def test_the_rank_decides_among_leaves(policy: str, expected: list[int]) -> None:
-    order = made(policy)
+    order = LeafLru(policy)
     for number in (1, 2, 3):
         put(order, [number])
     for number in (1, 1, 2, 2, 3, 1):
@@ -81,16 +77,11 @@ def test_the_rank_decides_among_leaves(policy: str, expected: list[int]) -> None
 @pytest.mark.parametrize("policy", MEAN_LRU)
 def test_policies_that_are_not_built_mean_lru(policy: str) -> None:
     assert policy in POLICIES
-    assert made(policy.lower()).policy == "LRU"
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(KeyError):
-        rank_policy("ARC")
+    assert LeafLru(policy.lower()).policy == "LRU"
 
 
 def test_of_one_access_the_tail_is_colder_than_the_head() -> None:
-    order = made()
+    order = LeafLru()
     for number in range(4):
         order.insert(Resident(key(number)))
     order.access(keys_of([2, 0, 3, 1]))
@@ -98,7 +89,7 @@ def test_of_one_access_the_tail_is_colder_than_the_head() -> None:
 
 
 def test_a_prefix_that_is_larger_than_the_cache_keeps_its_head() -> None:
-    order = made()
+    order = LeafLru()
     put(order, range(100, 110), slots=10)
     evicted = put(order, range(30), slots=10)
     assert evicted[:10] == list(range(109, 99, -1)), "first what was used before"
@@ -107,7 +98,7 @@ def test_a_prefix_that_is_larger_than_the_cache_keeps_its_head() -> None:
 
 
 def test_an_access_while_leased_counts() -> None:
-    order = made()
+    order = LeafLru()
     put(order, [1])
     put(order, [2])
     leased = lease(order, 1)
@@ -117,7 +108,7 @@ def test_an_access_while_leased_counts() -> None:
 
 
 def test_links_in_contradicting_orders_never_close_a_circle() -> None:
-    order = made()
+    order = LeafLru()
     chance = random.Random(1)
     for number in range(40):
         order.insert(Resident(key(number)))
@@ -127,12 +118,12 @@ def test_links_in_contradicting_orders_never_close_a_circle() -> None:
 
 
 def test_a_renewed_leaf_outlives_its_equals_and_counts_no_access() -> None:
-    order = made()
+    order = LeafLru()
     put(order, [1])
     put(order, [2])
     order.renew(keys_of([1]))
     assert all_victims(order) == [2, 1]
-    often = made("LFU")
+    often = LeafLru("LFU")
     put(often, [1])
     put(often, [2])
     often.access(keys_of([2]))
@@ -143,7 +134,7 @@ def test_a_renewed_leaf_outlives_its_equals_and_counts_no_access() -> None:
 
 def test_a_forest_that_was_accessed_as_a_whole_is_evicted_in_that_order() -> None:
     """Leaves move to other buckets, and those of the oldest ones come from parents of which no child is left."""
-    order = made()
+    order = LeafLru()
     prefixes = [range(number, number + 4) for number in range(0, 8000, 4)]
     for prefix in prefixes:
         put(order, prefix)

@@ -47,15 +47,6 @@ POLICIES = (*RANKS, *MEAN_LRU)
 """All values of `cache_policy`."""
 
 
-def rank_policy(policy: str) -> str:
-    """Return the name of the rank function for a `cache_policy`. Raises KeyError for an unknown policy."""
-    name = policy.upper()
-    if name in MEAN_LRU:
-        return "LRU"
-    RANKS[name]
-    return name
-
-
 class Resident:
     """A chunk in a slot of the hot cache."""
 
@@ -119,8 +110,8 @@ class LeafLru:
     """
 
     def __init__(self, policy: str = "LRU", *, by_tenant: bool = False) -> None:
-        """`policy` is a name in `POLICIES`. `by_tenant` allows victims of a single tenant."""
-        self.policy = rank_policy(policy)
+        """`policy` is a name in `POLICIES`, in any case. `by_tenant` allows victims of a single tenant."""
+        self.policy = "LRU" if policy.upper() in MEAN_LRU else policy.upper()
         self.entries: dict[ChunkKey, Resident] = {}
         self.evictable = 0
         """Residents without a lease."""

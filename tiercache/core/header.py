@@ -37,7 +37,6 @@ _FIELDS = struct.Struct("<8sIHH32s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
 KEY_AT = 16
 _KEY_FIELD_BYTES = 32
-_PAYLOAD_BYTES = slice(64, 72)
 _CODECS = {VERSION: [int(Codec.PLAIN)], COMPRESSED_VERSION: [int(codec) for codec in COMPRESSING]}
 
 
@@ -105,11 +104,6 @@ class Header:
         if fingerprint is not None and header.fingerprint != fingerprint:
             raise HeaderError(f"layout: expected {fingerprint.hex()}, found {header.fingerprint.hex()}")
         return header
-
-    @staticmethod
-    def payload_bytes_of(raw: Any) -> int:
-        """Return the payload length in a packed header, without any check."""
-        return int.from_bytes(raw[_PAYLOAD_BYTES], "little")
 
     def check_payload(self, checksum: int) -> None:
         """Raise HeaderError unless this is the payload's checksum."""

@@ -178,25 +178,16 @@ async def _measure_steps(bench: Bench, ours: Side, file: Path) -> None:
     amounts = bench.amounts
     bench.plan.progress(f"vLLM: steps with {amounts.waiting} requests waiting")
     await asyncio.to_thread(ours.server.forget_prefix_cache)
-    _clear(file)
+    os.truncate(file, 0)  # the connector appends to it
     asks = crowd(bench.text, 0, amounts.waiting + CLIENTS + amounts.waiting_ends)
     await ask_until(ours.server, asks, amounts.waiting_ends)
     await ours.settle()
-    found_s = _read_steps(file, amounts.waiting)
+    found_s = steps_s(file.read_text(), amounts.waiting)
     if not found_s:
         raise ours.server.failed(f"{amounts.waiting} requests never waited at once")
     bench.figures.add(f"{OURS}.step_median_ms", statistics.median(found_s) * 1e3)
     bench.figures.add(f"{OURS}.step_p99_ms", p99(found_s) * 1e3)
     bench.figures.add(f"{OURS}.step_count", len(found_s))
-
-
-def _clear(file: Path) -> None:
-    """The connector appends to it."""
-    os.truncate(file, 0)
-
-
-def _read_steps(file: Path, waiting: int) -> list[float]:
-    return steps_s(file.read_text(), waiting)
 
 
 async def _measure_slow(bench: Bench, disk: SlowDisk, alone: Side) -> None:
@@ -218,5 +209,3 @@ async def _measure_slow(bench: Bench, disk: SlowDisk, alone: Side) -> None:
         bench.compare(f"disk_{state}", ALONE)
     for name, value in (("well", disk.well_s), ("slow", disk.slow_s)):
         bench.figures.add(f"{OURS}.disk_{name}.file_read_ms", value * 1e3)
-
-

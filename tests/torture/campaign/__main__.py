@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.torture.campaign.command import WORKER, run_campaign
@@ -14,13 +15,13 @@ from tiercache.errors import ConfigError
 
 
 def campaign_command(
-    directory: Path, minutes: float, seed: int | None, parts: list[str] | None = None, *, worker: str = WORKER
+    directory: Path, minutes: float, seed: int | None, parts: Sequence[str] = PARTS, worker: str = WORKER
 ) -> int:
     """0: nothing was found; 1: something was; 2: it could not be done; 130: it was interrupted."""
     seed = time.time_ns() % 1_000_000 if seed is None else seed
     print(f"seed {seed}", flush=True)
     try:
-        report = run_campaign(directory, minutes, seed, list(PARTS) if parts is None else parts, worker=worker)
+        report = run_campaign(directory, minutes, seed, parts, worker=worker)
     except (ConfigError, NurseryFailed) as error:
         print(error, file=sys.stderr)
         return 2
@@ -38,7 +39,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--worker", default=WORKER, help="a module whose run(order, connection) is a worker's life")
     given = parser.parse_args()
-    return campaign_command(given.directory, given.minutes, given.seed, given.parts.split(","), worker=given.worker)
+    return campaign_command(given.directory, given.minutes, given.seed, given.parts.split(","), given.worker)
 
 
 if __name__ == "__main__":

@@ -106,17 +106,18 @@ class _Campaign:
         began_s = now_s()
         places = sum(len(PLACES[part]) for part in self._report.parts)
         round_s = min(_ROUND_S, max(_SHORTEST_ROUND_S, self._seconds / places / _ROUNDS_A_PLACE / 2))
-        async with self._nursery() as nursery, self._open_referees(nursery):
-            for played in rounds(self._report.seed, self._report.parts, round_s):
-                if now_s() - began_s + round_s / 2 > self._seconds or not self._referees:
-                    break
-                if played.place in self._referees:
-                    await self._play_round(self._referees[played.place], played)
-                if self._report.failed:
-                    break
-            for referee in self._referees.values():
-                await referee.end()
-            self._judge_growth(now_s() - began_s)
+        with Nursery(self._worker, self._directory / "nursery.log") as nursery:
+            async with self._open_referees(nursery):
+                for played in rounds(self._report.seed, self._report.parts, round_s):
+                    if now_s() - began_s + round_s / 2 > self._seconds or not self._referees:
+                        break
+                    if played.place in self._referees:
+                        await self._play_round(self._referees[played.place], played)
+                    if self._report.failed:
+                        break
+                for referee in self._referees.values():
+                    await referee.end()
+                self._judge_growth(now_s() - began_s)
 
     async def _play_round(self, referee: Referee, played: Round) -> None:
         try:
@@ -124,15 +125,6 @@ class _Campaign:
         except (TimeoutError, OSError, RuntimeError):
             self._report.findings.add("campaign broke", f"{played.place}: {traceback.format_exc()}")
         self._report.rounds += 1
-
-    @asynccontextmanager
-    async def _nursery(self) -> AsyncIterator[Nursery]:
-        nursery = Nursery(self._worker, self._directory / "nursery.log")
-        try:
-            nursery.open()
-            yield nursery
-        finally:
-            nursery.close()
 
     @asynccontextmanager
     async def _open_referees(self, nursery: Nursery) -> AsyncIterator[None]:

@@ -67,7 +67,6 @@ class Crew:
             f"{self.seed}/{slot}/{number}",
             self.place.overrides(slot),
             str(self.log),
-            emulator=self.place.name == "hf3fs",
         )
         process = self._nursery.start(order)
         process.hear = self._hear

@@ -21,8 +21,6 @@ class Order(msgspec.Struct, frozen=True):
     """Of `Config.load`."""
     log: str
     """A file for what it logs."""
-    emulator: bool = False
-    """Whether it needs the modules of the 3FS emulator."""
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):
@@ -131,8 +129,6 @@ class Found(msgspec.Struct, frozen=True, tag=True):
 
 class Rested(msgspec.Struct, frozen=True, tag=True):
     """All is written, and nothing is under way."""
-
-    breakers: dict[str, str]
 
 
 Report = (

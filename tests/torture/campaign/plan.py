@@ -55,7 +55,6 @@ class Fault:
 class Round:
     number: int
     place: str
-    part: str
     seconds: float
     writers: int
     """Processes that work side by side, the one that is never killed among them."""
@@ -70,7 +69,7 @@ def rounds(seed: int, parts: tuple[str, ...], seconds: float) -> Iterator[Round]
             place = PLACES[part][number // len(parts) % len(PLACES[part])]
             random = Random(f"{seed}/round/{number}")
             writers = random.randint(2, 4)
-            yield Round(number, place, part, seconds, writers, _faults(random, TEMPERS[part], seconds))
+            yield Round(number, place, seconds, writers, _faults(random, TEMPERS[part], seconds))
             number += 1
 
 

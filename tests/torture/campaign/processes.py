@@ -30,15 +30,14 @@ class NurseryFailed(Exception):
 
 
 class Nursery:
-    """`worker` is a module whose `run(order, connection)` is a worker's life."""
+    """Used with `with`. `worker` is a module whose `run(order, connection)` is a worker's life."""
 
     def __init__(self, worker: str, log: Path) -> None:
         self._worker = worker
         self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def open(self) -> None:
-        """Waits until it can fork. Raises NurseryFailed."""
+    def __enter__(self) -> Nursery:
+        """Wait until it can fork. Raises NurseryFailed."""
         self._asking, theirs = socket.socketpair()
         self._asking.settimeout(START_S)
         command = [sys.executable, "-m", "tests.torture.campaign.nursery", str(theirs.fileno()), self._worker]
@@ -53,7 +52,11 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C is the campaign's to handle
             )
-        self._answered(lambda: self._asking.recv(1))
+        with contextlib.suppress(OSError):
+            if self._asking.recv(1):
+                return self
+        self.__exit__()
+        raise NurseryFailed(f"the process that starts workers did not start; it said: {self._log.read_text()[-2000:]}")
 
     def start(self, order: Order) -> Process:
         """Raises NurseryFailed."""
@@ -70,26 +73,14 @@ class Nursery:
             raise NurseryFailed(f"no worker can be started: the nursery is gone; see {self._log}")
         return Process(order, int(json.loads(said)), given[0], ours)
 
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Its children go with it."""
-        process, self._process = self._process, None
-        if process is None:
-            return
         self._asking.close()
         try:
-            process.wait(START_S)
+            self._process.wait(START_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(START_S)
-
-    def _answered(self, ask: Callable[[], bytes]) -> None:
-        try:
-            if ask():
-                return
-        except OSError:
-            pass
-        self.close()
-        raise NurseryFailed(f"the process that starts workers did not start; it said: {self._log.read_text()[-2000:]}")
+            self._process.kill()
+            self._process.wait(START_S)
 
 
 class Process:
@@ -99,7 +90,6 @@ class Process:
         self.order = order
         self.name = order.name
         self.pid = pid
-        self.started_s = now_s()
         self.heard_s = now_s()
         self.expected_to_end = False
         self.ended = asyncio.Event()

@@ -20,16 +20,8 @@ Shell = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """The repository's files by links; what commands write stays here."""
-    for name in (
-        "Makefile",
-        "examples",
-        "pyproject.toml",
-        "requirements",
-        "tests",
-        "tiercache",
-        "README.md",
-        "LICENSE",
-    ):
+    files = "Makefile examples pyproject.toml requirements tests tiercache README.md LICENSE"
+    for name in files.split():
         (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / "small.yaml").write_text(SMALL.format(place=tmp_path))
     return tmp_path

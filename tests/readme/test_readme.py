@@ -3,7 +3,6 @@ else than the page says, or that is new and has no entry here, fails."""
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import itertools
 import json
@@ -12,12 +11,14 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.control.conftest import LAYOUT, TOKENS, config_of
 from tests.readme.blocks import (
     KINDS,
     REPOSITORY,
@@ -33,8 +34,9 @@ from tests.readme.blocks import (
 )
 from tests.readme.conftest import Shell
 from tests.servers.ports import hold_port
+from tests.test_cache_advice import ask
 from tests.vllm.models import shorten
-from tiercache import Config
+from tiercache import CacheThread, Config
 from tiercache.demo.server import quickest_dtype
 
 EXCERPTS = REPOSITORY / "tests/replay/excerpts"
@@ -199,57 +201,42 @@ def offload(command: str, shell: Shell, place: Path) -> str:
     return ""
 
 
+@contextmanager
+def embedded(place: Path, config: Config | None = None) -> Iterator[CacheThread]:
+    """A cache with a disk and a control socket, for commands that ask it."""
+    with closing(CacheThread(config or config_of(place), LAYOUT)) as thread:
+        yield thread
+
+
 def top(command: str, shell: Shell, place: Path) -> str:
     """Once, of an embedded cache: without `--once` it would go on until Ctrl-C."""
-    return asyncio.run(watched(command, place, shell))
-
-
-async def watched(command: str, place: Path, shell: Shell) -> str:
-    from tests.control.conftest import LAYOUT, TOKENS, config_of
-    from tiercache import TierCache
-
-    async with TierCache.open(config_of(place), LAYOUT) as cache:
-        await cache.store(TOKENS, [bytes(LAYOUT.chunk_bytes)] * (len(TOKENS) // LAYOUT.chunk_tokens))
-        await cache.flush()
-        once = command.replace("PATH", str(place / "c.sock")).removesuffix(" --once") + " --once"
-        said = (await asyncio.to_thread(shell, once)).stdout
+    with embedded(place) as thread:
+        payloads = [bytes(LAYOUT.chunk_bytes)] * (len(TOKENS) // LAYOUT.chunk_tokens)
+        thread.submit(thread.cache.store(TOKENS, payloads)).result(60)
+        thread.submit(thread.cache.flush()).result(60)
+        said = shell(command.replace("PATH", str(place / "c.sock")).removesuffix(" --once") + " --once").stdout
     assert "disk" in said and "closed" in said
     return said
 
 
 def advise(command: str, shell: Shell, place: Path) -> str:
     """Of an embedded cache whose RAM is a little smaller than what its requests ask for in turns."""
-    return asyncio.run(advised(command, place, shell))
-
-
-async def advised(command: str, place: Path, shell: Shell) -> str:
-    from tests.control.conftest import LAYOUT, config_of
-    from tests.test_cache_advice import ask
-    from tiercache import TierCache
-
-    async with TierCache.open(config_of(place), LAYOUT) as cache:
+    with embedded(place) as thread:
         for number in range(960):
-            await ask(cache, [(number % 96).to_bytes(24, "big")])
-            await cache.flush()
-        said = (await asyncio.to_thread(shell, command.replace("PATH", str(place / "c.sock")))).stdout
+            thread.submit(ask(thread.cache, [(number % 96).to_bytes(24, "big")])).result(60)
+            thread.submit(thread.cache.flush()).result(60)
+        said = shell(command.replace("PATH", str(place / "c.sock"))).stdout
     assert "960 requests" in said
     return said
 
 
 def ctl(command: str, shell: Shell, place: Path) -> str:
-    return asyncio.run(changed(command, place, shell))
-
-
-async def changed(command: str, place: Path, shell: Shell) -> str:
-    from tests.control.conftest import LAYOUT, config_of
-    from tiercache import Config, TierCache
-
     (place / "tiercache.yaml").write_text("queue_wait_s: 1\n")
     like = config_of(place)
     given = {name: getattr(like, name) for name in ("local_disk", "max_local_disk_size", "control_socket")}
     config = Config.load(place / "tiercache.yaml", environ={}, overrides={"max_local_cpu_size": 0.002, **given})
-    async with TierCache.open(config, LAYOUT):
-        return (await asyncio.to_thread(shell, command.replace("PATH", str(place / "c.sock")))).stdout
+    with embedded(place, config):
+        return shell(command.replace("PATH", str(place / "c.sock"))).stdout
 
 
 def differs(command: str, shell: Shell, place: Path) -> str:
@@ -262,21 +249,14 @@ def differs(command: str, shell: Shell, place: Path) -> str:
 
 def control(command: str, shell: Shell, place: Path) -> str:
     """The three commands belong together: a token, the server, a request. The cache behind them is an embedded one."""
-    return asyncio.run(controlled(command, place, shell))
-
-
-async def controlled(command: str, place: Path, shell: Shell) -> str:
-    from tests.control.conftest import LAYOUT, TOKENS, config_of
-    from tiercache import TierCache
-
     (block,) = (one for one in all_blocks("sh") if "serve-control" in one.text)
     *before, server, client = block.commands()
     assert command in (*before, server, client), "it is not in the block that is run here"
     assert "serve-control" in server and "curl" in client, "the three commands changed their order"
     port = hold_port()
-    async with TierCache.open(config_of(place), LAYOUT):
+    with embedded(place):
         for one in before:
-            await asyncio.to_thread(shell, one)
+            shell(one)
         here = server.replace("/run/tiercache/control.sock", str(place / "c.sock"))
         asked = client.replace("504, 3280, ...", ", ".join(map(str, TOKENS))).replace(":8300", f":{port}")
         assert here != server and str(TOKENS[-1]) in asked and str(port) in asked
@@ -287,7 +267,7 @@ async def controlled(command: str, place: Path, shell: Shell) -> str:
             do kill -0 $! || {{ cat control.log; exit 1; }}; sleep 0.05; done
             {asked.replace("curl ", "curl --fail-with-body -s ", 1)}
         """
-        answer = (await asyncio.to_thread(shell, script)).stdout
+        answer = shell(script).stdout
     assert json.loads(answer)["handle"]
     return answer
 

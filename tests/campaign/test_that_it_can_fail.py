@@ -1,9 +1,13 @@
 """Each defect that a campaign looks for, put into a worker: it is found, and said so that one can begin to look for it."""
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.campaign import bugs
+from tests.campaign.bugs import BUG
 from tests.torture.campaign import crew, referee
 from tests.torture.campaign.command import run_campaign
 from tests.torture.campaign.processes import NurseryFailed
@@ -15,7 +19,8 @@ SECONDS = 60.0
 
 def found(directory: Path, bug: str, kind: str, seconds: float = SECONDS) -> tuple[Report, str]:
     """A campaign of workers with that bug, and its first finding of that kind."""
-    report = run_campaign(directory, seconds / 60, 1, ("disk",), worker=f"tests.campaign.bugs.{bug}")
+    with mock.patch.dict(os.environ, {BUG: bug}):
+        report = run_campaign(directory, seconds / 60, 1, ("disk",), worker=bugs.__name__)
     assert report.findings.counts[kind], "\n".join(report.lines())
     assert report.failed
     assert report.directory.is_dir(), "what was found is kept"
@@ -62,9 +67,9 @@ def test_process_that_hangs_is_found_and_its_stacks_are_logged(tmp_path: Path, m
     monkeypatch.setattr(referee, "RECOVERY_S", 2.0)
     report, _ = found(tmp_path, "hangs", "process hangs")
     log = "".join(path.read_text() for path in report.directory.glob("disk*.log"))
-    assert "hangs.py" in log
+    assert "in hangs" in log
 
 
 def test_worker_that_cannot_start_ends_the_campaign_with_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(NurseryFailed, match="No module named 'tests.campaign.bugs.nobody'"):
-        run_campaign(tmp_path, 0.1, 1, ("disk",), worker="tests.campaign.bugs.nobody")
+    with pytest.raises(NurseryFailed, match="No module named 'tests.campaign.nobody'"):
+        run_campaign(tmp_path, 0.1, 1, ("disk",), worker="tests.campaign.nobody")

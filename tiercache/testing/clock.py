@@ -15,16 +15,16 @@ _BEGAN_S = 1_000.0
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    def __init__(self) -> None:
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
         super().__init__()
         self.now_s = _BEGAN_S
-        self.busy: Callable[[], bool] | None = None
+        self._is_busy = is_busy
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None or timeout <= 0:
             return super().select(timeout)
         events = super().select(min(timeout, _GRACE_S))
-        if events or not _others_wait() or (self.busy is not None and self.busy()):
+        if events or not _others_wait() or self._is_busy():
             return events
         events = super().select(0)  # a thread may have reported since
         if not events:
@@ -66,16 +66,9 @@ class JumpingClockLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
+        self.busy: Callable[[], bool] = lambda: False
+        self._jumping = _JumpingSelector(lambda: self.busy())
         super().__init__(self._jumping)
-
-    @property
-    def busy(self) -> Callable[[], bool] | None:
-        return self._jumping.busy
-
-    @busy.setter
-    def busy(self, busy: Callable[[], bool] | None) -> None:
-        self._jumping.busy = busy
 
     def time(self) -> float:
         return self._jumping.now_s

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiercache import CacheThread, Config, ConfigError, Layout, TierCache
+from tests.tiers.others import running
+from tests.tiers.test_disk_healing import HOLDER
+from tiercache import Config, ConfigError, Layout, TierCache
 from tiercache.core.header import file_bytes
 from tiercache.errors import CacheClosed
 
@@ -138,6 +140,20 @@ async def test_store_lookup_load_by_tokens_across_a_restart(tmp_path: Path) -> N
         assert cache.lookup_hot(cache.keys(tokens)) == 5, "what was read is hot"
 
 
+@pytest.mark.parametrize("how", ["as a prefix", "as a batch", "one by one"])
+async def test_what_fills_four_fifths_of_full_memory_is_read_back_whole(how: str) -> None:
+    layout = Layout("test-model", chunk_tokens=64, bytes_per_token=16)
+    chunk = payload(1, layout.chunk_bytes)
+    async with opened(layout=layout, max_local_cpu_size=640 * layout.chunk_bytes / 2**30) as cache:
+        for first in (10_000, *range(0, 2560, 512)):
+            keys = [key(first + number) for number in range(512)]
+            if how == "one by one":
+                assert all([await cache.put(one, chunk) for one in keys])
+            else:
+                assert await cache.put_many(keys, [chunk] * 512, prefix=how == "as a prefix") == 512
+            assert await cache.get_into(keys, [np.empty_like(chunk) for _ in keys]) == 512, f"from {first} on"
+
+
 async def test_other_tenant_and_other_layout_see_nothing(tmp_path: Path) -> None:
     tokens = list(range(64))
     async with opened(tmp_path, tenant_salt="a") as cache:
@@ -191,19 +207,6 @@ async def test_without_local_cpu_memory_is_staging_only(tmp_path: Path) -> None:
             assert lease is not None
             assert np.array_equal(lease.view, payload(3))
         assert cache.statistics().slots_free == statistics.slots
-
-
-async def test_cancelled_put_stores_nothing_and_leaks_nothing() -> None:
-    async with opened() as cache:
-        for steps in range(8):
-            put = asyncio.create_task(cache.put(key(steps), payload(steps)))
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            put.cancel()
-            (outcome,) = await asyncio.gather(put, return_exceptions=True)
-            assert cache.cpu.contains(key(steps)) is (outcome is True)
-            assert is_whole(cache)
-            assert await cache.put(key(steps), payload(steps))
 
 
 async def test_every_slot_leased_is_a_skipped_put_at_its_deadline_and_never_a_hang() -> None:
@@ -288,24 +291,6 @@ async def test_arena_too_small_for_the_layout_says_what_to_raise() -> None:
     with pytest.raises(ConfigError, match="max_local_cpu_size.*at least 4 are needed"):
         async with opened(layout=Layout("big", chunk_tokens=64, bytes_per_token=1 << 20)):
             pass
-
-
-def test_thread_serves_a_synchronous_engine(tmp_path: Path) -> None:
-    thread = CacheThread(configured(tmp_path), LAYOUT)
-    assert thread.submit(thread.cache.put(key(1), payload(1))).result(10)
-    into = np.zeros(CHUNK_BYTES, np.uint8)
-    assert thread.submit(thread.cache.get_into([key(1)], [into])).result(10) == 1
-    assert np.array_equal(into, payload(1))
-    assert thread.close().complete
-    assert thread.close().complete
-    with pytest.raises(CacheClosed):
-        thread.submit(thread.cache.put(key(2), payload(2)))
-
-
-def test_thread_raises_what_opening_raises(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="local_disk"):
-        CacheThread(configured(tmp_path / "file"), LAYOUT)
 
 
 def test_import_is_quick_and_takes_neither_torch_nor_vllm() -> None:
@@ -404,3 +389,125 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
         assert np.array_equal(into, payload(1))
         await cache.flush()
         assert is_whole(cache)
+
+
+# Chunks that stay in the hot cache, or leave it alone
+
+TWO = [key(1), key(2)]
+
+
+@pytest.mark.parametrize("admission", ["all", "second_touch"])
+async def test_no_tier_below_gets_a_hot_only_chunk(tmp_path: Path, admission: str) -> None:
+    async with opened(tmp_path, flash_admission=admission) as cache:
+        into = [np.zeros(CHUNK_BYTES, np.uint8) for _ in TWO]
+        for _ in range(2):
+            assert await cache.put_many(TWO, [payload(1), payload(2)], prefix=True, hot_only=TWO[1:]) == 2
+            assert await cache.get_into(TWO, into) == 2
+            assert np.array_equal(into[1], payload(2))
+        assert (await cache.flush()).complete
+        (disk,) = cache.tiers
+        assert [disk.contains(each) for each in TWO] == [True, False]
+        cache.clear_hot()
+        assert await cache.lookup_each(TWO) == [True, False]
+
+
+async def test_chunks_leave_the_hot_cache_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        assert await cache.put_many(TWO, [payload(1), payload(2)]) == 2
+        assert (await cache.flush()).complete
+        async with cache.get(TWO[0]) as lease:
+            assert lease is not None
+            assert cache.clear_hot([TWO[0], key(3)]) == 1
+            assert cache.lookup_hot(TWO) == 0 and cache.lookup_hot(TWO[1:]) == 1
+            assert np.array_equal(lease.view, payload(1))
+        assert await cache.lookup_each(TWO) == [True, True]
+        assert is_whole(cache)
+
+
+# Forget, with real processes in the way
+
+
+async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    async with opened(tmp_path) as cache:
+        (disk,) = cache.tiers
+        assert await cache.put(key(1), payload(1))
+        assert (await cache.flush()).complete
+        file = Path(disk.path(key(1)))  # type: ignore[attr-defined]
+        assert file.exists()
+        async with running("-c", HOLDER, tmp_path / ".tiercache" / "ledger"):
+            began_s = loop.time()
+            await cache.forget([key(1)])
+            assert loop.time() - began_s < 5.0
+            assert not file.exists()
+            async with cache.get(key(1), deadline_s=1.0) as lease:
+                assert lease is None
+        assert await cache.put(key(1), payload(2))
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        into = bytearray(CHUNK_BYTES)
+        assert await cache.get_into([key(1)], [into]) == 1
+        assert bytes(into) == payload(2).tobytes()
+
+
+async def test_a_close_removes_what_a_cancelled_forget_has_left(tmp_path: Path) -> None:
+    keys = [key(number) for number in range(1, 301)]
+    async with opened(tmp_path) as cache:
+        assert await cache.put_many(keys, [payload(number) for number in range(1, 301)], deadline_s=60.0) == 300
+        assert (await cache.flush()).complete
+        forgetting = asyncio.ensure_future(cache.forget(keys))
+        await asyncio.sleep(0)
+        forgetting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forgetting
+    async with opened(tmp_path) as cache:
+        assert not any(await cache.lookup_each(keys))
+
+
+# A caller that drops the coroutine of a call in the middle
+
+EIGHT = [key(number) for number in range(1, 9)]
+DROPPED: dict[str, Callable[[TierCache], Coroutine[Any, Any, object]]] = {
+    "put_many": lambda cache: cache.put_many([key(n) for n in range(100, 140)], [payload(1)] * 40),
+    "get_into": lambda cache: cache.get_into(EIGHT, [np.empty(CHUNK_BYTES, np.uint8) for _ in EIGHT]),
+    "warm": lambda cache: cache.warm(EIGHT),
+    "lookup": lambda cache: cache.lookup_keys([*EIGHT, key(99)]),
+}
+
+
+async def goes_on(call: Coroutine[Any, Any, object], steps: int) -> bool:
+    """Run it until it waits for the `steps`-th time; False where it ends before that."""
+    for step in range(steps):
+        try:
+            waiting = call.send(None)
+        except StopIteration:
+            return False
+        if step == steps - 1:
+            break
+        if waiting is None:
+            await asyncio.sleep(0)
+            continue
+        waiting._asyncio_future_blocking = False
+        over = asyncio.Event()
+        waiting.add_done_callback(lambda _, over=over: over.set())
+        await over.wait()
+    return True
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+async def test_what_is_dropped_in_mid_way_gives_everything_back(tmp_path: Path, name: str, steps: int) -> None:
+    async with opened(tmp_path) as cache:
+        assert await cache.put_many(EIGHT, [payload(number) for number in range(1, 9)]) == 8
+        assert (await cache.flush()).complete
+        for half in EIGHT[4:]:
+            cache.cpu.forget(half)  # the rest is read from the disk
+        call = DROPPED[name](cache)
+        await goes_on(call, steps)
+        call.close()
+        async with asyncio.timeout(30):
+            while not is_whole(cache):
+                await asyncio.sleep(0)
+        into = [np.empty(CHUNK_BYTES, np.uint8) for _ in EIGHT]
+        assert await cache.get_into(EIGHT, into) == 8
+        assert all(np.array_equal(into[n], payload(n + 1)) for n in range(8))

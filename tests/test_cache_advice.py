@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, opened, payload
-from tiercache import CacheThread, TierCache
+from tests.test_cache import CHUNK_BYTES, LAYOUT, key, opened, payload
+from tiercache import TierCache
 from tiercache.core.advice import Usage, sentences
 
 SLOTS = 32
@@ -212,20 +211,3 @@ async def test_an_empty_cache_and_one_request() -> None:
         assert cache.statistics().advice.usage.missed_tokens["partial_chunk"] == pytest.approx(10)
         await ask(cache, [key(1)])
         assert cache.statistics().advice.requests == 1
-
-
-async def test_everything_may_be_forgotten() -> None:
-    keys = [key(number) for number in range(SLOTS)]
-    async with opened() as cache:
-        await ask_in_turns(cache, range(SLOTS))
-        await cache.forget(keys)
-        await ask_in_turns(cache, range(SLOTS))
-        assert await ask_in_turns(cache, range(SLOTS)) == SLOTS
-        assert chunks_missed(cache.statistics().advice.usage) == {"never_stored": 2 * SLOTS}
-        assert hit_rate(cache, SLOTS) == pytest.approx(1 / 3)
-
-
-def test_a_cache_on_a_thread_has_advice() -> None:
-    with closing(CacheThread(configured(), LAYOUT)) as thread:
-        thread.submit(thread.cache.lookup(list(range(TOKENS)))).result(10)
-        assert thread.cache.statistics().advice.requests == 1, "another thread may ask"

@@ -235,45 +235,6 @@ async def test_weka_path_on_another_file_system_is_an_error(opened: Opened, tmp_
             pass
 
 
-async def test_tiers_are_detached_and_attached_beside_tensors_that_come_and_go(
-    opened: Opened, driver: TwinDriver, tmp_path: Path
-) -> None:
-    places = {"gds_path": str(tmp_path), "max_gds_size": 0.1}
-    places |= {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 0.1}
-    async with opened(**places) as cache:
-        tensors, keys = chunks(driver, range(15)), [key_of(number) for number in range(15)]
-        rounds, stop = 0, False
-
-        async def read(part: slice) -> int:
-            places = [tensor_on(driver, tensor.shape) for tensor in tensors[part]]
-            delivered = await cache.get_into(keys[part], places)
-            assert all(same(*pair) for pair in zip(places[:delivered], tensors[part], strict=False))
-            return delivered
-
-        async def use(part: slice) -> None:
-            nonlocal rounds
-            while not stop:
-                await cache.put_many(keys[part], tensors[part])
-                cache.clear_hot()
-                await read(part)
-                rounds += 1
-
-        users = [asyncio.create_task(use(slice(first, first + 5))) for first in (0, 5, 10)]
-        for names in (["gds"], ["disk"], ["gds", "disk"]):
-            for change in (lambda name: cache.detach(name, timeout_s=0.01), cache.attach):
-                for name in names:
-                    await change(name)
-                until = rounds + 4
-                while rounds < until and not any(user.done() for user in users):
-                    await asyncio.sleep(0)
-        stop = True
-        await asyncio.gather(*users)
-        await cache.put_many(keys, tensors)
-        assert (await cache.flush()).complete
-        cache.clear_hot()
-        assert await read(slice(0, 15)) == 15
-
-
 async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     (tensor,) = chunks(driver, range(1))
     hold = threading.Event()
@@ -288,16 +249,3 @@ async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: T
         place = tensor_on(driver, tensor.shape)
         assert await cache.get_into([key_of(1)], [place]) == 1, "it was written before the first cache closed"
         assert same(place, tensor)
-
-
-async def test_forgotten_chunk_does_not_come_back_from_a_queue(
-    opened: Opened, driver: TwinDriver, tmp_path: Path
-) -> None:
-    async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
-        tensors = chunks(driver, range(20))
-        keys = [key_of(number) for number in range(20)]
-        await cache.put_many(keys, tensors)
-        await cache.forget(keys)
-        await cache.flush()
-        assert (await cache.lookup_keys(keys)).chunks == 0
-        assert cache.statistics().tiers["gds"].resident == 0

@@ -165,27 +165,6 @@ async def test_forgotten_here_is_found_nowhere_at_once(in_memory: Path) -> None:
         assert is_whole(cache)
 
 
-async def test_forgotten_while_it_is_being_mapped_it_does_not_arrive(in_memory: Path) -> None:
-    async with sharing(in_memory) as cache:
-        await put(cache, 1)
-        cache.clear_hot()
-        for steps in range(12):
-
-            async def get() -> bool:
-                async with cache.get(key(1)) as lease:
-                    return lease is not None
-
-            getting = asyncio.ensure_future(get())
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            await cache.forget([key(1)])
-            await getting
-            assert not await get()
-            assert cache.statistics().tiers["shared_memory"].mapped_bytes == 0
-            await put(cache, 1)
-            cache.clear_hot()
-
-
 @pytest.mark.parametrize("local_cpu", [True, False])
 async def test_a_read_from_a_tier_below_writes_nothing_that_others_see(
     in_memory: Path, tmp_path: Path, local_cpu: bool

@@ -124,27 +124,6 @@ async def test_growth_while_a_shrink_is_under_way_ends_with_the_new_size() -> No
         assert await found(cache, keys, MIB) == 48 and is_whole(cache)
 
 
-async def test_a_hot_cache_shrinks_and_grows_beside_puts_and_gets(tmp_path: Path) -> None:
-    async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA // 2)) as cache:
-        stop = False
-
-        async def use(first: int) -> None:
-            while not stop:
-                for number in range(first, first + 6):
-                    await cache.put(key(number), payload(number, MIB))
-                await found(cache, [key(number) for number in range(first, first + 6)], MIB)
-
-        users = [asyncio.create_task(use(1 + 6 * user)) for user in range(3)]
-        for slots in (8, 32, 4, 16, 6, 32):
-            await cache.reconfigure({"max_local_cpu_size": gb(slots * MIB)})
-            await cache.put(key(1000), payload(1000, MIB))
-            assert cache.statistics().slots >= slots
-        stop = True
-        await asyncio.gather(*users)
-        assert (await cache.flush()).complete
-        assert is_whole(cache) and cache.statistics().slots == 32
-
-
 WRONG = {
     "more than was reserved": ({"max_local_cpu_size": 1.0}, r"max_local_cpu_size: expected at most .* GB, .* found 1;"),
     "no chunk": ({"max_local_disk_size": 1e-6}, "max_local_disk_size: .* GB hold no chunk of 0.07 MiB"),
@@ -283,33 +262,6 @@ async def test_chunks_forgotten_while_a_tier_is_detached_leave_it_when_it_is_att
             await asyncio.sleep(0.05)
         cache.clear_hot()
         assert await found(cache, keys) == 2
-
-
-async def test_a_tier_is_detached_and_attached_beside_puts_and_gets(tmp_path: Path) -> None:
-    async with opened(tmp_path) as cache:
-        stop = False
-
-        async def use(first: int) -> int:
-            rounds = 0
-            while not stop:
-                for number in range(first, first + 12):
-                    await cache.put(key(number), payload(number))
-                cache.clear_hot()
-                await found(cache, [key(number) for number in range(first, first + 12)])
-                rounds += 1
-            return rounds
-
-        users = [asyncio.create_task(use(1 + 12 * user)) for user in range(3)]
-        for _ in range(5):
-            await cache.detach("disk", timeout_s=0.05)
-            await cache.put(key(1000), payload(1000))
-            await cache.attach("disk")
-        stop = True
-        assert min(await asyncio.gather(*users)) > 0
-        assert (await cache.flush()).complete
-        cache.clear_hot()
-        await found(cache, [key(number) for number in range(1, 37)])
-        assert is_whole(cache)
 
 
 async def test_a_detach_that_is_cancelled_while_it_waits_leaves_the_tier_attached(tmp_path: Path) -> None:

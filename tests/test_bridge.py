@@ -1,4 +1,4 @@
-"""CacheThread where something goes wrong: each call ends, and what was put is written."""
+"""CacheThread: a synchronous engine uses it, and where something goes wrong each call ends and what was put is written."""
 
 import asyncio
 import concurrent.futures
@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.test_cache import LAYOUT, configured, key, payload
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
 from tiercache import CacheThread, ConfigError
 from tiercache.errors import CacheClosed
 
@@ -32,6 +33,24 @@ def no_more_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_thread_serves_a_synchronous_engine(tmp_path: Path) -> None:
+    thread = CacheThread(configured(tmp_path), LAYOUT)
+    assert thread.submit(thread.cache.put(key(1), payload(1))).result(10)
+    into = np.zeros(CHUNK_BYTES, np.uint8)
+    assert thread.submit(thread.cache.get_into([key(1)], [into])).result(10) == 1
+    assert np.array_equal(into, payload(1))
+    assert thread.close().complete
+    assert thread.close().complete
+    with pytest.raises(CacheClosed):
+        thread.submit(thread.cache.put(key(2), payload(2)))
+
+
+def test_thread_raises_what_opening_raises(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="local_disk"):
+        CacheThread(configured(tmp_path / "file"), LAYOUT)
 
 
 def test_loop_that_cannot_be_made_is_one_clear_error() -> None:

@@ -388,21 +388,6 @@ async def test_cancelled_start_ends_when_the_arena_that_was_being_made_is_given_
     await again.close()
 
 
-async def test_puts_that_wait_for_memory_when_the_cache_is_closed_do_not_hang(
-    tmp_path: Path, arena_file: Path, held: list[Lease], caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = await started(tmp_path, arena_file)
-    first = await put_that_waits(cache, held)
-    puts = [first, *(asyncio.ensure_future(cache.put(key(number), payload(number))) for number in range(100, 400))]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    await cache.close(0.5)
-    for put in puts:
-        with pytest.raises(CacheClosed):
-            await put
-    assert "abandoned" not in caplog.text
-
-
 async def test_tier_that_fails_to_close_is_logged_and_everything_else_is_closed(
     tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,42 +58,6 @@ async def test_put_get_and_miss() -> None:
         assert is_whole(cache)
 
 
-@pytest.mark.parametrize(
-    "kind", ["bytes", "bytearray", "memoryview", "float16", "strided", "tensor", "bfloat16 tensor"]
-)
-async def test_anything_with_bytes_can_be_put_and_got_into(kind: str) -> None:
-    raw = payload(1)
-    value: object
-    if kind in ("tensor", "bfloat16 tensor"):
-        import torch
-
-        value = torch.from_numpy(raw.copy())
-        into = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
-        if kind == "bfloat16 tensor":
-            value = value.view(torch.bfloat16).reshape(64, -1).t().contiguous().t()
-            into = torch.zeros(value.shape, dtype=torch.bfloat16)
-    elif kind == "float16":
-        value = raw.view(np.float16).reshape(32, -1)
-        into = np.zeros_like(value)
-    elif kind == "strided":
-        value = np.repeat(raw, 2)[::2]
-        into = np.zeros(2 * CHUNK_BYTES, np.uint8)[::2]
-    else:
-        value = {"bytes": bytes, "bytearray": bytearray, "memoryview": memoryview}[kind](raw.tobytes())
-        into = bytearray(CHUNK_BYTES)
-    async with opened() as cache:
-        assert await cache.put(key(1), value)
-        assert await cache.get_into([key(1)], [into]) == 1
-        if kind == "tensor":
-            assert torch.equal(into, value)
-        elif kind == "bfloat16 tensor":
-            assert torch.equal(into.view(torch.int16), value.contiguous().view(torch.int16))
-        else:
-            assert bytes(memoryview(np.ascontiguousarray(into)).cast("B")) == bytes(
-                memoryview(np.ascontiguousarray(value)).cast("B")
-            )
-
-
 async def test_shorter_tail_keeps_its_length_and_shows_nothing_of_the_slots_last_chunk(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         for number in range(64):

@@ -1,9 +1,15 @@
-"""What a caller hands over is stored, and handed out, byte for byte, whatever numpy and torch call it."""
+"""What a caller hands over is stored, and handed out, byte for byte, whatever numpy and torch call it. Bytes of a slot's
+earlier chunk are in none of it, nor in the rest of its last page: whole pages go to other tiers."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.test_cache import key, opened
+from tests.remote.test_example_tier import EXAMPLES
+from tests.test_cache import CHUNK_BYTES, key, opened, payload
+from tiercache import TierCache
+from tiercache.core.header import aligned
 from tiercache.payloads import sink_of, source_of
 
 GAPS = np.dtype({"names": ["a", "b"], "formats": ["u1", "u4"], "offsets": [0, 4], "itemsize": 12})
@@ -67,6 +73,31 @@ def test_array_in_another_order_is_stored_in_the_order_of_its_items(dtype: type)
     assert np.array_equal(into, array)
 
 
+@pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "float16", "strided", "bfloat16 tensor"])
+async def test_anything_with_bytes_can_be_put_and_got_into(kind: str) -> None:
+    raw = payload(1)
+    value, into = raw, bytearray(CHUNK_BYTES)
+    if kind == "bfloat16 tensor":
+        import torch
+
+        value = torch.from_numpy(raw.copy()).view(torch.bfloat16).reshape(64, -1).t().contiguous().t()
+        into = torch.zeros_like(value)
+    elif kind == "float16":
+        value = raw.view(np.float16).reshape(32, -1)
+        into = np.zeros_like(value)
+    elif kind == "strided":
+        value = np.repeat(raw, 2)[::2]
+        into = np.zeros(2 * CHUNK_BYTES, np.uint8)[::2]
+    else:
+        value = {"bytes": bytes, "bytearray": bytearray, "memoryview": memoryview}[kind](raw.tobytes())
+    async with opened() as cache:
+        assert await cache.put(key(1), value)
+        assert await cache.get_into([key(1)], [into]) == 1
+    if kind == "bfloat16 tensor":
+        into = into.contiguous().view(torch.uint8).numpy()
+    assert np.ascontiguousarray(into).tobytes() == raw.tobytes()
+
+
 async def test_nothing_of_others_is_inside_a_chunk_of_structures() -> None:
     async with opened() as cache:
         others = [key(number) for number in range(100, 132)]
@@ -76,3 +107,66 @@ async def test_nothing_of_others_is_inside_a_chunk_of_structures() -> None:
         async with cache.get(key(1)) as lease:
             assert lease is not None
             assert bytes(lease.view) == RAW
+
+
+LENGTH_BYTES = 40 * 1024 + 5
+SLOTS = 32
+
+
+def fs(place: Path, compression: str) -> dict[str, object]:
+    prefix = "remote_storage_plugin.fs.a."
+    options = {f"{prefix}url": place.as_uri(), f"{prefix}max_size": 1, f"{prefix}compression": compression}
+    return {"remote_storage_plugins": ["fs.a"], "extra_config": options}
+
+
+def sqlite(place: Path) -> dict[str, object]:
+    prefix = "remote_storage_plugin.sqlite.a."
+    options = {
+        f"{prefix}module_path": "sqlite_tier", f"{prefix}class_name": "SqliteTier", f"{prefix}file": str(place / "kv.sqlite")
+    }  # fmt: skip
+    return {"remote_storage_plugins": ["sqlite.a"], "extra_config": options}
+
+
+def disk(place: Path, compression: str) -> dict[str, object]:
+    return {"local_disk": str(place), "max_local_disk_size": 0.1, "disk_compression": compression}
+
+
+def compressible() -> np.ndarray:
+    return np.repeat(payload(1, LENGTH_BYTES // 8 + 1), 8)[:LENGTH_BYTES]
+
+
+async def use_all_slots(cache: TierCache) -> None:
+    others = [key(number) for number in range(100, 100 + SLOTS)]
+    assert await cache.put_many(others, [np.full(CHUNK_BYTES, 0xBB, np.uint8)] * SLOTS) == SLOTS
+    await cache.forget(others)
+
+
+@pytest.mark.parametrize("kind", ["disk none", "disk zstd", "fs none", "fs lz4", "own"])
+async def test_chunk_from_any_tier_has_zeroes_behind_it(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decompressing left there what the slot held before, and values of servers have no padding at all."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    name, _, compression = kind.partition(" ")
+    values = {"disk": disk, "fs": fs}[name](tmp_path, compression) if compression else sqlite(tmp_path)
+    async with opened(**values) as cache:
+        await cache.put(key(1), compressible())
+        await cache.flush()
+        cache.clear_hot()
+        await use_all_slots(cache)
+        async with cache.get(key(1)) as lease:
+            assert lease is not None
+            assert np.array_equal(lease.view, compressible())
+            assert lease.padded.nbytes == aligned(LENGTH_BYTES)
+            assert not lease.padded[LENGTH_BYTES:].any()
+
+
+async def test_next_tier_gets_nothing_of_others(tmp_path: Path) -> None:
+    async with opened(**fs(tmp_path / "a", "zstd")) as cache:
+        await cache.put(key(1), compressible())
+    async with opened(tmp_path / "b", **fs(tmp_path / "a", "zstd")) as cache:
+        await use_all_slots(cache)
+        assert await cache.warm([key(1)]) == 1
+        await cache.put(key(1), compressible())
+    (file,) = (tmp_path / "b").glob(f"*/{key(1).hex()}")
+    assert b"\xbb" * 16 not in file.read_bytes()

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import TracebackType
 
 _BLOCK_S = 250e-6
 """What is let through at a time, as time: short enough that connections take turns."""
@@ -31,9 +30,7 @@ class Link:
     def __enter__(self) -> Link:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._process.kill()
         self._process.communicate()
 

@@ -48,16 +48,7 @@ def test_interrupted_campaign_ends_soon_and_leaves_nothing(short_path: Path, num
 
 
 def test_killed_campaign_takes_its_workers_with_it(short_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.torture.campaign",
-        str(short_path),
-        "--minutes",
-        "10",
-        "--parts",
-        "disk",
-    ]
+    command = [sys.executable, "-m", "tests.torture.campaign", str(short_path), "--minutes", "10", "--parts", "disk"]
     campaign = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     while not list(short_path.glob("campaign-*/disk/chunks/??")):
         assert campaign.poll() is None

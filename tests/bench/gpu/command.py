@@ -226,15 +226,7 @@ def _without_gpu() -> str:
 
 
 def _versions() -> dict[str, str]:
-    names = (
-        "torch",
-        "triton",
-        "kvikio-cu13",
-        "libkvikio-cu13",
-        "nvidia-cufile",
-        "uvloop",
-        "pytest",
-    )
+    names = ("torch", "triton", "kvikio-cu13", "libkvikio-cu13", "nvidia-cufile", "uvloop", "pytest")
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -34,17 +34,8 @@ class Opened:
     """
 
     __slots__ = (
-        "_append",
-        "_direct",
-        "_readable",
-        "_writable",
-        "disk",
-        "flags",
-        "inode",
-        "path",
-        "position",
-        "severed",
-    )
+        "_append", "_direct", "_readable", "_writable", "disk", "flags", "inode", "path", "position", "severed",
+    )  # fmt: skip
 
     def __init__(self, disk: Disk, inode: Inode, path: str, flags: int) -> None:
         self.disk = disk

@@ -32,17 +32,8 @@ class Strand:
     """Something that runs: an event loop's thread, or a worker's. It belongs to a process and ends with it."""
 
     __slots__ = (
-        "greenlet",
-        "is_ready",
-        "joined",
-        "local",
-        "loop",
-        "name",
-        "number",
-        "process",
-        "scheduled_s",
-        "until_s",
-    )
+        "greenlet", "is_ready", "joined", "local", "loop", "name", "number", "process", "scheduled_s", "until_s",
+    )  # fmt: skip
 
     def __init__(self, name: str, number: int, process: Process) -> None:
         self.name = name

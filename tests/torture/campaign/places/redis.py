@@ -72,17 +72,8 @@ class RedisPlace(Place):
         """Until it answers. Raises RuntimeError when it does not."""
         # It goes when the thread goes that has started it, which lives as long as the campaign.
         dying_with_us = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-        command = [
-            *dying_with_us,
-            "redis-server",
-            "--port",
-            str(self._port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(self.directory),
-        ]
-        command += ["--save", "", "--daemonize", "no"]
+        command = [*dying_with_us, "redis-server", "--port", str(self._port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self.directory), "--save", "", "--daemonize", "no"]
         with (self.directory / "redis.log").open("ab") as log:
             self._server = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -250,6 +250,31 @@ async def test_a_detached_tier_is_neither_read_nor_written_and_has_its_chunks_ag
         assert is_whole(cache)
 
 
+async def test_a_read_that_has_begun_ends_before_its_tier_closes(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        keys = await fill(cache, 1)
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        tier, begun, gate = cache.tiers[0], asyncio.Event(), asyncio.Event()
+        read = tier.read
+
+        async def waits(each: bytes, into: np.ndarray) -> int | None:
+            begun.set()
+            await gate.wait()
+            return await read(each, into)
+
+        tier.read = waits  # type: ignore[method-assign]
+        reading = asyncio.create_task(found(cache, keys))
+        await begun.wait()
+        detaching = asyncio.create_task(cache.detach("disk"))
+        while cache.statistics().breakers != {"disk": "detached"}:
+            await asyncio.sleep(0)
+        await asyncio.wait([detaching], timeout=0.1)
+        gate.set()
+        assert await reading == 1
+        await detaching
+
+
 async def test_chunks_forgotten_while_a_tier_is_detached_leave_it_when_it_is_attached(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         keys = await fill(cache, 4)
@@ -296,6 +321,7 @@ async def test_a_tier_with_a_full_queue_that_hangs_is_detached_in_time_and_no_pu
             await asyncio.sleep(0)
         async with asyncio.timeout(30):
             await cache.detach("disk", timeout_s=0.01)
+            assert not cache.statistics().writers["disk"].queued
             assert all(await asyncio.gather(*puts))
         assert await cache.put(key(50), payload(50))
         gate.set()

@@ -40,15 +40,19 @@ async def measure_mooncake(figures: Figures, plan: Plan) -> None:
         raise ConfigError(f"--only mooncake: {reason}")
     os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
     # Twice what is moved in one go: the master evicts from nine tenths on.
-    held_bytes = 2 * max(plan.count(size) * size for size in SIZES) // _SHARE
+    held_bytes = 2 * max(_count(plan, size) * size for size in SIZES)
     with running(plan.directory / "mooncake", size_bytes=held_bytes) as (master, _):
         for chunk_bytes in SIZES:
             await _measure_size(figures, plan, master, chunk_bytes)
         await _measure_existence(figures, plan, master)
 
 
+def _count(plan: Plan, chunk_bytes: int) -> int:
+    return max(DEPTH, plan.count(chunk_bytes) // _SHARE)
+
+
 async def _measure_size(figures: Figures, plan: Plan, master: Master, chunk_bytes: int) -> None:
-    size, count = size_name(chunk_bytes), max(DEPTH, plan.count(chunk_bytes) // _SHARE)
+    size, count = size_name(chunk_bytes), _count(plan, chunk_bytes)
     arena = Arena(ArenaSettings(size_bytes=2 * DEPTH * chunk_bytes))
     arena.memory[:] = np.random.default_rng(3).integers(0, 256, arena.memory.nbytes, dtype=np.uint8)
     slots = [arena.memory[number * chunk_bytes : (number + 1) * chunk_bytes] for number in range(2 * DEPTH)]

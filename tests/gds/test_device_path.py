@@ -20,7 +20,7 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.device_path import DevicePath
-from tiercache.scheduler.reads import Reader
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -78,8 +78,8 @@ class Bench:
         await self.tier.open()
         self.writer = TierWriter(self.tier, WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES, deadline_s=10.0))
         self.fan_out = FanOut([self.writer])
-        self.host_reader = Reader(self.cpu, [self.staging, self.tier])
-        self.device_reader = Reader(self.staging, [self.tier])
+        self.host_reader = Reader(self.cpu, [self.staging, self.tier], ReaderSettings())
+        self.device_reader = Reader(self.staging, [self.tier], ReaderSettings())
         self.path = DevicePath(self.device, self.cpu, self.staging, self.host_reader, self.device_reader, self.fan_out)
 
     async def close(self) -> None:
@@ -389,7 +389,7 @@ async def test_host_slot_of_a_copy_that_hangs_is_not_used_again_before_it_ends(
     assert await bench.put(1, paged=True) == 1
     bench.cpu.clear()
     monkeypatch.setattr("tiercache.device.device.LONGEST_COPY_S", 0.1)
-    hold, reader = Hold(bench.device.storing.stream), Reader(bench.cpu, [bench.staging])
+    hold, reader = Hold(bench.device.storing.stream), Reader(bench.cpu, [bench.staging], ReaderSettings())
     assert await reader.fetch(chunk(1)[0], bench.soon(0.5)) is None
     while reader.in_flight:
         await asyncio.sleep(0)

@@ -1,6 +1,7 @@
 """Workers when the machine has no thread left: the limit of processes, or of memory, is reached."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,8 +61,9 @@ async def test_put_while_no_thread_can_start_fails_at_once_holds_nothing_and_lat
         assert await asyncio.wait_for(cache.put(keys[3], bytearray(65536), deadline_s=1.0), 60)
 
 
-def test_arena_is_touched_by_the_threads_that_there_are() -> None:
+def test_arena_is_touched_by_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     with no_thread_to_be_had():
-        arena = Arena(ArenaSettings(size_bytes=256 << 20, threads=4))
+        arena = Arena(ArenaSettings(size_bytes=256 << 20))
     assert arena.memory.nbytes == 256 << 20
     arena.close()

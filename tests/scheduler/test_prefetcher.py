@@ -248,7 +248,7 @@ async def test_hint_keeps_what_a_prediction_has_promoted(work: Prefetching) -> N
 async def test_chunks_of_sessions_that_came_back_are_told(bench: Bench) -> None:
     continued: list[Sequence[ChunkKey]] = []
     plan = PrefetchPlan(CHUNK_BYTES, SLOTS * CHUNK_BYTES)
-    prefetcher = Prefetcher(Reader(bench.cpu, [bench.tier]), plan, on_continued=continued.append)
+    prefetcher = Prefetcher(Reader(bench.cpu, [bench.tier], ReaderSettings()), plan, on_continued=continued.append)
     keys = [chunk(number)[0] for number in range(3)]
     prefetcher.began("s", keys[:1])
     prefetcher.ended("s", keys[:1])

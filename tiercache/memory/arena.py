@@ -43,8 +43,6 @@ class ArenaSettings:
     hugepages: bool = False
     shm_name: str | None = None
     numa_node: int | None = None
-    threads: int = 0
-    """Pre-fault threads; 0 means the number of usable CPUs, at most 16."""
 
 
 class Arena:
@@ -78,7 +76,7 @@ class Arena:
                 self._prefer_node(settings.numa_node)
             offset = -self.address % HUGE_PAGE_BYTES if self.kind == "thp" else 0
             self.memory = self.memory[offset : offset + self.size_bytes]
-            self.populate([range(self.size_bytes)], settings.threads, unwanted)
+            self.populate([range(self.size_bytes)], unwanted)
         except (OSError, MemoryError, OverflowError) as error:
             self.close()
             raise ConfigError(self._refused(error)) from error
@@ -209,12 +207,10 @@ class Arena:
         if failed:
             logger.warning("numa_mode: node %d could not be preferred: %s", node, os.strerror(ctypes.get_errno()))
 
-    def populate(
-        self, places: Sequence[range], threads: int = 0, unwanted: Callable[[], bool] = lambda: False
-    ) -> None:
+    def populate(self, places: Sequence[range], unwanted: Callable[[], bool] = lambda: False) -> None:
         """Touch every page of the bytes `places`, which are not in use. Blocks. Raises OSError if there is no memory.
 
-        `threads` and `unwanted` are as for the arena.
+        Uses a thread for each usable CPU, at most 16. `unwanted` is as for the arena.
         """
         # A list of views would keep the memory alive after an error.
         steps = [
@@ -222,7 +218,7 @@ class Arena:
             for place in places
             for start in range(0, len(place), _PREFAULT_STEP_BYTES)
         ]
-        threads = threads or min(16, len(os.sched_getaffinity(0)))
+        threads = min(16, len(os.sched_getaffinity(0)))
         failures: list[OSError] = []
         began_s, size_gb = time.monotonic(), sum(map(len, places)) / 2**30
         logger.info("arena: touching %.2f GB of %s memory", size_gb, self.kind)

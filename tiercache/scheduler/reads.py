@@ -516,7 +516,7 @@ class Reader:
         self,
         cpu: CpuTier,
         tiers: Sequence[Tier],
-        settings: ReaderSettings | None = None,
+        settings: ReaderSettings,
         *,
         maps: bool = False,
     ) -> None:
@@ -525,7 +525,7 @@ class Reader:
         With `maps`, chunks of mapped tiers are read in place.
         """
         self.cpu = cpu
-        self.settings = settings or ReaderSettings()
+        self.settings = settings
         self.mapped = [tier for tier in tiers if maps and isinstance(tier, SharedMemoryTier)]
         for tier in self.mapped:
             tier.maps_ahead = True

@@ -29,12 +29,15 @@ logger = logging.getLogger("tiercache.writer")
 
 _FORGOTTEN_AT_ONCE = 256
 """Keys that a `forget` handles in one iteration of the loop."""
+_QUEUE_ITEMS = 65536
+_ATTEMPTS = 3
+_FIRST_PAUSE_S = 0.05
+"""Pause in seconds before the second attempt; it doubles for each further attempt."""
 
 
 @dataclass(frozen=True)
 class WriterSettings:
     queue_bytes: int
-    queue_items: int = 65536
     on_full: str = "wait"
     """wait, skip or replace.
 
@@ -42,9 +45,6 @@ class WriterSettings:
     is not written to this tier. With replace, the oldest queued chunk is dropped instead.
     """
     wait_s: float = 1.0
-    attempts: int = 3
-    first_pause_s: float = 0.05
-    """Pause in seconds before the second attempt; it doubles for each further attempt."""
     deadline_s: float = 30.0
     """A write that takes longer is abandoned: it counts as failed, and its memory stays leased until it ends."""
     most_at_once: int = 65536
@@ -88,12 +88,12 @@ class _Write:
 class TierWriter:
     """Owns the leases in its queue. Bound to the event loop."""
 
-    def __init__(self, tier: Tier, settings: WriterSettings, breaker: BreakerSettings | None = None) -> None:
+    def __init__(self, tier: Tier, settings: WriterSettings) -> None:
         self.tier = tier
         self.settings = settings
-        self.breaker = Breaker(breaker or BreakerSettings(slow_s=settings.deadline_s))
+        self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
         self.counters = WriterStatistics()
-        self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
+        self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, _QUEUE_ITEMS)
         self._writing: set[_Write] = set()
         self._latest: dict[ChunkKey, _Write] = {}
         """The latest write of each key in `_writing`; it waits for an earlier write of forgotten bytes."""
@@ -231,7 +231,7 @@ class TierWriter:
     def limit(self, settings: WriterSettings) -> None:
         """Change the settings. A queue above its new limit takes nothing until it is below it."""
         self.settings = settings
-        self._queue.max_bytes, self._queue.max_items = settings.queue_bytes, settings.queue_items
+        self._queue.max_bytes = settings.queue_bytes
 
     def replace_tier(self, before: Tier, after: Tier) -> list[asyncio.Task[Any]]:
         """Use `after` in place of the tier `before`, if that is this writer's. Return the operations in flight there."""
@@ -298,10 +298,10 @@ class TierWriter:
         Returns False if it is given up, True if the tier answered, or if the chunk was forgotten.
         """
         loop, lease, counters = asyncio.get_running_loop(), write.lease, self.counters
-        for attempt in range(self.settings.attempts):
+        for attempt in range(_ATTEMPTS):
             if attempt:
                 counters.retried += 1
-                await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
+                await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
                 if not self.breaker.allows(loop.time()):
                     break
                 write.began_s = loop.time()
@@ -344,7 +344,7 @@ class TierWriter:
                 counters.written += 1
                 counters.seconds.add(took_s)
                 return True
-            if not write.wanted or attempt + 1 == self.settings.attempts:
+            if not write.wanted or attempt + 1 == _ATTEMPTS:
                 counters.declined += 1
                 return True
             write.wanted = False

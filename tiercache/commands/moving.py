@@ -120,7 +120,7 @@ def _import(stream: BufferedReader, directory: Path, cap_bytes: int) -> Moved:
     """
     block, seen = stream.read(HEADER_BYTES), 0
     fingerprint = Header.unpack(block).fingerprint
-    found = Moved(str(directory), fingerprint.hex(), problem="it is cut: it has no end")
+    found = Moved(str(directory), fingerprint.hex(), problem="the file is cut: it has no end; copy or export it again")
     place = make_place(directory, access_as_found(found_place(directory) / ".tiercache"))
     with ExitStack() as stack:
         files = open_files(place, stack, cap_bytes, fingerprint)
@@ -128,7 +128,9 @@ def _import(stream: BufferedReader, directory: Path, cap_bytes: int) -> Moved:
             for header in _headers(stream, block, fingerprint):
                 if header.key == _END:
                     expected = header.payload_checksum
-                    found.problem = "" if seen == expected else f"expected {expected:,} chunks, found {seen:,}"
+                    found.problem = ""
+                    if seen != expected:
+                        found.problem = f"expected {expected:,} chunks, found {seen:,}; copy or export the file again"
                     break
                 seen += 1
                 _import_one(stream, header, files, found)

@@ -257,12 +257,12 @@ async def test_figures_have_the_tag_and_nothing_has_the_salt(
         }  # fmt: skip
         assert statistics["tiers"]["cpu"]["tenants"]["default"]["chunks"] == 2
         figures = figures_of(cache)
-        metrics = exposition({Path("c.sock"): figures}).decode()
+        metrics = exposition({"c.sock": figures}).decode()
         row = f'tiercache_tenant_bytes{{socket="c.sock",tenant="{tag}",tier="cpu"}} {QUOTA * CHUNK_BYTES:.1f}'
         assert row in metrics
         assert f'tiercache_tenant_evicted{{socket="c.sock",tenant="{tag}",tier="disk"}} 32.0' in metrics
         console = Console(width=200, record=True)
-        for table in tables_of({Path("c.sock"): figures}, {}, 0.0):
+        for table in tables_of({"c.sock": figures}, {}, 0.0):
             console.print(table)
         seen = console.export_text()
         assert tag in seen and "default" in seen

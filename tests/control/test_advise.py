@@ -7,11 +7,14 @@ import json
 import sys
 from pathlib import Path
 
+import httpx
+
 from tests.cli.conftest import tiercache
-from tests.control.conftest import CHUNKS, LAYOUT, TOKENS
+from tests.control.conftest import CHUNKS, LAYOUT, TOKENS, config_of
 from tiercache import TierCache
 from tiercache.control.client import Fleet, ask
 from tiercache.control.families import figures_of
+from tiercache.control.http import make_app
 from tiercache.control.messages import Advise, Lookup
 from tiercache.control.metrics import exposition
 
@@ -48,6 +51,24 @@ async def test_json_has_the_figures_of_every_socket(cache: TierCache, place: Pat
     assert answer["sentences"] == ["1 requests so far: too few for advice, which begins at 100."]
 
 
+async def test_sockets_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("a", "b")]
+    for place in places:
+        place.mkdir()
+    sockets = {str(place / "c.sock") for place in places}
+    async with TierCache.open(config_of(places[0]), LAYOUT), TierCache.open(config_of(places[1]), LAYOUT):
+        words = [word for socket in sockets for word in ("--socket", socket)]
+        status, out, _ = await run(*words, "--json")
+        assert status == 0
+        assert json.loads(out).keys() == sockets
+        transport = httpx.ASGITransport(make_app(Fleet([Path(socket) for socket in sockets]), None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.get("/v1/statistics")).json().keys() == sockets
+            text = (await client.get("/metrics")).text
+    for socket in sockets:
+        assert text.count(f'tiercache_up{{socket="{socket}"}} 1.0') == 1
+
+
 def test_no_cache_is_an_error(tmp_path: Path) -> None:
     found = tiercache("advise", "--socket", str(tmp_path / "none.sock"))
     assert found.returncode == 2
@@ -71,7 +92,7 @@ async def test_lookups_of_a_gateway_are_not_requests(cache: TierCache, place: Pa
 async def test_metrics_have_the_same_figures(cache: TierCache, place: Path) -> None:
     await cache.lookup(TOKENS)
     await cache.lookup([7, *TOKENS])
-    text = exposition({place: figures_of(cache)}).decode()
+    text = exposition({"c.sock": figures_of(cache)}).decode()
     usage = cache.statistics().advice.usage
     assert f'tiercache_asked_tokens_total{{socket="c.sock"}} {float(usage.asked_tokens)}' in text
     missed = float(usage.missed_tokens["never_stored"])

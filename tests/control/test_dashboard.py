@@ -35,7 +35,7 @@ def of_vllm_only(panel: dict[str, Any]) -> bool:
 async def test_every_metric_of_a_panel_is_exported_by_a_running_cache(cache: TierCache) -> None:
     async with cache.get(cache.keys(TOKENS)[0]) as lease:
         assert lease is not None
-    text = exposition({Path("c.sock"): figures_of(cache)}).decode()
+    text = exposition({"c.sock": figures_of(cache)}).decode()
     exported = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     for panel in panels():
         if not of_vllm_only(panel):

@@ -68,7 +68,7 @@ async def test_one_refresh_shows_a_running_cache(cache: TierCache, tmp_path: Pat
 @pytest.mark.parametrize("columns", [80, 120])
 async def test_every_column_has_its_name_in_a_narrow_terminal(cache: TierCache, columns: int) -> None:
     console = Console(width=columns, force_terminal=True, color_system=None, file=io.StringIO())
-    (table,) = tables_of({Path("c.sock"): figures_of(cache)}, {}, 0.0)
+    (table,) = tables_of({"c.sock": figures_of(cache)}, {}, 0.0)
     assert isinstance(table, Table)
     for part in fitting(table, console):
         console.print(part)

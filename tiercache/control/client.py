@@ -78,7 +78,7 @@ class Fleet:
         self.paths = paths
 
     def sockets(self) -> list[Path]:
-        return [socket for path in self.paths for socket in find_sockets(path)]
+        return list(dict.fromkeys(socket for path in self.paths for socket in find_sockets(path)))
 
     async def ask(self, command: Command) -> dict[str, Any]:
         """Return the merged answer, and under `failed` the errors of workers by socket.
@@ -111,6 +111,13 @@ class Fleet:
                 return error
 
         return dict(zip(sockets, await asyncio.gather(*map(answer, sockets)), strict=True))
+
+    async def ask_named(self, command: Command) -> dict[str, dict[str, Any] | ControlError]:
+        """Return the answers of `ask_each` by the socket's file name, or by its path if `paths` have equal file names."""
+        paths = set(self.paths)
+        unique = len({path.name for path in paths}) == len(paths)
+        answers = await self.ask_each(command)
+        return {socket.name if unique else str(socket): answer for socket, answer in answers.items()}
 
 
 def _combined(answers: list[dict[str, Any]]) -> dict[str, Any]:

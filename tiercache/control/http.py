@@ -165,18 +165,18 @@ class _Server:
         """Return an endpoint with the answer of each socket by its name, since sums over ranks would hide a slow rank."""
 
         async def answer(request: Request) -> Response:
-            answers = await self._fleet.ask_each(command)
+            answers = await self._fleet.ask_named(command)
             return _json(
                 {
-                    path.name: error_of(answer) if isinstance(answer, ControlError) else answer
-                    for path, answer in answers.items()
+                    name: error_of(answer) if isinstance(answer, ControlError) else answer
+                    for name, answer in answers.items()
                 }
             )
 
         return answer
 
     async def metrics(self, request: Request) -> Response:
-        answers: Any = await self._fleet.ask_each(Statistics()) if self._fleet.sockets() else {}
+        answers: Any = await self._fleet.ask_named(Statistics()) if self._fleet.sockets() else {}
         return Response(exposition(answers), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self, request: Request) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -15,22 +14,22 @@ from tiercache.control.families import FAMILIES, TENANTS, Family, Figures
 from tiercache.core.estimate import Distribution
 
 
-def exposition(answers: Mapping[Path, dict[str, Any] | Exception]) -> bytes:
-    """Return the text format for the answer of each socket to `Statistics`; a cache without an answer is down."""
+def exposition(answers: Mapping[str, dict[str, Any] | Exception]) -> bytes:
+    """Return the text format for the answers of sockets, by name, to `Statistics`; a cache without an answer is down."""
     return generate_latest(_Snapshot(answers))
 
 
 class _Snapshot(Collector):
-    def __init__(self, answers: Mapping[Path, dict[str, Any] | Exception]) -> None:
+    def __init__(self, answers: Mapping[str, dict[str, Any] | Exception]) -> None:
         self._answers = answers
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("tiercache_up", "Whether the cache behind a control socket answers.", labels=["socket"])
         found: list[tuple[str, Figures]] = []
-        for path, answer in self._answers.items():
-            up.add_metric([path.name], 0 if isinstance(answer, Exception) else 1)
+        for name, answer in self._answers.items():
+            up.add_metric([name], 0 if isinstance(answer, Exception) else 1)
             if not isinstance(answer, Exception):
-                found.append((path.name, answer))
+                found.append((name, answer))
         yield up
         for family in (*FAMILIES, *TENANTS):
             yield _metric(family, found)

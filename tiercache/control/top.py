@@ -29,7 +29,7 @@ _HEADERS = (
 _MOST_TENANTS = 8
 """Tenants shown for each tier."""
 
-Answers = Mapping[Path, "dict[str, Any] | ControlError"]
+Answers = Mapping[str, "dict[str, Any] | ControlError"]
 
 
 def top_command(sockets: list[Path], every_s: float, once: bool) -> int:
@@ -51,7 +51,7 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
     with live or nullcontext():
         for turn in count():
             try:
-                answers: Answers = await fleet.ask_each(Statistics())
+                answers: Answers = await fleet.ask_named(Statistics())
             except ControlError as error:
                 if turn == 0:
                     raise
@@ -76,14 +76,14 @@ def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[T
     Rates and times cover the `elapsed_s` since `before`. Without it, times cover the life of the cache, and rates are
     empty.
     """
-    for path, answer in answers.items():
+    for name, answer in answers.items():
         if isinstance(answer, ControlError):
-            yield Text(f"{path.name}: {answer}", style="red")
+            yield Text(f"{name}: {answer}", style="red")
             continue
-        known = before.get(path)
-        yield _table(path.name, answer, None if isinstance(known, ControlError) else known, elapsed_s)
+        known = before.get(name)
+        yield _table(name, answer, None if isinstance(known, ControlError) else known, elapsed_s)
         if any(tier["tenants"] for tier in answer["statistics"]["tiers"].values()):
-            yield _tenants(path.name, answer)
+            yield _tenants(name, answer)
 
 
 def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float) -> Table:

@@ -26,13 +26,13 @@ _MOST_TENANTS = 4
 def advise_command(sockets: list[Path], plot_file: Path | None, as_json: bool) -> int:
     """Ask the caches, and return the exit status: 2 after an error, 1 if a cache of several does not answer."""
     try:
-        answers = asyncio.run(Fleet(sockets).ask_each(Advise()))
+        answers = asyncio.run(Fleet(sockets).ask_named(Advise()))
     except ControlError as error:
         return complain(str(error))
-    good = {path.name: answer for path, answer in answers.items() if not isinstance(answer, ControlError)}
-    for path, answer in answers.items():
+    good = {name: answer for name, answer in answers.items() if not isinstance(answer, ControlError)}
+    for name, answer in answers.items():
         if isinstance(answer, ControlError):
-            complain(f"{path}: {answer}")
+            complain(f"{name}: {answer}")
     if as_json:
         print(json.dumps(good, indent=1))
     else:

@@ -85,6 +85,45 @@ async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
         assert said.err.startswith(f"error: {tmp_path / 'c.sock.1'}: max_local_cpu_size: expected at most")
 
 
+async def test_what_any_rank_changes_and_why_each_refuses_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=rank, world_size=2) for rank in (0, 1)]
+    places = [tmp_path / "c.sock.0", tmp_path / "c.sock.1"]
+    async with TierCache.open(config_of(tmp_path), ranks[0]), TierCache.open(config_of(tmp_path), ranks[1]):
+        assert await ctl(places[0], "set", "max_local_disk_size=0.05") == 0
+        capsys.readouterr()
+        assert await ctl(tmp_path / "c.sock", "set", "max_local_disk_size=0.05") == 0
+        assert capsys.readouterr().out == "max_local_disk_size: 0.1 -> 0.05\n"
+        assert await ctl(places[0], "set", "max_local_disk_size=0.06") == 0
+        answer = await Fleet([tmp_path / "c.sock"]).ask(Reconfigure(changes={"max_local_disk_size": 0.06}))
+        assert answer == {"changed": ["max_local_disk_size: 0.05 -> 0.06"]}
+        capsys.readouterr()
+        assert await ctl(tmp_path / "c.sock", "set", "chunk_size=16") == 1
+        said = capsys.readouterr().err.splitlines()
+        assert [line.partition(": needs a restart")[0] for line in said] == [f"error: {place}" for place in places]
+
+
+@pytest.mark.parametrize("command", [["ctl", "set", "queue_wait_s=0.5"], ["advise"], ["top", "--once"]])
+async def test_a_socket_that_is_not_there_is_named_beside_one_that_is(
+    cache: TierCache, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    missing = tmp_path / "misspelt.sock"
+    words = [*command, "--socket", str(place), "--socket", str(missing)]
+    assert await asyncio.to_thread(app, words, standalone_mode=False) == 1
+    said = capsys.readouterr()
+    assert f"error: {missing}: no cache has a socket open there" in said.err
+    assert said.out
+
+
+async def test_a_key_that_is_given_twice_is_refused(
+    cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await ctl(place, "set", "max_local_disk_size=0.05", "max_local_disk_size=0.06") == 2
+    assert "max_local_disk_size is given twice" in capsys.readouterr().err
+    assert cache.config.max_local_disk_size == 0.1
+
+
 def test_a_cache_on_a_thread_of_its_own_is_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     thread = CacheThread(config_of(tmp_path), Layout("m", chunk_tokens=16, bytes_per_token=4096))
     try:

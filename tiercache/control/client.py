@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ async def ask(path: Path, command: Command) -> dict[str, Any]:
             finally:
                 writer.transport.abort()  # `close` would wait until the cache reads
     except TimeoutError:
-        raise ControlError("late", f"{path}: the cache does not answer in time") from None
+        raise ControlError("late", "the cache does not answer in time") from None
     except (OSError, asyncio.IncompleteReadError) as error:
-        raise ControlError("unreachable", f"{path}: no cache answers there: {error}") from None
+        raise ControlError("unreachable", f"no cache answers there: {error}") from None
     answer = msgspec.msgpack.decode(packed)
     if (refusal := answer.get("error")) is not None:
         raise ControlError(refusal["kind"], refusal["message"])
@@ -80,11 +81,16 @@ class Fleet:
     def sockets(self) -> list[Path]:
         return list(dict.fromkeys(socket for path in self.paths for socket in find_sockets(path)))
 
+    def missing(self) -> list[str]:
+        """Return a sentence for each of `paths` at which there is no socket."""
+        said = "no cache has a socket open there: is control_socket set in its configuration?"
+        return [f"{path}: {said}" for path in self.paths if not find_sockets(path)]
+
     async def ask(self, command: Command) -> dict[str, Any]:
         """Return the merged answer, and under `failed` the errors of workers by socket.
 
-        Counts of a prefix merge to the minimum over the workers, other counts to the maximum. Raises the first
-        ControlError if every worker failed.
+        Counts of a prefix merge to the minimum over the workers, other counts to the maximum, and lists are joined. Raises
+        the first ControlError, with its socket, if every worker failed.
         """
         if isinstance(command, Prefetch) and not command.handle:
             # All ranks use the same handle, so that the caller can query it later.
@@ -93,7 +99,8 @@ class Fleet:
         good = [answer for answer in answers.values() if not isinstance(answer, ControlError)]
         failed = {path: answer for path, answer in answers.items() if isinstance(answer, ControlError)}
         if not good:
-            raise next(iter(failed.values()))
+            path, error = next(iter(failed.items()))
+            raise ControlError(error.kind, f"{path}: {error}")
         named = {"failed": {str(path): str(error) for path, error in failed.items()}} if failed else {}
         return _combined(good) | named
 
@@ -130,6 +137,8 @@ def _combined(answers: list[dict[str, Any]]) -> dict[str, Any]:
             combined[name] = all(values)
         elif isinstance(value, int):
             combined[name] = min(values) if name in _LEAST else max(values)
+        elif isinstance(value, list):
+            combined[name] = list(dict.fromkeys(chain.from_iterable(values)))
         elif isinstance(value, dict):
             combined[name] = {key: min(found.get(key, 0) for found in values) for key in value}
     return combined

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tiercache.control.client import Fleet
 from tiercache.control.messages import Attach, Command, ControlError, Detach, Reconfigure, Reload
@@ -18,23 +19,32 @@ def ctl_command(sockets: list[Path], action: str, what: Sequence[str]) -> int:
     except ValueError as error:
         print(f"tiercache ctl: {error}", file=sys.stderr)
         return 2
+    fleet = Fleet(sockets)
     try:
-        answer = asyncio.run(Fleet(sockets).ask(command))
+        answers = asyncio.run(fleet.ask_each(command))
     except ControlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    failed = answer.get("failed", {})
-    for line in answer.get("changed", []) or ([] if failed else ["done" if what else "nothing differs"]):
+    good = [answer for answer in answers.values() if not isinstance(answer, ControlError)]
+    failed = [f"{path}: {answer}" for path, answer in answers.items() if isinstance(answer, ControlError)]
+    failed += fleet.missing()
+    changed = dict.fromkeys(line for answer in good for line in answer.get("changed", []))
+    for line in changed or ([] if failed else ["done" if what else "nothing differs"]):
         print(line)
-    for socket, why in failed.items():
-        print(f"error: {socket}: {why}", file=sys.stderr)
+    for problem in failed:
+        print(f"error: {problem}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def _command(action: str, what: Sequence[str]) -> Command:
     match action:
         case "set" if what and all(key and equals for key, equals, _ in (part.partition("=") for part in what)):
-            return Reconfigure(changes={key: value for key, _, value in (part.partition("=") for part in what)})
+            changes: dict[str, Any] = {}
+            for key, _, value in (part.partition("=") for part in what):
+                if key in changes:
+                    raise ValueError(f"{key} is given twice")
+                changes[key] = value
+            return Reconfigure(changes=changes)
         case "reload" if not what:
             return Reload()
         case "detach" if len(what) == 1:

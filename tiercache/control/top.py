@@ -33,14 +33,17 @@ Answers = Mapping[str, "dict[str, Any] | ControlError"]
 
 
 def top_command(sockets: list[Path], every_s: float, once: bool) -> int:
+    fleet = Fleet(sockets)
     try:
-        asyncio.run(_watch(Fleet(sockets), every_s, once, Console()))
+        asyncio.run(_watch(fleet, every_s, once, Console()))
     except ControlError as error:
         print(f"tiercache top: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         pass
-    return 0
+    for problem in (missing := fleet.missing() if once else []):
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if missing else 0
 
 
 async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> None:

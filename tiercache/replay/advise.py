@@ -25,14 +25,17 @@ _MOST_TENANTS = 4
 
 def advise_command(sockets: list[Path], plot_file: Path | None, as_json: bool) -> int:
     """Ask the caches, and return the exit status: 2 after an error, 1 if a cache of several does not answer."""
+    fleet = Fleet(sockets)
     try:
-        answers = asyncio.run(Fleet(sockets).ask_named(Advise()))
+        answers = asyncio.run(fleet.ask_named(Advise()))
     except ControlError as error:
         return complain(str(error))
     good = {name: answer for name, answer in answers.items() if not isinstance(answer, ControlError)}
     for name, answer in answers.items():
         if isinstance(answer, ControlError):
             complain(f"{name}: {answer}")
+    for problem in (missing := fleet.missing()):
+        complain(problem)
     if as_json:
         print(json.dumps(good, indent=1))
     else:
@@ -50,7 +53,7 @@ def advise_command(sockets: list[Path], plot_file: Path | None, as_json: bool) -
         curves = {name: list(_points(answer["advice"])) for name, answer in good.items()}
         if problem := plot(curves, plot_file):
             return complain(problem)
-    return 0 if len(good) == len(answers) else 1 if good else 2
+    return 0 if len(good) == len(answers) and not missing else 1 if good else 2
 
 
 def _by_tenant(advice: Mapping[str, Any]) -> Table:

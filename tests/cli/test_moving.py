@@ -207,6 +207,14 @@ def test_a_file_that_is_cut_is_said(exported: Path, tmp_path: Path, cut: int) ->
     assert is_counted_right(tmp_path / "new")
 
 
+def test_what_follows_the_end_is_said(exported: Path, tmp_path: Path) -> None:
+    exported.write_bytes(exported.read_bytes() * 2)  # as `cat A B` makes it
+    run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1)
+    assert run.returncode == 1
+    assert run.stderr == "error: more follows behind its end: import several exports one by one\n"
+    assert len(contents(tmp_path / "new")) == 6
+
+
 def test_imported_twice_nothing_changes(exported: Path, tmp_path: Path) -> None:
     for chunks, present in [(6, 0), (0, 6)]:
         run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1, "--json")

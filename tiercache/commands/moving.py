@@ -131,6 +131,8 @@ def _import(stream: BufferedReader, directory: Path, cap_bytes: int) -> Moved:
                     found.problem = ""
                     if seen != expected:
                         found.problem = f"expected {expected:,} chunks, found {seen:,}; copy or export the file again"
+                    elif stream.read(1):
+                        found.problem = "more follows behind its end: import several exports one by one"
                     break
                 seen += 1
                 _import_one(stream, header, files, found)

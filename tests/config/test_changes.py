@@ -33,6 +33,13 @@ def test_config_diff_says_what_is_live(tmp_path: Path) -> None:
         "remote_storage_plugin.redis.username: u -> v (live)",
     ]
     assert CliRunner().invoke(app, ["config", "diff", str(old), str(old)]).stdout == ""
+    new.write_text(old.read_text() + "\nmax_local_cpu_size: 6")
+    assert CliRunner().invoke(app, ["config", "diff", str(old), str(new)]).stdout == (
+        "max_local_cpu_size: 5.0 -> 6.0 (needs a restart, unless the cache was started with as much)\n"
+    )
+    assert CliRunner().invoke(app, ["config", "diff", str(new), str(old)]).stdout == (
+        "max_local_cpu_size: 6.0 -> 5.0 (live)\n"
+    )
     new.write_text("max_local_disk_size: much")
     assert CliRunner().invoke(app, ["config", "diff", str(old), str(new)]).exit_code == 1
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tiercache.config import Config
-from tiercache.config.changes import changes
+from tiercache.config.changes import Change, changes
 from tiercache.errors import ConfigError
 
 
@@ -18,5 +18,13 @@ def diff_command(old: Path, new: Path) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for change in found:
-        print(f"{change} ({'live' if change.live else 'needs a restart'})")
+        print(f"{change} ({_how(change)})")
     return 0
+
+
+def _how(change: Change) -> str:
+    if not change.live:
+        return "needs a restart"
+    if change.key == "max_local_cpu_size" and change.after > change.before:
+        return "needs a restart, unless the cache was started with as much"
+    return "live"

@@ -125,6 +125,21 @@ async def test_a_disk_has_a_size_and_its_hits(tmp_path: Path) -> None:
         assert tiers["disk"].written_bytes == 100 * CHUNK_BYTES
 
 
+async def test_a_disk_that_is_slower_than_computing_is_not_praised(tmp_path: Path) -> None:
+    async with opened(tmp_path, prefill_tokens_per_s=1e12) as cache:
+        for _ in range(10):
+            await ask_in_turns(cache, range(48))
+            await cache.flush()
+        advice = cache.statistics().advice
+        assert advice.usage.missed_tokens["too_slow"] > 0.8 * advice.usage.asked_tokens
+        disk = advice.tiers["disk"]
+        assert disk.hit_rate == pytest.approx(0.9)
+        assert disk.slow_tokens == advice.usage.missed_tokens["too_slow"]
+        ram_said, disk_said, *_ = sentences(advice)
+        assert "of hits in RAM, +" in ram_said and "+0.0 points of hit rate" not in ram_said
+        assert float(disk_said.removeprefix("disk: +").partition(" ")[0]) < 10.0
+
+
 async def test_chunks_of_an_earlier_process_are_hits_of_the_disk(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         await ask_in_turns(cache, range(50))

@@ -85,6 +85,20 @@ def test_every_reason_has_a_sentence() -> None:
         assert len(sentences(missed(**{reason: 1.0}))) == 3, reason
 
 
+def test_hits_that_a_tier_is_too_slow_for_are_not_counted_on() -> None:
+    slow = replace(DISK, hit_rate=0.6, hit_rate_halved=0.5, hit_rate_doubled=0.7, slow_tokens=2000.0)
+    usage = replace(QUIET.usage, sampled_tokens=10_000.0)
+    said = sentences(replace(QUIET, usage=usage, tiers={"cpu": RAM, "disk": slow}))
+    assert said[0] == "64 GB more RAM: +11.0 points of hit rate."
+    assert said[1].startswith("disk: +0.0 points, 2 TB written a day")
+    assert said[2] == "More disk is not worth it while loading from it is slower than computing."
+    partly = replace(slow, slow_tokens=500.0)
+    said = sentences(replace(QUIET, usage=usage, tiers={"cpu": RAM, "disk": partly}))
+    assert said[0] == "64 GB more RAM: +11.0 points of hits in RAM, +0.0 points of hit rate with the other tiers."
+    assert said[1].startswith("disk: +15.0 points")
+    assert said[2] == "2 TB more disk: +10.0 points of hit rate."
+
+
 def test_prefill_that_was_saved() -> None:
     assert sentences(QUIET)[-1] == (
         "5,000 tokens were loaded instead of computed; how many seconds that saved is unknown: set `prefill_tokens_per_s`."

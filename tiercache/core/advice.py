@@ -48,6 +48,8 @@ class TierAdvice:
     read_bytes: int
     admits_all: bool
     """False if an admission keeps chunks away. The hit rates are those of a tier that takes all."""
+    slow_tokens: float = 0.0
+    """Those of `Usage.sampled_tokens` that it had and that were missed, since computing them was faster."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,19 @@ def _tier(advice: Advice, name: str) -> Iterator[str]:
     title = "RAM" if tier is ram else name
     if tier is not ram:
         daily = size(tier.written_bytes * DAY_S / max(1.0, advice.span_s))
-        brings = max(0.0, tier.hit_rate - (0.0 if ram is None else ram.hit_rate))
+        brings = max(0.0, _served(advice, tier) - (0.0 if ram is None else ram.hit_rate))
         text = f"{name}: {_points(brings)}, {daily} written a day"
         if tier.read_bytes:
             text += f", {tier.written_bytes / tier.read_bytes:.1f} bytes for each byte read again"
         if tier.written_bytes > _MOST_WRITTEN * tier.read_bytes and tier.admits_all and name in _ADMITTING:
             text += ": consider `flash_admission: second_touch`"
         yield f"{text}."
+        if tier.slow_tokens and not brings:
+            yield f"More {name} is not worth it while loading from it is slower than computing."
+            return
     gain, loss = tier.hit_rate_doubled - tier.hit_rate, tier.hit_rate - tier.hit_rate_halved
     if gain >= _LEAST_GAIN:
-        whole = max(0.0, tier.hit_rate_doubled - max(other.hit_rate for other in advice.tiers.values()))
+        whole = max(0.0, tier.hit_rate_doubled - max(_served(advice, other) for other in advice.tiers.values()))
         of = (
             "of hit rate" if whole >= gain else f"of hits in {title}, {_points(whole)} of hit rate with the other tiers"
         )
@@ -123,6 +128,11 @@ def _tier(advice: Advice, name: str) -> Iterator[str]:
         yield f"More {title} is not worth it: twice as much brings {_points(gain)} of hit rate."
     else:
         yield f"Less {title} would do: {size(tier.capacity_bytes / 2)} less costs {100 * loss:.1f} points of hit rate."
+
+
+def _served(advice: Advice, tier: TierAdvice) -> float:
+    """Return the hit rate of a tier, less the hits that it was too slow for."""
+    return tier.hit_rate - tier.slow_tokens / max(1.0, advice.usage.sampled_tokens)
 
 
 def _points(change: float) -> str:

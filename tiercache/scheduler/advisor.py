@@ -50,6 +50,8 @@ class Advisor:
         self._sample = Sample()
         self._whole = _Tally()
         self._tenants: dict[Tenant, _Tally] = {}
+        self._slow = {reader.tier.name: 0.0 for reader in reader.tiers}
+        """Chunks that were missed because their tier was too slow, by tier."""
         self._requests = 0
         self._loaded = 0
         self._looks_up = False
@@ -104,7 +106,7 @@ class Advisor:
                     tally.missed[reason] += access.weight
 
     def _reason(self, access: Access, now_s: float, *, late: bool) -> str:
-        """Return why a chunk was not found, a name in `REASONS`."""
+        """Return why a chunk was not found, a name in `REASONS`, and count it for a tier that was too slow."""
         key, readers = access.key, self._reader.tiers
         for reader in readers:
             tier, holds = reader.tier, reader.tier.contains(key)
@@ -112,6 +114,7 @@ class Advisor:
                 if tier.traffic.detached or not reader.breaker.would_allow(now_s):
                     return "tier_down"
                 if holds and not reader.would_serve(1):
+                    self._slow[tier.name] += access.weight
                     return "too_slow"
                 if late or holds:
                     return "deadline" if late else "gap"
@@ -184,4 +187,5 @@ class Advisor:
             written_bytes=known.stored_bytes or known.written_bytes,
             read_bytes=known.read_bytes,
             admits_all=tier.admission is None or tier.admission.policy == "all",
+            slow_tokens=self._slow.get(tier.name, 0.0) * self._chunk_tokens,
         )

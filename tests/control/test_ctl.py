@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from socket import AF_UNIX, socket
 
 import httpx
 import pytest
@@ -122,6 +123,17 @@ async def test_a_key_that_is_given_twice_is_refused(
     assert await ctl(place, "set", "max_local_disk_size=0.05", "max_local_disk_size=0.06") == 2
     assert "max_local_disk_size is given twice" in capsys.readouterr().err
     assert cache.config.max_local_disk_size == 0.1
+
+
+async def test_a_cache_that_does_not_answer_may_still_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercache.control.client.ANSWER_S", 0.0)
+    monkeypatch.setattr("tiercache.control.client._MARGIN_S", 0.05)
+    with socket(AF_UNIX) as frozen:
+        frozen.bind(str(tmp_path / "c.sock"))
+        frozen.listen()
+        with pytest.raises(ControlError, match="does not answer in time, and may still do what was asked") as refused:
+            await ask(tmp_path / "c.sock", Reconfigure(changes={"queue_wait_s": 1}, until_s=0.05))
+    assert refused.value.kind == "late"
 
 
 def test_a_cache_on_a_thread_of_its_own_is_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

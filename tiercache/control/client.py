@@ -43,7 +43,7 @@ async def ask(path: Path, command: Command) -> dict[str, Any]:
             finally:
                 writer.transport.abort()  # `close` would wait until the cache reads
     except TimeoutError:
-        raise ControlError("late", "the cache does not answer in time") from None
+        raise ControlError("late", "the cache does not answer in time, and may still do what was asked") from None
     except (OSError, asyncio.IncompleteReadError) as error:
         raise ControlError("unreachable", f"no cache answers there: {error}") from None
     answer = msgspec.msgpack.decode(packed)

@@ -215,7 +215,7 @@ async def test_a_damaged_list_is_ignored_and_said(
                 await asyncio.sleep(0)
             async with cache.get(keys[0]) as lease:
                 assert lease is not None
-    assert "the list of hot chunks is ignored" in caplog.text
+    assert "the list of hot chunks is ignored: .tiercache/" in caplog.text
     assert path.read_text() == f"{keys[0].hex()}\n"
 
 

@@ -19,7 +19,7 @@ REASONS = {
     "declined": "chunks that the admission kept from flash: consider `flash_admission: all`",
     "partial_chunk": "partial chunks: `save_unfull_chunk`, or a smaller `chunk_size`",
     "gap": "chunks behind a missing one, which only a larger cache avoids",
-    "tier_down": "chunks of a tier that is down: `tiercache top` shows its circuit breaker",
+    "tier_down": "chunks of a tier that is down or detached: `tiercache top` shows its circuit breaker",
     "too_slow": "chunks of a tier that is slower than computing: a faster tier would serve them",
     "deadline": "too late: see `lookup_timeout_ms` and `blocking_timeout_secs`",
 }

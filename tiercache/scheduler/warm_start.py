@@ -65,7 +65,7 @@ class WarmStart:
         try:
             keys = await self._in_directory(_read)
         except (OSError, TierUnavailable, ValueError) as error:
-            logger.warning("the list of hot chunks is ignored: %s", error)
+            logger.warning("the list of hot chunks is ignored: .tiercache/%s: %s", self._name, error)
             return
         if keys:
             logger.info("promoting up to %d chunks that were hot at the last close", len(keys))
@@ -105,7 +105,7 @@ def _read(files: ChunkFiles, name: str) -> list[ChunkKey]:
     content = read_small(files.root / ".tiercache" / name, _LONGEST_BYTES + 1) or b""
     *lines, rest = content.decode("ascii").split("\n")
     if rest:
-        raise ValueError(f"{name}: expected at most {MAX_REQUEST_KEYS} lines with a key each")
+        raise ValueError(f"expected at most {MAX_REQUEST_KEYS} lines with a key each")
     keys = [bytes.fromhex(line) for line in lines]
     check_keys(keys)
     return keys

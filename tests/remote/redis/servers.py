@@ -43,7 +43,7 @@ class Server:
     def start(self) -> Server:
         self.place.mkdir(parents=True, exist_ok=True)
         plain = [] if "--tls-port" in self._options else ["--port", str(self.port)]
-        socket_options = [] if self._sentinel else ["--unixsocket", str(self.socket_path), "--save", ""]
+        socket_options = [] if self._sentinel else ["--unixsocket", self.socket_path.name, "--save", ""]  # in its --dir
         configuration = self.place / f"{self.port}.conf"
         if not configuration.exists():
             configuration.write_text("")

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.vllm.clients import Run, ask_all, ask_until
-from tests.bench.vllm.servers import ALONE, CEILING, OURS, Side, side, steps_file
+from tests.bench.vllm.servers import ALONE, CEILING, FEW, OURS, Side, side, steps_file
 from tests.bench.vllm.slow_disk import SlowDisk, slow_disk
 from tests.bench.vllm.steps import steps_s
 from tests.bench.vllm.workload import (
     BLOCK_TOKENS,
     CLIENTS,
     DOCUMENT_TOKENS,
+    FITTING_DOCUMENTS,
     FULL,
     QUICK,
     Amounts,
@@ -46,8 +47,9 @@ def measure_vllm(figures: Figures, plan: Plan, amounts: Amounts | None = None, m
 
     - `vllm.new`: no prompt was ever seen, so nothing hits; beside vLLM alone;
     - `vllm.engine_hits`: all is in the engine's own prefix cache; beside vLLM alone;
-    - `vllm.documents`: questions about more than the engine's cache holds; beside vLLM alone, and beside one whose engine
-      cache holds everything, the ceiling. All begin with nothing in any cache;
+    - `vllm.documents`: questions about more than the engine's cache holds; beside vLLM alone, beside one whose engine
+      cache holds everything, the ceiling, and beside such a one that runs as few requests at a time as the small cache
+      has room for. All begin with nothing in any cache;
     - `vllm.hang_ups`: the same with clients that go in the middle, beside the ceiling;
     - `vllm.disk_*`: the same on a disk that is slow, hangs, and is well again, beside vLLM alone (`slow_disk.py`);
     - `vllm.step_*_ms`: what the scheduler spends in the connector in each step, with 64 requests waiting.
@@ -128,19 +130,20 @@ def _measure(bench: Bench, model: Path) -> None:
             )
             bench.plan.progress("vLLM: starting it with an engine cache that holds everything")
             ceiling = others.enter_context(side(CEILING, model, place / "ceiling", everything))
-            asyncio.run(_measure_well(bench, ours, alone, ceiling, place / "ours"))
+            few = others.enter_context(side(FEW, model, place / "few", everything, requests=FITTING_DOCUMENTS))
+            asyncio.run(_measure_well(bench, ours, alone, [ceiling, few], place / "ours"))
         with slow_disk(bench.plan, model, place / "slow", amounts.fault_hot_gb) as disk:
             if disk is not None:
                 asyncio.run(_measure_slow(bench, disk, alone))
 
 
-async def _measure_well(bench: Bench, ours: Side, alone: Side, ceiling: Side, place: Path) -> None:
-    for at in (ours, alone, ceiling):
+async def _measure_well(bench: Bench, ours: Side, alone: Side, ceilings: Sequence[Side], place: Path) -> None:
+    for at in (ours, alone, *ceilings):
         await ask_all(at.server, new_prompts(bench.text, -1, 2))
         await at.settle()
         bench.figures.add(f"{at.name}.idle_cpu_part", await at.busy_part(1.0))
     await _measure_cost(bench, ours, alone)
-    await _measure_documents(bench, ours, alone, ceiling)
+    await _measure_documents(bench, ours, alone, ceilings)
     await _measure_steps(bench, ours, steps_file(place))
 
 
@@ -157,20 +160,20 @@ async def _measure_cost(bench: Bench, ours: Side, alone: Side) -> None:
     bench.compare("engine_hits", ALONE)
 
 
-async def _measure_documents(bench: Bench, ours: Side, alone: Side, ceiling: Side) -> None:
+async def _measure_documents(bench: Bench, ours: Side, alone: Side, ceilings: Sequence[Side]) -> None:
     amounts = bench.amounts
     pairs = min(bench.pairs, amounts.document_pairs)
     for pair in range(pairs):
         bench.progress("documents", pair, pairs)
         asks = questions(bench.text, pair, amounts.documents, amounts.requests)
-        sides = [ours, ceiling, *([alone] if pair < amounts.alone_pairs else [])]
+        sides = [ours, *ceilings, *([alone] if pair < amounts.alone_pairs else [])]
         await in_turn(pair, *(partial(bench.run, at, "documents", asks) for at in sides))
         if pair >= amounts.hang_up_pairs:
             continue
         bench.progress("clients that hang up", pair, min(pairs, amounts.hang_up_pairs))
         asks = with_hang_ups(questions(bench.text, -2 - pair, amounts.documents, amounts.requests), pair)
-        await in_turn(pair, *(partial(bench.run, at, "hang_ups", asks) for at in (ours, ceiling)))
-    bench.compare("documents", ALONE, CEILING)
+        await in_turn(pair, *(partial(bench.run, at, "hang_ups", asks) for at in (ours, ceilings[0])))
+    bench.compare("documents", ALONE, CEILING, FEW)
     bench.compare("hang_ups", CEILING)
 
 

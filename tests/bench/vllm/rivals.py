@@ -5,8 +5,8 @@ The client is installed apart, since it has the name of LMCache's package:
     pip install --no-deps --target build/lmcache-cli lmcache-cli
     pip install openai sortedcontainers matplotlib
 
-All servers run at the same time with the same threads and are asked in turn. Each run has documents of its own, and begins
-with nothing in the engine's own cache.
+All servers run at the same time with the same threads and are asked in turn. The client asks the same in each run but for
+the order, so the servers are started anew for each.
 """
 
 from __future__ import annotations
@@ -110,10 +110,13 @@ def rivals(
     settings = {name: one for name, one in _settings(engine_blocks).items() if name.startswith(wanted)}
     figures = Figures()
     try:
-        with tempfile.TemporaryDirectory(prefix="rivals-", dir=Path.cwd()) as directory, ExitStack() as stack:
-            started = {name: _started(stack, name, one, Path(directory)) for name, one in settings.items()}
-            for workload in workloads.split(","):
-                asyncio.run(_measure(figures, started, workload, pairs, client, Path(directory)))
+        for pair in range(pairs):
+            with tempfile.TemporaryDirectory(prefix="rivals-", dir=Path.cwd()) as directory, ExitStack() as stack:
+                sides = [_started(stack, name, one, Path(directory)) for name, one in settings.items()]
+                for workload in workloads.split(","):
+                    print(f"{workload}, run {pair + 1} of {pairs}", file=sys.stderr)
+                    runs = (partial(_run, figures, side, workload, pair, client, Path(directory)) for side in sides)
+                    asyncio.run(in_turn(pair, *runs))
     except (ModelFailed, ServerFailed) as error:
         raise typer.Exit(complain(str(error))) from error
     for workload in workloads.split(","):
@@ -149,16 +152,6 @@ def _started(stack: ExitStack, name: str, setting: _Setting, directory: Path) ->
         )
     )
     return Side(name, server)
-
-
-async def _measure(
-    figures: Figures, sides: dict[str, Side], workload: str, pairs: int, client: Path, directory: Path
-) -> None:
-    for pair in range(pairs):
-        print(f"{workload}, run {pair + 1} of {pairs}", file=sys.stderr)
-        await in_turn(
-            pair, *(partial(_run, figures, side, workload, pair, client, directory) for side in sides.values())
-        )
 
 
 async def _run(figures: Figures, side: Side, workload: str, seed: int, client: Path, directory: Path) -> None:

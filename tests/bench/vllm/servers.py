@@ -20,8 +20,9 @@ max_local_cpu_size: {hot_gb}
 local_disk: "{directory}"
 max_local_disk_size: 3.0
 """
-OURS, ALONE, CEILING = "vllm", "alone.vllm", "ceiling.vllm"
-"""How figures begin: with tiercache, without a connector, and that with an engine cache that holds everything."""
+OURS, ALONE, CEILING, FEW = "vllm", "alone.vllm", "ceiling.vllm", "few.vllm"
+"""How figures begin: with tiercache, without a connector, that with an engine cache that holds everything, and that with as
+few requests at a time as the small engine cache has room for."""
 _TIMED = "tests.bench.vllm.timed:TimedConnector"
 _IDLE_PART = 0.05
 """Of a core: a server that takes less does nothing."""
@@ -63,9 +64,16 @@ class Side:
 
 @contextmanager
 def side(
-    name: str, model: Path, place: Path, blocks: int = ENGINE_BLOCKS, hot_gb: float = 0.0, disk: Path | None = None
+    name: str,
+    model: Path,
+    place: Path,
+    blocks: int = ENGINE_BLOCKS,
+    hot_gb: float = 0.0,
+    disk: Path | None = None,
+    requests: int = CLIENTS,
 ) -> Iterator[Side]:
-    """A server whose engine cache has so many blocks, with tiercache where there is a `disk`. Raises `ServerFailed`.
+    """A server whose engine cache has so many blocks and which runs so many `requests` at a time, with tiercache where
+    there is a `disk`. Raises `ServerFailed`.
 
     Its log, and what the connector says of its steps, lie in `place`.
     """
@@ -75,7 +83,7 @@ def side(
         config = place / "tiercache.yaml"
         config.write_text(CONFIG.format(block_tokens=BLOCK_TOKENS, hot_gb=hot_gb, directory=disk))
     arguments = [
-        *("--max-model-len", str(LONGEST_TOKENS), "--max-num-seqs", str(CLIENTS)),
+        *("--max-model-len", str(LONGEST_TOKENS), "--max-num-seqs", str(requests)),
         *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks)),
     ]
     environment = {

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 BLOCK_TOKENS = 128
 ENGINE_BLOCKS = 44
 """Of the small engine cache: about a quarter of what the documents need."""
+FITTING_DOCUMENTS = 5
+"""As many prompts and answers about documents as that holds: nine blocks each, on average."""
 LONGEST_TOKENS = 2048
 CLIENTS = 8
 ANSWER_TOKENS = 16

@@ -129,6 +129,17 @@ def test_other_models_and_engines_are_refused(specs: tuple[Any, ...], engine: di
         groups_of(*specs, **engine)
 
 
+def test_blocks_that_the_engine_moves_to_the_host_are_refused() -> None:
+    with pytest.raises(LayoutError, match="found HiSparse"):
+        find_groups(engine_of(), replace(kv_of(FULL), hisparse_host_num_blocks=8))
+
+
+def test_sleep_mode_is_refused() -> None:
+    from tiercache.integrations.vllm import TierCacheConnector
+
+    assert not TierCacheConnector.supports_sleep_mode(engine_of().kv_transfer_config)
+
+
 # Ranks
 
 

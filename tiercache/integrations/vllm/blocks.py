@@ -54,6 +54,8 @@ _POLL_S = 0.0005
 def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvGroup, ...]:
     """Return the groups whose KV is cached. Raises LayoutError for models with layers that were not verified."""
     _check_engine(config)
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:  # vLLM 0.30 has no such field
+        raise LayoutError("expected KV on the device, found HiSparse, which moves blocks to the host by itself")
     found = kv_cache_config.kv_cache_groups
     for group in found:
         _check_state(group.kv_cache_spec)

@@ -163,8 +163,7 @@ class Cluster:
             with node.client() as client:
                 client.execute_command("CLUSTER REPLICATE", self.id_of(masters[number]))
         until(lambda: all(self._is_up(node) for node in self.nodes))
-        for number, _ in enumerate(self.nodes[3:]):
-            until(lambda number=number: self._connected_replicas(masters[number]) == 1)
+        until(lambda: all(self._connected_replicas(master) == 1 for master in masters[: len(self.nodes) - 3]))
         return self
 
     def kill(self) -> None:

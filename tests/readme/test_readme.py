@@ -316,6 +316,8 @@ ENTRIES: dict[str, Entry] = {
     rf"python -m tests\.bench\.vllm\.rivals( -{PLAIN})?": with_options("--help"),
     # It starts two servers twice. Its parts: tests/bench/test_rolling.py.
     rf"python -m tests\.bench\.vllm\.rolling( -{PLAIN})?": with_options("--help"),
+    # It loads a server for an hour. Its parts: tests/bench/test_soak.py.
+    rf"python -m tests\.bench\.vllm\.soak TRACE( -{PLAIN})?": with_options("--help"),
     rf"tiercache replay {PLAIN}\.jsonl(\.gz)? {PLAIN}": replay,
     rf"python -m tests\.torture( -{PLAIN})?": torture,
     r"python -m tests\.docs\.generated": reference,

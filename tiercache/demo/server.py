@@ -146,6 +146,10 @@ def _environment(config: Path | None) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        # Let glibc keep freed memory. Otherwise the layout of the heap, which differs between starts, decides whether the
+        # memory of vLLM's tensors is faulted in again in each step: a prefill on the CPU took up to 20 % longer.
+        "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
+        "MALLOC_MMAP_THRESHOLD_": str(2 << 30),
     }
 
 

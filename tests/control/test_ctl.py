@@ -62,7 +62,7 @@ async def test_a_wrong_command_line_says_what_is_expected(
 ) -> None:
     assert await ctl(tmp_path / "none", *words) == 2
     said = capsys.readouterr().err
-    assert "expected set KEY=VALUE ..., reload, detach TIER or attach TIER" in said and "pw-3f" not in said
+    assert "error: expected set KEY=VALUE ..., reload, detach TIER or attach TIER" in said and "pw-3f" not in said
 
 
 async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
@@ -115,6 +115,8 @@ async def test_a_socket_that_is_not_there_is_named_beside_one_that_is(
     said = capsys.readouterr()
     assert f"error: {missing}: no cache has a socket open there" in said.err
     assert said.out
+    assert await asyncio.to_thread(app, [*command, "--socket", str(missing)], standalone_mode=False) == 2
+    assert f"error: no cache has a socket open at {missing}" in capsys.readouterr().err
 
 
 async def test_a_key_that_is_given_twice_is_refused(

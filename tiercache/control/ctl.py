@@ -13,18 +13,17 @@ from tiercache.control.messages import Attach, Command, ControlError, Detach, Re
 
 
 def ctl_command(sockets: list[Path], action: str, what: Sequence[str]) -> int:
-    """Send one command to all caches and print what changed. Return 1 if a cache refuses it, 2 for a wrong command line."""
+    """Send one command to all caches and print what changed.
+
+    Returns 1 if a cache refuses it or does not answer, 2 if none can be asked or the command line is wrong.
+    """
     try:
         command = _command(action, what)
-    except ValueError as error:
-        print(f"tiercache ctl: {error}", file=sys.stderr)
-        return 2
-    fleet = Fleet(sockets)
-    try:
+        fleet = Fleet(sockets)
         answers = asyncio.run(fleet.ask_each(command))
-    except ControlError as error:
+    except (ValueError, ControlError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     good = [answer for answer in answers.values() if not isinstance(answer, ControlError)]
     failed = [f"{path}: {answer}" for path, answer in answers.items() if isinstance(answer, ControlError)]
     failed += fleet.missing()
@@ -52,6 +51,7 @@ def _command(action: str, what: Sequence[str]) -> Command:
         case "attach" if len(what) == 1:
             return Attach(tier=what[0])
     # The words are not repeated: one of them may be a password.
+    words = f"{len(what)} word{'s' * (len(what) != 1)}"
     raise ValueError(
-        f"expected set KEY=VALUE ..., reload, detach TIER or attach TIER, found {action!r} with {len(what)} words after it"
+        f"expected set KEY=VALUE ..., reload, detach TIER or attach TIER, found {action!r} with {words} after it"
     )

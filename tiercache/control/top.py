@@ -37,7 +37,7 @@ def top_command(sockets: list[Path], every_s: float, once: bool) -> int:
     try:
         asyncio.run(_watch(fleet, every_s, once, Console()))
     except ControlError as error:
-        print(f"tiercache top: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         pass

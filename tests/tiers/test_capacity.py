@@ -11,8 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from traceback import walk_stack
 
 import pytest
 from hypothesis import given, settings
@@ -83,6 +85,24 @@ def test_steps_shrink_with_the_room_so_that_the_last_bytes_can_be_used(tmp_path:
         counted_bytes = counted_in(counter(tmp_path))
         assert counted_bytes is not None and counted_bytes < CAP * 0.6
         assert write(several[0], 400)
+
+
+def threads_in(function: str) -> int:
+    """Count the threads that have called it and have not returned."""
+    stacks = (walk_stack(frame) for frame in sys._current_frames().values())
+    return sum(any(frame.f_code.co_name == function for frame, _ in stack) for stack in stacks)
+
+
+def test_writes_that_waited_for_the_count_together_reserve_one_step(tmp_path: Path) -> None:
+    """A mount that hangs for a moment makes them wait."""
+    with opened(tmp_path, step=100) as capacity, counter(tmp_path).open() as other, ThreadPoolExecutor(8) as threads:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writes = [threads.submit(write, capacity, 10) for _ in range(8)]
+        while threads_in("_charge") < 8:
+            time.sleep(0)  # lets them run
+        fcntl.flock(other, fcntl.LOCK_UN)
+        assert all(written.result() for written in writes)
+        assert counted_in(counter(tmp_path)) == 100
 
 
 def test_what_was_freed_for_a_file_suffices_for_it_above_a_lowered_cap(tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ class Count(NamedTuple):
     """
 
     def changed(self, by_bytes: int) -> Count:
-        return self._replace(counted_bytes=max(0, self.counted_bytes + by_bytes), changes=(self.changes + 1) % (1 << 64))
+        return self._replace(
+            counted_bytes=max(0, self.counted_bytes + by_bytes), changes=(self.changes + 1) % (1 << 64)
+        )
 
 
 class Mark(NamedTuple):
@@ -192,10 +194,6 @@ class Capacity:
                 return True
         try:
             self._look_for_dead()
-            with self._state:
-                more_bytes = self._take(needed_bytes - held_bytes)
-                self._in_flight_bytes += more_bytes
-                held_bytes += more_bytes
             fits = self._charge(needed_bytes - held_bytes, limited=True)
         except BaseException:
             self.cancel(held_bytes)
@@ -209,14 +207,12 @@ class Capacity:
         with self._state:
             taken_bytes = self._take(difference_bytes)  # negative if the file shrank
             self._in_flight_bytes += taken_bytes
-        try:
-            if taken_bytes < difference_bytes:
+        if taken_bytes < difference_bytes:
+            try:
                 self._charge(difference_bytes - taken_bytes, limited=False)
-        except BaseException:
-            with self._state:
-                self._unused_bytes += taken_bytes
-                self._in_flight_bytes -= taken_bytes
-            raise
+            except BaseException:
+                self._untake(taken_bytes)
+                raise
 
     def commit(self, amount_bytes: int) -> None:
         """Note that a file is about to be published, so that a scan may find it. Raises CounterLost after `close`."""
@@ -247,9 +243,7 @@ class Capacity:
         """End a write that is not published and has no file any more. Does not raise. A temporary file that could not be
         deleted stays counted with 0.
         """
-        with self._state:
-            self._in_flight_bytes -= amount_bytes
-            self._unused_bytes += amount_bytes
+        self._untake(amount_bytes)
         self._end()
 
     # Deleting
@@ -417,6 +411,11 @@ class Capacity:
         self._unused_bytes -= taken_bytes
         return taken_bytes
 
+    def _untake(self, amount_bytes: int) -> None:
+        with self._state:
+            self._in_flight_bytes -= amount_bytes
+            self._unused_bytes += amount_bytes
+
     def _end(self) -> None:
         with self._state:
             self._operations -= 1
@@ -428,15 +427,28 @@ class Capacity:
                 pass  # the last thread to leave closes everything
 
     def _charge(self, missing_bytes: int, *, limited: bool) -> bool:
-        """Add the missing bytes of a file to the counter, or a step if that is more. Return False if they exceed the cap."""
+        """Take the missing bytes of a file from the unused ones, and charge the rest to the counter, or a step if that is
+        more. Return False if they exceed the cap.
+        """
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
             room_bytes = self.cap_bytes - now.counted_bytes
+            with self._state:
+                taken_bytes = self._take(missing_bytes)  # from a step of another thread, for which this one waited
+                self._in_flight_bytes += taken_bytes
+            missing_bytes -= taken_bytes
+            if not missing_bytes and self._may_spend:
+                return True
             if limited and missing_bytes > max(0, room_bytes):
+                self._untake(taken_bytes)
                 return False
             step_bytes = max(missing_bytes, min(self.step_bytes, room_bytes // _SMALLEST_SHARE))
-            self._become_active()
-            self._store(now.changed(step_bytes))
+            try:
+                self._become_active()
+                self._store(now.changed(step_bytes))
+            except BaseException:
+                self._untake(taken_bytes)
+                raise
             with self._state:
                 self._in_flight_bytes += missing_bytes
                 self._unused_bytes += step_bytes - missing_bytes

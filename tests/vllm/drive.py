@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -82,6 +83,19 @@ def kv_digests(tensors: list[Any]) -> list[tuple[int, int, str]]:
                 content = tensor[block, head].contiguous().view(torch.uint8).numpy().tobytes()
                 found.append((layer, head, hashlib.blake2b(content, digest_size=8).hexdigest()))
     return sorted(found)
+
+
+def fail_forward(worker: Any, number: int) -> None:
+    """Called in the process of a worker: the forward pass of that number from now on, counted from 0, raises an error."""
+    runner, numbers = worker.model_runner, itertools.count()
+    forward = runner._model_forward
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if next(numbers) == number:
+            raise RuntimeError("no memory for a forward pass")
+        return forward(*arguments, **named)
+
+    runner._model_forward = failing
 
 
 def fork_workers() -> None:
@@ -164,6 +178,14 @@ class Driver:
         wanted = SamplingParams(**({"max_tokens": 12, "temperature": 0, "logprobs": 0} | sampling))
         (answer,) = self.llm.generate(prompt, wanted, lora_request=lora_request, use_tqdm=False)
         return described(answer)
+
+    def generate_failing(self, prompt: Any, number: int) -> str:
+        """Ask while the forward pass of that number raises an error; what the caller is told."""
+        self.llm.collective_rpc(fail_forward, args=(number,))
+        try:
+            return str(self.generate([prompt]))
+        except RuntimeError as error:
+            return str(error)
 
     def generate_adapted(self, prompt: str, name: str, path: str) -> dict[str, Any]:
         """Ask with the LoRA adapter that lies at `path`."""

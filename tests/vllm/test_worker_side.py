@@ -255,6 +255,13 @@ def test_a_tail_stays_hot_until_its_whole_chunk_is_stored(
     worker.until(lambda: not worker.has(tail.name))
 
 
+def test_after_a_failed_forward_pass_nothing_is_stored_and_no_blocks_are_held(worker: Worker) -> None:
+    worker.side.stop_storing()
+    worker.saves(FIRST)
+    worker.is_saved()
+    assert not worker.has(FIRST.name)
+
+
 def test_save_that_never_began_is_cut_short_by_a_preemption(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_PREEMPTION_WAIT_S", 0.01)
     go_on = worker.stops_its_loop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._geometry = in_parts(self._geometry, self._groups, parts)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._raised_before: BaseException | None = None
+        """The exception that was being handled when the step began."""
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_side(transfer)
 
@@ -160,6 +163,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None and isinstance(kv_connector_metadata, StepWork):
             self._worker.before_blocks_are_given_away(kv_connector_metadata.preempted, kv_connector_metadata.given_away)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._raised_before = sys.exception()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.load(self._step_work())
@@ -171,8 +178,12 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing: blocks are saved after the step, all layers at once."""
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            self._worker.save(self._step_work())
+        if self._worker is None:
+            return
+        if sys.exception() is not self._raised_before:
+            # vLLM's V1 model runner calls this on its way out of a forward pass that raised an error, too.
+            self._worker.stop_storing()
+        self._worker.save(self._step_work())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:

@@ -100,6 +100,7 @@ class WorkerSide:
         self._held: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
+        self._stores = True
         # An engine that exits without `shutdown` would not write its last chunks.
         atexit.register(self.close)
 
@@ -126,6 +127,9 @@ class WorkerSide:
         """Begin the step's saves. Returns at once; the blocks are read in the background."""
         self._held |= work.held
         for save in work.saves:
+            if not self._stores:
+                self._saves_ended[save.request_id] += 1
+                continue
             try:
                 self._begin_save(save)
             except Exception as error:
@@ -133,6 +137,12 @@ class WorkerSide:
                 self._saves_ended[save.request_id] += 1
         if work.turns:
             self._turns.follow(work.turns, self._storing)
+
+    def stop_storing(self) -> None:
+        """Store nothing from now on, since a forward pass failed: requests may go on behind blocks that it did not fill."""
+        if self._stores:
+            self._stores = False
+            logger.error("a forward pass failed: this engine stores nothing any more")
 
     def before_blocks_are_given_away(self, request_ids: Iterable[str], blocks: Collection[int] = ()) -> None:
         """Wait until no save reads the blocks of preempted requests, nor `blocks`. Slow saves are cut short."""

@@ -101,3 +101,12 @@ def test_blocks_come_back_into_other_blocks(
         for block, source in came[number].items():
             expected[block, : used[number]] = old[source, : used[number]]
         assert tensor.equal(expected)
+
+
+def test_a_load_that_a_step_waits_for_fills_its_blocks(made: Callable[..., Copies]) -> None:
+    """vLLM 0.33 says of it that it is expedited."""
+    copies = made(ALL_LAYERS, 1)
+    copies.store([1], [0], [1], [0])
+    assert copies.copies.submit_load(2, CPULoadStoreSpec([0]), GPULoadStoreSpec([2], [1], [0]), expedited=True)
+    copies.copies.wait({2})
+    assert all(tensor[2].equal(old[1]) for tensor, old in zip(copies.tensors, copies.before, strict=True))

@@ -86,7 +86,8 @@ class _Part(NamedTuple):
 class HostCopies(OffloadingWorker):  # type: ignore[misc]
     """Copies between the engine's blocks and rows of the CPU tier, in memory, in one thread and in order.
 
-    A job copies many blocks of a layer in one call of NumPy, which releases the GIL.
+    A job copies many blocks of a layer in one call of NumPy, which releases the GIL. vLLM 0.33 expedites loads that it waits
+    for within a step; these keep their place.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
@@ -114,7 +115,9 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         return self._submit(job_id, [part.store for part in self._parts(src_spec, dst_spec)])
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
         return self._submit(job_id, [part.load for part in self._parts(dst_spec, src_spec)])
 
     def get_finished(self) -> list[TransferResult]:

@@ -1,7 +1,8 @@
 """A tier below vLLM's CPU tier, as a `SecondaryTierManager` of vLLM 0.32.
 
-All methods run in the scheduler's thread and do not wait, except `drain_jobs` and `shutdown`. The cache runs on a loop
-thread of its own. A failure is a miss, or a chunk that is not stored.
+vLLM calls one method at a time, from the scheduler's thread, and vLLM 0.33 beside a peer-to-peer tier also from another
+one. They do not wait, except `drain_jobs` and `shutdown`. The cache runs on a loop thread of its own. A failure is a miss,
+or a chunk that is not stored.
 """
 
 from __future__ import annotations

@@ -42,9 +42,11 @@ def kv_of(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def engine_of(context: int = 1, stages: int = 1, scales: bool = False) -> Any:
+def engine_of(context: int = 1, stages: int = 1, scales: bool = False, tolerant: bool = False) -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=context, pipeline_parallel_size=stages),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=context, pipeline_parallel_size=stages, enable_fault_tolerance=tolerant
+        ),
         cache_config=SimpleNamespace(
             calculate_kv_scales=scales, block_size=16, prefix_match_unit=None, enable_prefix_caching=True
         ),
@@ -122,6 +124,7 @@ def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
         ((FULL,), {"context": 2}, "expected no decode context parallelism, found 2"),
         ((FULL,), {"stages": 2}, "expected one pipeline stage, found 2"),
         ((FULL,), {"scales": True}, "found calculate_kv_scales"),
+        ((FULL,), {"tolerant": True}, "found enable_fault_tolerance"),
     ],
 )
 def test_other_models_and_engines_are_refused(specs: tuple[Any, ...], engine: dict[str, Any], found: str) -> None:

@@ -135,6 +135,11 @@ def _check_engine(config: VllmConfig) -> None:
         raise LayoutError(
             f"expected one pipeline stage, found {stages}: more could not be verified with this connector"
         )
+    if config.parallel_config.enable_fault_tolerance:
+        raise LayoutError(
+            "expected an engine that ends when a step fails, found enable_fault_tolerance: it goes on, and KV that the step "
+            "computed while a rank was missing would be stored"
+        )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise LayoutError(
             "expected KV scales from the checkpoint, found calculate_kv_scales: the meaning of a byte would differ "

@@ -443,6 +443,22 @@ async def test_a_tier_that_cannot_be_opened_stays_detached(tmp_path: Path) -> No
             await cache.detach("cpu")
 
 
+async def test_a_change_does_not_wait_for_another_one_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tiercache.yaml"
+    file.write_text("max_local_cpu_size: 0.002\n")
+    async with TierCache.open(type(configured()).load(file, environ={}), LAYOUT) as cache:
+        file.unlink()
+        os.mkfifo(file)  # reading it waits for a writer
+        monkeypatch.setattr("tiercache.cache.FILE_SYSTEMS_S", 0.1)
+        reloading = asyncio.create_task(cache.reload())
+        await asyncio.sleep(0)
+        with pytest.raises(ConfigError, match="nothing was changed: another change has not ended"):
+            await cache.reconfigure({"queue_wait_s": 0.5})
+        with file.open("w"), pytest.raises(ConfigError, match="the file could not be read"):
+            await reloading
+        assert await cache.reconfigure({"queue_wait_s": 0.5}) == ["queue_wait_s: 1.0 -> 0.5"]
+
+
 async def test_the_file_is_read_again_and_only_what_can_change_does(tmp_path: Path) -> None:
     file, disk = tmp_path / "tiercache.yaml", tmp_path / "disk"
 

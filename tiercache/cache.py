@@ -20,7 +20,7 @@ from tiercache.core.keys import ChunkKey, check_key, check_keys, check_one_each,
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver, Event
 from tiercache.device.paged import DevicePayload, device_payload
-from tiercache.errors import CacheClosed, TierCacheError
+from tiercache.errors import CacheClosed, ConfigError, TierCacheError
 from tiercache.lifecycle import FILE_SYSTEMS_S, Closing, OnDevice, Parts, build, by_deadline, in_thread
 from tiercache.live import apply, attach, detach, settle
 from tiercache.memory.slots import Lease
@@ -522,19 +522,17 @@ class TierCache:
 
         The hot cache grows up to its size at the start. A limit that is lowered holds for new chunks at once; older ones
         are evicted, in the background on disks, and those in use when their leases end. Raises ConfigError, and changes
-        nothing, for wrong values, and for keys that need a restart. A call that is cancelled has changed nothing, or
-        everything.
+        nothing, for wrong values, for keys that need a restart, and if another change does not end in time. A call that is
+        cancelled has changed nothing, or everything.
         """
-        parts = self._in_use()
-        async with parts.changing:
+        async with self._changing() as parts:
             return await self._apply(parts, self.config.changed(changes))
 
     async def reload(self) -> list[str]:
         """Read the configuration's file again and apply it as `reconfigure` does. Raises ConfigError if a key differs that
         needs a restart, and changes nothing then.
         """
-        parts = self._in_use()
-        async with parts.changing:
+        async with self._changing() as parts:
             reading = in_thread("reload", self.config.reloaded)
             found = await by_deadline(reading, FILE_SYSTEMS_S, "reload: the file could not be read")
             return await self._apply(parts, merged(self.config, found))
@@ -545,16 +543,30 @@ class TierCache:
 
         Raises ConfigError if there is no such tier. A cancelled call leaves the tier attached, or closes it at once.
         """
-        parts = self._in_use()
         check_number("timeout_s", timeout_s)
-        async with parts.changing:
+        async with self._changing() as parts:
             await detach(parts, name, timeout_s)
 
     async def attach(self, name: str) -> None:
         """Open a tier that was detached. Raises ConfigError as `start` does; the tier stays detached then."""
-        parts = self._in_use()
-        async with parts.changing:
+        async with self._changing() as parts:
             await attach(parts, self.layout, self.config, name)
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncIterator[Parts]:
+        """Wait for another change to end. Raises ConfigError if that takes too long, as when a mount hangs."""
+        parts = self._in_use()
+        try:
+            async with asyncio.timeout(FILE_SYSTEMS_S):
+                await parts.changing.acquire()
+        except TimeoutError as error:
+            raise ConfigError(
+                f"nothing was changed: another change has not ended for {FILE_SYSTEMS_S:.0f} s"
+            ) from error
+        try:
+            yield parts
+        finally:
+            parts.changing.release()
 
     async def _apply(self, parts: Parts, config: Config) -> list[str]:
         found, replaced = await apply(parts, self.layout, self.config, config)

@@ -51,8 +51,10 @@ class Calls:
             return self._node.config.lookup_timeout_ms / 1000
         if operation.kind in ("statistics", "clear_hot", "prefetch", "cancel_prefetch"):
             return 0.0
-        if operation.kind in ("resize_hot", "limit_tenants", "detach", "attach"):
+        if operation.kind in ("resize_hot", "limit_tenants", "detach"):
             return CHANGE_S
+        if operation.kind == "attach":  # one change for each tier
+            return CHANGE_S * len(self.cache.tiers)
         if operation.kind == "flush":
             return float(values["timeout_s"])
         deadline_s = values.get("deadline_s", self._node.config.blocking_timeout_secs)
@@ -256,7 +258,9 @@ class Calls:
     async def attach(self, operation: Operation) -> str:
         for tier in list(self.cache.tiers):  # one may be about to be detached: then this waits for it
             await self._change(self.cache.attach(tier.name))
-            watch_errors([each for each in self.cache.tiers if each.name == tier.name and each is not tier], self._node.fail)
+            watch_errors(
+                [each for each in self.cache.tiers if each.name == tier.name and each is not tier], self._node.fail
+            )
         return "done"
 
     async def resize_files(self, share: float) -> None:

@@ -42,8 +42,11 @@ def kv_of(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def engine_of(context: int = 1, stages: int = 1, scales: bool = False, tolerant: bool = False) -> Any:
+def engine_of(
+    context: int = 1, stages: int = 1, scales: bool = False, tolerant: bool = False, sleeps: bool = False
+) -> Any:
     return SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=context, pipeline_parallel_size=stages, enable_fault_tolerance=tolerant
         ),
@@ -125,6 +128,7 @@ def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
         ((FULL,), {"stages": 2}, "expected one pipeline stage, found 2"),
         ((FULL,), {"scales": True}, "found calculate_kv_scales"),
         ((FULL,), {"tolerant": True}, "found enable_fault_tolerance"),
+        ((FULL,), {"sleeps": True}, "found enable_sleep_mode"),
     ],
 )
 def test_other_models_and_engines_are_refused(specs: tuple[Any, ...], engine: dict[str, Any], found: str) -> None:
@@ -135,12 +139,6 @@ def test_other_models_and_engines_are_refused(specs: tuple[Any, ...], engine: di
 def test_blocks_that_the_engine_moves_to_the_host_are_refused() -> None:
     with pytest.raises(LayoutError, match="found HiSparse"):
         find_groups(engine_of(), replace(kv_of(FULL), hisparse_host_num_blocks=8))
-
-
-def test_sleep_mode_is_refused() -> None:
-    from tiercache.integrations.vllm import TierCacheConnector
-
-    assert not TierCacheConnector.supports_sleep_mode(engine_of().kv_transfer_config)
 
 
 # Ranks

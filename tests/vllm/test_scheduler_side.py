@@ -353,16 +353,6 @@ def test_request_aborted_while_it_receives_is_held_by_the_load_alone(made: Calla
     assert not engine.ends(request)[0]
 
 
-def test_request_that_ends_before_its_load_may_begin_saves_nothing(made: Callable[..., Engine]) -> None:
-    engine = made(enable_async_loading=True)
-    engine.holds(4)
-    request = engine.arrives(100)
-    request.num_computed_tokens, later = engine.finds(request, 0)  # vLLM 0.33 may allocate blocks, and wait for a step
-    assert later and request.num_computed_tokens == 64
-    assert not engine.ends(request)[0]
-    assert saved(engine.steps()) == []
-
-
 def test_after_a_reset_nothing_stored_before_is_found(engine: Engine) -> None:
     engine.holds(4)
     running = engine.arrives(64, "running")

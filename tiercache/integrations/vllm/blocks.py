@@ -135,10 +135,14 @@ def _check_engine(config: VllmConfig) -> None:
         raise LayoutError(
             f"expected one pipeline stage, found {stages}: more could not be verified with this connector"
         )
-    if config.parallel_config.enable_fault_tolerance:
+    if getattr(config.parallel_config, "enable_fault_tolerance", False):
         raise LayoutError(
             "expected an engine that ends when a step fails, found enable_fault_tolerance: it goes on, and KV that the step "
             "computed while a rank was missing would be stored"
+        )
+    if config.model_config.enable_sleep_mode:
+        raise LayoutError(
+            "expected KV memory that stays, found enable_sleep_mode: a sleep would take it from loads and saves under way"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise LayoutError(

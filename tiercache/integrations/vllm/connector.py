@@ -40,7 +40,7 @@ from tiercache.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
@@ -60,11 +60,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     Configuration comes from `TIERCACHE_CONFIG_FILE` / `LMCACHE_CONFIG_FILE`, the environment, and
     `kv_connector_extra_config` (same keys). Raises ConfigError or LayoutError at start if they cannot work.
     """
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Return False: a sleep gives the KV memory back, and that was not verified with this connector (vLLM 0.33)."""
-        return False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

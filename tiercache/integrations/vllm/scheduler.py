@@ -405,9 +405,7 @@ class SchedulerSide:
             self._say_end(tracked)
             return False
         try:
-            # Blocks of a request that was not admitted are not filled, even if they count as computed: vLLM 0.33 can
-            # allocate them before the load may begin.
-            if tracked.admitted and not self._unconfirmed:
+            if not self._unconfirmed:
                 # Tokens in flight may still be rolled back.
                 ready = request.num_computed_tokens - request.num_in_flight_tokens
                 self._plan_save(self._work, tracked, ready, lambda: tables, last=True)

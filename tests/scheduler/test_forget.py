@@ -137,6 +137,22 @@ async def test_who_comes_after_a_forget_does_not_join_a_flight_from_before(cache
     assert await after is None
 
 
+async def test_read_after_a_forget_finds_the_new_bytes_while_one_from_before_hangs() -> None:
+    async with opened("a", "b", roles={"a": "read"}) as cache:
+        tier("a").chunks[K] = OLD
+        tier("a").hold("read")
+        before = asyncio.create_task(found(cache, K))
+        await tier("a").until_entered("read")
+        await cache.forget([K])
+        assert await cache.put(K, NEW)
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        assert await found(cache, K) == NEW
+        assert not before.done()
+        tier("a").let_go("read")
+        assert await before is None
+
+
 async def test_put_that_is_being_filled_brings_nothing_back() -> None:
     copying, go_on = threading.Event(), threading.Event()
 

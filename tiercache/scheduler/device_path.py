@@ -124,8 +124,7 @@ class DevicePath:
         try:
             try:
                 for key, payload in chunks:
-                    if not self.cpu.tombstones.forgot(key, epoch):
-                        await self._admit(key, payload, batch, wait_budget.deadline_s, hot_only=key in hot_only)
+                    await self._admit(key, payload, batch, wait_budget.deadline_s, hot_only=key in hot_only)
                 if batch.storing:
                     copying.append(self.device.run(self.device.storing, self._enqueue_put, batch, after))
                     await self.device.ended(copying[0])

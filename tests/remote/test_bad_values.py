@@ -110,6 +110,32 @@ async def test_a_put_beside_a_removal_is_declined_and_a_second_one_stored() -> N
         assert tier.contains(KEY)
 
 
+class SteppedLookups(Stepped):
+    async def _exist(self, keys: object) -> list[bool]:
+        found = await super()._exist(keys)
+        await self._step("exist")
+        return found
+
+
+@pytest.mark.parametrize("lookup_ends", ["before the removal", "after the removal"])
+async def test_a_lookup_beside_a_removal_leaves_nothing_known(lookup_ends: str) -> None:
+    async with contextlib.aclosing(SteppedLookups()) as tier:
+        await tier.open()
+        lookup = asyncio.create_task(tier.probe([KEY]))
+        found = await tier.next("exist")
+        removal = asyncio.create_task(tier.remove(KEY))
+        removed = await tier.next("delete")
+        first, second = ((found, lookup), (removed, removal))[:: 1 if lookup_ends == "before the removal" else -1]
+        for step, task in (first, second):
+            step.set()
+            await task
+        assert not tier.contains(KEY)
+        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        (await tier.next("put")).set()
+        assert await write
+        assert tier.value is not None
+
+
 async def test_who_only_reads_leaves_a_bad_value_where_it_is() -> None:
     async with contextlib.aclosing(Stepped()) as tier:
         tier.writes = False

@@ -32,8 +32,6 @@ class HeldTier(MemoryTier):
             gate.set()
         self.entered = dict.fromkeys(KINDS, 0)
         self.fail_removals: list[Exception] = []
-        self.seen: set[ChunkKey] | None = None
-        """Where it is a set: what this process knows of the tier's chunks, from its own lookups."""
         self.fate: Callable[[], Awaitable[None]] | None = None
         """What happens to each operation on its way; it may raise."""
         self.made[settings.name] = self
@@ -50,14 +48,8 @@ class HeldTier(MemoryTier):
             while self.entered[kind] < operations:
                 await asyncio.sleep(0)
 
-    def contains(self, key: ChunkKey) -> bool:
-        return super().contains(key) if self.seen is None else key in self.seen
-
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        found = [key for key in keys if key in self.chunks]
         await self._enter("probe")
-        if self.seen is not None:
-            self.seen.update(found)
         return self.prefix(keys)
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
@@ -73,8 +65,6 @@ class HeldTier(MemoryTier):
         return await super().write(key, payload, payload_bytes)
 
     async def remove(self, key: ChunkKey) -> bool:
-        if self.seen is not None:
-            self.seen.discard(key)
         await self._enter("remove")
         if self.fail_removals:
             raise self.fail_removals.pop(0)

@@ -91,38 +91,6 @@ async def test_read_that_outlived_its_deadline_brings_nothing_back(cache: TierCa
     assert await is_whole(cache)
 
 
-async def test_look_up_in_flight_does_not_keep_the_new_bytes_from_being_written(cache: TierCache) -> None:
-    """It found the old chunk, and tells the tier's index of it when that is gone."""
-    tier("a").chunks[K] = OLD
-    tier("a").seen = set()
-    tier("a").hold("probe")
-    asking = asyncio.create_task(cache.lookup_keys([K]))
-    await tier("a").until_entered("probe")
-    forgetting = asyncio.create_task(cache.forget([K]))
-    await settle()
-    tier("a").let_go("probe")
-    await asyncio.gather(asking, forgetting)
-    assert (await cache.lookup_keys([K])).chunks == 0
-    assert await cache.put(K, NEW)
-    assert (await cache.flush()).complete
-    assert tier("a").chunks == {K: NEW}
-
-
-async def test_look_up_during_a_removal_does_not_keep_the_new_bytes_from_being_written(cache: TierCache) -> None:
-    """It finds the old chunk, and has told the tier's index of it by the time that that is gone."""
-    tier("a").chunks[K] = OLD
-    tier("a").seen = set()
-    tier("a").hold("remove")
-    forgetting = asyncio.create_task(cache.forget([K]))
-    await tier("a").until_entered("remove")
-    assert (await cache.lookup_keys([K])).chunks == 0
-    tier("a").let_go("remove")
-    await forgetting
-    assert await cache.put(K, NEW)
-    assert (await cache.flush()).complete
-    assert tier("a").chunks == {K: NEW}
-
-
 async def test_who_comes_after_a_forget_does_not_join_a_flight_from_before(cache: TierCache) -> None:
     await store_cold(cache)
     tier("a").hold("read")

@@ -114,8 +114,6 @@ class KeyTraffic:
         """Called when the last operation in flight on a key to remove has ended."""
         self.questions: set[Any] = set()
         """Lookups in flight, as futures."""
-        self.answered = 0
-        """Number of lookups that have ended."""
 
     def refuses(self, key: ChunkKey) -> bool:
         """Return True if no operation on `key` may begin now, even if the tier holds the chunk."""
@@ -136,11 +134,6 @@ class KeyTraffic:
         del self.in_flight[key]
         if key in self.removing and self.on_clear is not None:
             self.on_clear(key)
-
-    def asked(self, question: Any) -> None:
-        """Record that a lookup has ended."""
-        self.questions.discard(question)
-        self.answered += 1
 
     def refuse(self, key: ChunkKey) -> None:
         """Refuse operations on `key` for good, since it was forgotten and is not removed here.

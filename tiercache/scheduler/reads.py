@@ -275,7 +275,7 @@ class TierReader:
         self.tier.traffic.questions.add(task)
 
         def ended(task: asyncio.Task[_Answer | None]) -> None:
-            self.tier.traffic.asked(task)
+            self.tier.traffic.questions.discard(task)
             if task.cancelled():
                 self._proved_nothing(began_s)
 

@@ -185,16 +185,10 @@ class Removals:
         return False
 
     async def _remove(self, key: ChunkKey) -> None:
-        loop, traffic = asyncio.get_running_loop(), self.tier.traffic
-        answered, began_s = traffic.answered, loop.time()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
             await self.tier.remove(key)
-            took_s = loop.time() - began_s
-            if traffic.questions or traffic.answered != answered:
-                # Lookups may have seen the chunk before its removal, and update the tier's index later.
-                if traffic.questions:
-                    await asyncio.wait(list(traffic.questions))
-                await self.tier.remove(key)
         except (Exception, asyncio.CancelledError) as caught:
             if was_cancelled():
                 raise
@@ -208,7 +202,7 @@ class Removals:
                 self._fail([key], error)
                 self._retry_later()
         else:
-            self.breaker.succeeded(loop.time(), took_s)
+            self.breaker.succeeded(loop.time(), loop.time() - began_s)
             self._end(key)
         self._add_lanes()
 

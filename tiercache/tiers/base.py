@@ -217,7 +217,10 @@ class Tier(ABC):
 
     @abstractmethod
     async def remove(self, key: ChunkKey) -> bool:
-        """Remove a chunk. Return True if it was there."""
+        """Remove a chunk. Return True if it was there.
+
+        What a `probe` that began before the end of this call has seen of the chunk must not make the tier contain it.
+        """
 
     @abstractmethod
     def statistics(self) -> TierStatistics:

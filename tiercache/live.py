@@ -112,7 +112,7 @@ async def detach(parts: Parts, name: str, timeout_s: float) -> None:
         async with asyncio.timeout_at(until_s):
             for writer in writers:
                 await writer.drained()
-                await writer.removals.ended(list(tier.traffic.removing))
+                await writer.removals.tried()
     except TimeoutError:
         logger.warning("%s: not all that was queued for it could be written before it was detached", name)
     except asyncio.CancelledError:

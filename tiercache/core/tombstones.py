@@ -103,7 +103,7 @@ class KeyTraffic:
     def __init__(self) -> None:
         self.in_flight: dict[ChunkKey, int] = {}
         self.removing: dict[ChunkKey, Any] = {}
-        """Keys to remove, with the callers to notify. Once a key is taken out, operations find only later chunks."""
+        """Keys to remove, with the attempts of `Removals`. Once a key is taken out, operations find only later chunks."""
         self._refused: KeyFilter | None = None
         """Created with the first key that is refused for good."""
         self.draining = False

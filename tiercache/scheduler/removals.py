@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 from tiercache.core.breaker import Breaker, BreakerSettings
@@ -24,18 +23,8 @@ _RETRY_S = 1.0
 _AT_ONCE = 64
 """Removals per task and iteration of the loop, for a tier that does not wait."""
 
-
-@dataclass(eq=False)
-class Request:
-    """The removal of the keys of one forget. A key is settled when its removal has succeeded or failed once."""
-
-    left: int
-    """Number of keys that are not settled."""
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when all keys are settled."""
-    error: Exception | None = None
-    over: bool = False
-    """True once no caller waits for it."""
+Attempt = asyncio.Future[Exception | None]
+"""An attempt to remove a key: done with None when the chunk is removed, and with the error when that has failed."""
 
 
 class Removals:
@@ -47,7 +36,7 @@ class Removals:
 
     The breaker is not that of writes: a full tier refuses writes, and removals make room there.
 
-    Once no caller waits for them, at most `_REMEMBERED_KEYS` keys are kept for retries. The chunks of the others stay
+    Once no forget waits for them, at most `_REMEMBERED_KEYS` keys are kept for retries. The chunks of the others stay
     in the tier, and this process neither reads nor writes them there until the cache is closed (`KeyTraffic.refuse`).
     """
 
@@ -55,13 +44,11 @@ class Removals:
         """`deadline_s` is the time after which a removal counts as slow."""
         self.tier = tier
         self.breaker = Breaker(BreakerSettings(slow_s=deadline_s))
-        self._wanted: dict[ChunkKey, tuple[Request, ...]] = tier.traffic.removing
-        """Keys to remove, with the requests to notify."""
+        self._attempts: dict[ChunkKey, Attempt | None] = tier.traffic.removing
+        """Keys to remove, each with its attempt that has not ended, or None if the latest attempt has failed."""
         self._due: deque[ChunkKey] = deque()
         """Keys with no operation in flight, to be tried now."""
-        self._failed: dict[ChunkKey, None] = {}
-        """Keys to be retried."""
-        self._called = False
+        self._must_try = False
         """True if the next removal is tried even if the breaker refuses it, since each forget tries one key."""
         self.lanes: set[asyncio.Task[None]] = set()
         """Removals in flight."""
@@ -69,81 +56,77 @@ class Removals:
         self._error: Exception | None = None
         """The error of the latest failed removal."""
         self._closed = False
-        tier.traffic.on_clear = self._begin
+        tier.traffic.on_clear = self._is_clear
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._attempts)
 
-    async def ended(self, keys: Collection[ChunkKey], timeout_s: float | None = None) -> bool:
-        """Wait until the removals of `keys` that are due have succeeded or failed once, for `timeout_s` at most.
+    def try_one(self) -> None:
+        """Try the next removal even if the breaker refuses it. Called at the start of each forget."""
+        self._must_try = True
 
-        Return False if the tier still refuses one of `keys`.
-        """
-        unsettled = [key for key in keys if key in self._wanted and key not in self._failed]
-        if unsettled and not self._closed:
-            request = Request(len(unsettled))
-            self.want(unsettled, request)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await request.settled.wait()
-            except TimeoutError:
-                pass
-            finally:
-                self.leave(request)
-        return not any(map(self.tier.traffic.refuses, keys))
-
-    def request(self, keys: int) -> Request:
-        """Begin a forget of `keys` distinct keys. The caller calls `leave` when it stops waiting for it."""
-        self._called = True
-        return Request(keys)
-
-    def want(self, keys: Sequence[ChunkKey], request: Request) -> None:
-        """Begin to remove some of the keys of `request`, or join removals in flight, which cover all earlier writes."""
+    def begin(self, keys: Sequence[ChunkKey]) -> list[Attempt]:
+        """Begin to remove `keys`, or join attempts that have not ended, which cover all earlier writes."""
+        attempts = []
         for key in keys:
-            before = self._wanted.get(key)
-            self._wanted[key] = (*(other for other in before or () if not other.over), request)
-            is_clear = before is None and key not in self.tier.traffic.in_flight
-            if is_clear or key in self._failed:
-                self._failed.pop(key, None)
-                self._due.append(key)
+            attempt = self._attempts.get(key)
+            if attempt is None:
+                attempt = self._attempts[key] = asyncio.get_running_loop().create_future()
+                if key not in self.tier.traffic.in_flight:
+                    self._due.append(key)
+            attempts.append(attempt)
         self._add_lanes()
+        return attempts
 
-    def leave(self, request: Request) -> None:
-        """Record that no caller waits for `request` any more. Keys beyond the limit are given up."""
-        request.over = True
-        excess = len(self._wanted) - _REMEMBERED_KEYS
+    async def ended(self, key: ChunkKey, timeout_s: float) -> bool:
+        """Wait for the attempt to remove `key`, if there is one, for `timeout_s` at most.
+
+        Return False if the tier still refuses the key.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            await asyncio.wait([attempt], timeout=timeout_s)
+        return not self.tier.traffic.refuses(key)
+
+    async def tried(self) -> None:
+        """Wait until the removal of each key has succeeded or failed once. Cancellation changes nothing."""
+        await all_ended([attempt for attempt in self._attempts.values() if attempt is not None])
+
+    def give_up_excess(self, keys: Collection[ChunkKey]) -> None:
+        """Called when a forget of `keys` waits no longer: give up those that exceed `_REMEMBERED_KEYS`."""
+        excess = len(self._attempts) - _REMEMBERED_KEYS
         if excess <= 0 or self._closed:
             return
-        unawaited = (key for key in (*self._failed, *self._due) if all(other.over for other in self._wanted[key]))
-        given_up = list(islice(unawaited, excess))
+        given_up = set(islice(filter(self._attempts.__contains__, keys), excess))
+        self._due = deque(key for key in self._due if key not in given_up)
+        reason = (
+            f"{self.tier.name}: more than {_REMEMBERED_KEYS} forgotten chunks could not be removed; {len(given_up)} others "
+            "stay there, and are neither read nor written there until the cache is closed: find out why the tier does not "
+            f"remove them ({self._error or 'it takes long'})"
+        )
         for key in given_up:
-            self._failed.pop(key, None)
             self.tier.traffic.refuse(key)
-            self._end(key)
+            self._end(key, TierUnavailable(reason))
         if given_up:
-            self._due = deque(filter(self._wanted.__contains__, self._due))
-            logger.warning(
-                "%s: more than %d forgotten chunks could not be removed; %d others stay there, and are neither read nor "
-                "written there until the cache is closed: find out why the tier does not remove them (%s)",
-                self.tier.name, _REMEMBERED_KEYS, len(given_up), self._error or "it takes long",
-            )  # fmt: skip
+            logger.warning(reason)
 
     def close(self) -> None:
         """Stop. Does not wait for removals that hang."""
         self._closed = True
-        if self._wanted:
+        if self._attempts:
             logger.warning(
                 "%s: %d forgotten chunks were not removed before the close; a durable tier has them after a restart",
-                self.tier.name, len(self._wanted),
+                self.tier.name, len(self._attempts),
             )  # fmt: skip
         if self._timer is not None:
             self._timer.cancel()
         for lane in self.lanes:
             lane.cancel()
         self._due.clear()
-        self._tell(self._wanted, CacheClosed(f"{self.tier.name}: the cache was closed before a chunk was removed"))
+        error = CacheClosed(f"{self.tier.name}: the cache was closed before a chunk was removed")
+        self._fail(list(self._attempts), error)
 
-    def _begin(self, key: ChunkKey) -> None:
+    def _is_clear(self, key: ChunkKey) -> None:
         """Called when the last read or write of a key to remove has ended."""
         if not self._closed:
             self._due.append(key)
@@ -169,19 +152,18 @@ class Removals:
             self.lanes.discard(task)
 
     def _may_try(self) -> bool:
+        """Return True if the next due key may be tried now. If not, all due keys fail, except during a probe."""
         now_s = asyncio.get_running_loop().time()
         if self.tier.traffic.detached:
-            due, self._due = self._due, deque()
-            self._fail(due, TierUnavailable(f"{self.tier.name} is detached; forgotten chunks leave it when it is attached"))
-            self._retry_later()
+            self._fail_due(f"{self.tier.name} is detached; forgotten chunks leave it when it is attached")
             return False
-        if self.breaker.allows(now_s) or self._called:
-            self._called = False
+        if self.breaker.allows(now_s) or self._must_try:
+            self._must_try = False
             return True
-        if not self.breaker.probing(now_s):
-            due, self._due = self._due, deque()
-            self._fail(due, TierUnavailable(f"{self.tier.name}: removals failed and wait for a while: {self._error}"))
-        self._retry_later()
+        if self.breaker.probing(now_s):
+            self._retry_later()  # in case the probe hangs
+        else:
+            self._fail_due(f"{self.tier.name}: removals failed and wait for a while: {self._error}")
         return False
 
     async def _remove(self, key: ChunkKey) -> None:
@@ -197,33 +179,31 @@ class Removals:
                 if isinstance(caught, (asyncio.CancelledError, CacheClosed))  # also of a tier that was detached
                 else caught
             )
-            if not self._closed:
-                self.breaker.failed(loop.time(), began_s=began_s)
-                self._fail([key], error)
-                self._retry_later()
+            self.breaker.failed(loop.time(), began_s=began_s)
+            self._fail([key], error)
         else:
             self.breaker.succeeded(loop.time(), loop.time() - began_s)
             self._end(key)
         self._add_lanes()
 
-    def _end(self, key: ChunkKey) -> None:
-        """Allow operations on a key whose removal has succeeded or was given up."""
-        self._tell([key], None)
-        del self._wanted[key]
+    def _end(self, key: ChunkKey, error: Exception | None = None) -> None:
+        """Take out a key that is removed, or given up because of `error`."""
+        attempt = self._attempts.pop(key, None)
+        if attempt is not None:
+            attempt.set_result(error)
 
     def _fail(self, keys: Collection[ChunkKey], error: Exception) -> None:
-        self._failed.update(dict.fromkeys(keys))
-        self._tell(keys, error)
-
-    def _tell(self, keys: Iterable[ChunkKey], error: Exception | None) -> None:
-        """Notify the requests of `keys` that these are settled."""
+        """End the attempts to remove `keys`; they are retried later."""
         for key in keys:
-            requests, self._wanted[key] = self._wanted[key], ()
-            for request in requests:
-                request.left -= 1
-                request.error = request.error or error
-                if not request.left:
-                    request.settled.set()
+            attempt = self._attempts.get(key)
+            if attempt is not None:
+                self._attempts[key] = None
+                attempt.set_result(error)
+        self._retry_later()
+
+    def _fail_due(self, reason: str) -> None:
+        due, self._due = self._due, deque()
+        self._fail(due, TierUnavailable(reason))
 
     def _retry_later(self) -> None:
         if self._timer is None and not self._closed:
@@ -234,7 +214,12 @@ class Removals:
         self._timer = None
         if self.tier.traffic.detached or not self.breaker.would_allow(asyncio.get_running_loop().time()):
             self._retry_later()
-            return
-        self._due.extend(self._failed)
-        self._failed.clear()
-        self._add_lanes()
+        else:
+            self.begin([key for key, attempt in self._attempts.items() if attempt is None])
+
+
+async def all_ended(attempts: Iterable[Attempt]) -> None:
+    """Wait for `attempts` one by one: to wait for thousands at once would block the loop. Cancellation changes nothing."""
+    for attempt in attempts:
+        if not attempt.done():
+            await asyncio.wait([attempt])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from tiercache.core.queue import BoundedQueue, WaitBudget
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.memory.slots import Lease
 from tiercache.memory.workers import all_or_none, was_cancelled
-from tiercache.scheduler.removals import Removals, Request
+from tiercache.scheduler.removals import Attempt, Removals, all_ended
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier
 
@@ -191,13 +192,13 @@ class TierWriter:
         while leases:
             leases.pop().release()
 
-    def forget(self, keys: Sequence[ChunkKey], request: Request) -> None:
+    def forget(self, keys: Sequence[ChunkKey]) -> list[Attempt]:
         """Remove `keys` from the queue, and from the tier once their reads and writes in flight have ended.
 
         The tier does not serve them until then, and later puts of them are written after the removal.
         """
         self._release([lease for lease in map(self._queue.discard, keys) if lease is not None])
-        self.removals.want(keys, request)
+        return self.removals.begin(keys)
 
     async def drained(self) -> None:
         """Wait until all chunks are written or given up. Cancellation changes nothing."""
@@ -305,7 +306,7 @@ class TierWriter:
                 if not self.breaker.allows(loop.time()):
                     break
                 write.began_s = loop.time()
-            removed = await self.removals.ended([write.key], self.settings.deadline_s)
+            removed = await self.removals.ended(write.key, self.settings.deadline_s)
             if not removed or not lease.findable:
                 self.breaker.abandoned(loop.time(), write.began_s)  # this may have been the probe
                 if not lease.findable:  # it was forgotten meanwhile
@@ -505,32 +506,36 @@ class FanOut:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         keys = list(dict.fromkeys(keys))
-        requests = {writer: writer.removals.request(len(keys)) for writer in self.writers} if keys else {}
+        if not keys:
+            return
+        attempts: dict[TierWriter, list[Attempt]] = {writer: [] for writer in self.writers}
         parts = iter([keys[start : start + _FORGOTTEN_AT_ONCE] for start in range(0, len(keys), _FORGOTTEN_AT_ONCE)])
 
         def forget(part: Sequence[ChunkKey]) -> None:
-            for writer, request in requests.items():
-                writer.forget(part, request)
+            for writer, begun in attempts.items():
+                begun += writer.forget(part)
             from_memory(part)
 
+        for writer in self.writers:
+            writer.removals.try_one()
         try:
             for part in parts:
                 forget(part)
                 await asyncio.sleep(0)
             async with asyncio.timeout_at(until_s):
-                for request in requests.values():
-                    await request.settled.wait()
+                for begun in attempts.values():
+                    await all_ended(begun)
         except TimeoutError:
             pass  # those that are left are counted below
         finally:
             for part in parts:
                 forget(part)
-            for writer, request in requests.items():
-                writer.removals.leave(request)
-        for request in requests.values():
-            if request.error is not None:
-                raise request.error
-        left = {writer.tier.name: request.left for writer, request in requests.items()}
+            for writer in self.writers:
+                writer.removals.give_up_excess(keys)
+        for attempt in itertools.chain(*attempts.values()):
+            if attempt.done() and (error := attempt.result()) is not None:
+                raise error
+        left = {writer.tier.name: sum(not attempt.done() for attempt in begun) for writer, begun in attempts.items()}
         if any(left.values()):
             found = ", ".join(f"{name}: {count} of {len(keys)}" for name, count in left.items() if count)
             raise TierUnavailable(
@@ -554,7 +559,7 @@ class FanOut:
     async def removed(self) -> None:
         """Wait until the removal of every forgotten chunk has succeeded or failed once. Cancellation changes nothing."""
         for writer in self.writers:
-            await writer.removals.ended(list(writer.tier.traffic.removing))
+            await writer.removals.tried()
 
     def counts(self) -> dict[str, WriterStatistics]:
         """Return the counts so far, by tier."""

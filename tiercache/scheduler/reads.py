@@ -147,7 +147,6 @@ class _Transfer:
     """The read that began the transfer."""
     slot: Slot | None
     """None if the chunk is mapped."""
-    epoch: int
     began_s: float
     task: asyncio.Task[_Outcome]
     abandoned: bool = False
@@ -324,7 +323,7 @@ class TierReader:
             if transfer is None:
                 return
             began_s = transfer.began_s
-        elif not self.would_serve(self.estimate.concurrency) or self.cpu.tombstones.forgot(key, transfer.epoch):
+        elif not self.would_serve(self.estimate.concurrency) or self._is_forgotten(transfer.request):
             return
         try:
             in_time = await done_by(transfer.task, lambda: self._until_s(request.deadline_s, began_s))
@@ -344,8 +343,10 @@ class TierReader:
 
     def _unwanted(self, request: InFlight) -> bool:
         """Return True if the chunk came from another source, or was forgotten since the request began."""
-        key = request.key
-        return self.in_flight.get(key) is not request or self.cpu.tombstones.forgot(key, request.epoch)
+        return self.in_flight.get(request.key) is not request or self._is_forgotten(request)
+
+    def _is_forgotten(self, request: InFlight) -> bool:
+        return self.cpu.tombstones.forgot(request.key, request.epoch)
 
     async def _begin(self, request: InFlight) -> _Transfer | None:
         """Begin to read once there is a place at the tier and a slot to read into.
@@ -370,8 +371,7 @@ class TierReader:
             if not placed or (slot is None and needs_slot) or self._unwanted(request) or not self.may_have(key):
                 return None
             task = asyncio.create_task(self._transfer(key, slot, purpose))
-            began_s = asyncio.get_running_loop().time()
-            transfer = _Transfer(request, slot, cpu.tombstones.epoch, began_s, task)
+            transfer = _Transfer(request, slot, asyncio.get_running_loop().time(), task)
             slot, placed = None, False
         finally:
             if slot is not None:
@@ -449,7 +449,7 @@ class TierReader:
         del self._transfers[key]
         self._leave(purpose)
         lease = outcome if isinstance(outcome, Lease) else None
-        unwanted = self.cpu.wait_queue.closed or self.cpu.tombstones.forgot(key, transfer.epoch)
+        unwanted = self.cpu.wait_queue.closed or self._is_forgotten(request)
         if lease is not None and unwanted:
             lease.release()
             lease = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -590,11 +590,7 @@ class Reader:
 
         Counts a hit, and the access unless it is `counted` already; does not count a miss.
         """
-        lease = self.cpu.lease(key, counted=counted)
-        if lease is not None:
-            self.counters.hits[self.cpu.name] += 1
-            return lease
-        for tier in self.mapped:
+        for tier in self._hot:
             lease = tier.lease(key, counted=counted)
             if lease is not None:
                 self.counters.hits[tier.name] += 1
@@ -779,9 +775,7 @@ class Reader:
         position = self.cpu.prefix(keys)
         by_tier[self.cpu.name] = position
         if position < len(keys) and self.tiers:
-            left = len(keys) - position
-            well = [tier.tier for tier in self.tiers if tier.would_serve(left)]
-            places = [(tier.name, known) for tier in (self.cpu, *well) for known in tier.offered()]
+            places = self._offered(len(keys) - position)
             counts = counts_in([known for _, known in places], keys[position:])
             position += sum(counts)
             for (name, _), count in zip(places, counts, strict=True):
@@ -844,9 +838,13 @@ class Reader:
 
     def _unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Return the keys that are not known to be in a healthy tier."""
-        well = [tier.tier for tier in self.tiers if tier.would_serve(len(keys))]
-        places = [known for tier in (self.cpu, *well) for known in tier.offered()]
-        return [key for key in keys if not any(key in known for known in places)]
+        places = self._offered(len(keys))
+        return [key for key in keys if not any(key in known for _, known in places)]
+
+    def _offered(self, chunks: int) -> list[tuple[str, Container[ChunkKey]]]:
+        """Return what the hot cache and each tier that would serve `chunks` chunks offer, by name."""
+        well = [tier.tier for tier in self.tiers if tier.would_serve(chunks)]
+        return [(tier.name, known) for tier in (self.cpu, *well) for known in tier.offered()]
 
     def _cancel_lookups(self, asked: Iterable[asyncio.Task[Any]]) -> None:
         """Cancel lookups without waiting for them, since a tier may not end them."""

@@ -270,7 +270,8 @@ class TierWriter:
             self._latest[key] = write = _Write(key, lease, began_s=now_s)
             self._writing.add(write)
             write.task = asyncio.create_task(self._write(write), name=f"tiercache-write-{self.tier.name}")
-            write.task.add_done_callback(partial(self._end, write))  # for a task that is cancelled before its first step
+            # For a task that is cancelled before its first step.
+            write.task.add_done_callback(partial(self._end, write))
 
     async def _write(self, write: _Write) -> None:
         answered = False

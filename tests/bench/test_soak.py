@@ -55,12 +55,12 @@ def test_what_a_process_holds_is_counted() -> None:
 
 def test_growth_failures_and_wrong_answers_miss_their_goals() -> None:
     def missed(found: Soak, wrong: int = 0, noticed: int = 5) -> list[str]:
-        return [line for line in findings(found, 5, wrong, noticed) if not line.startswith("reached")]
+        return [line for line in findings(found, 9, wrong, noticed, 5) if not line.startswith("reached")]
 
     assert missed(Soak([ASKED], FLAT)) == []
     grown = [replace(one, rss_mb=3000 + one.at_s / 10, descriptors=90 + int(one.at_s > 900)) for one in FLAT]
     assert [line.split()[1] for line in missed(Soak([ASKED], grown))] == ["rss_mb", "descriptors"]
     assert missed(Soak([ASKED], FLAT, ["refused"])) == ["missed: 1 of 2 requests failed"]
-    assert missed(Soak([ASKED], FLAT), wrong=1) == ["missed: 1 of 5 answers are wrong (1 requests had hits)"]
+    assert missed(Soak([ASKED], FLAT), wrong=1) == ["missed: 1 of 9 answers are wrong (1 requests had hits)"]
     assert missed(Soak([ASKED], FLAT), noticed=4) == ["missed: 4 of 5 prompts with another first block are told apart"]
     assert missed(Soak([ASKED], FLAT[:200])) == ["missed: too short to say whether anything grows"]

@@ -16,6 +16,7 @@ from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import in_bytes
 from tiercache.core.eviction import MEAN_LRU
 from tiercache.core.header import file_bytes
+from tiercache.core.keys import KEY_BYTES
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
 from tiercache.device.driver import CudaDriver, Driver
@@ -338,6 +339,19 @@ def try_remote(config: Config, planned: PlannedTier) -> tuple[Path, ...]:
     tier = make_tier(config, Layout("", chunk_tokens=1, bytes_per_token=MIB), None, planned)
     tier.load_library()
     return _directories_of(tier)
+
+
+async def ask_server(config: Config, planned: PlannedTier) -> None:
+    """Log in to the server of a remote tier and look for a chunk that it does not have. Changes nothing there.
+
+    Raises ConfigError if the cache would not start, or TierUnavailable.
+    """
+    tier = make_tier(config, Layout("", chunk_tokens=1, bytes_per_token=MIB), None, planned)
+    try:
+        await tier.open()
+        await tier.probe([os.urandom(KEY_BYTES)])
+    finally:
+        await tier.close()
 
 
 _BUILDERS: dict[str, Callable[[Config, Layout, Device | None, PlannedTier], Tier]] = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.remote.redis.servers import running
 from tiercache.cli import app
 from tiercache.commands.doctor import NOTE, OK, PROBLEM, Finding, examine
 from tiercache.tiers.files.access import Mount, file_system_of, mounts
@@ -102,17 +103,18 @@ def test_it_ends_with_a_verdict_for_each_tier_of_the_configuration(
         gds_buffer_size: 64
         weka_path: {tmp_path / "weka"}
         remote_storage_plugins: [redis, fs.a, fs.b]
-        remote_storage_plugin.redis.url: redis://:hush@host
+        remote_storage_plugin.redis.url: redis://:hush@127.0.0.1:1
         remote_storage_plugin.fs.a.base_path: here
         remote_url: lm://host
     """)
     monkeypatch.setenv("TIERCACHE_CONFIG_FILE", str(file))
     verdicts = [finding for finding in examine(tmp_path)[-8:] if finding.topic.startswith("tier ")]
     assert [(finding.topic, finding.status) for finding in verdicts] == [
-        ("tier cpu", PROBLEM), ("tier disk", OK), ("tier gds", PROBLEM), ("tier weka", PROBLEM), ("tier redis", OK),
+        ("tier cpu", PROBLEM), ("tier disk", OK), ("tier gds", PROBLEM), ("tier weka", PROBLEM), ("tier redis", PROBLEM),
         ("tier fs.a", PROBLEM), ("tier fs.b", PROBLEM), ("tier lm", NOTE),
     ]  # fmt: skip
     assert "is not a directory" in verdicts[2].found and "not on WekaFS" in verdicts[3].found
+    assert "Connection refused" in verdicts[4].found and "works without this tier" in verdicts[4].advice
     assert not [finding for finding in verdicts if "hush" in finding.found]
     file.write_text("chunk_sise: 1")
     assert "the nearest is chunk_size" in by_topic(examine(tmp_path))["configuration"].found
@@ -150,6 +152,22 @@ def test_a_remote_tier_that_the_cache_would_refuse_is_a_problem(
     assert found["tier fs.b"].status == OK and str(tmp_path / "kv") in found["tier fs.b"].found
     ended = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path), "--json"])
     assert ended.exit_code == 1 and found.keys() == {finding["topic"] for finding in json.loads(ended.stdout)}
+
+
+@pytest.mark.needs("redis-server")
+def test_redis_is_asked_with_its_password_and_nothing_changes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path, "--requirepass", "right") as server:
+        found = {}
+        for password in ("right", "wrong"):
+            monkeypatch.setenv("TIERCACHE_REMOTE_URL", server.url.replace("//", f"//:{password}@"))
+            found[password] = by_topic(examine(tmp_path))["tier redis"]
+        with server.client(password="right") as client:
+            assert client.dbsize() == 0
+    assert found["right"] == Finding("tier redis", OK, f"redis://***@127.0.0.1:{server.port}: the server answers")
+    assert found["wrong"].status == PROBLEM and "does not accept it" in found["wrong"].found
+    assert found["wrong"].advice == "correct it: the cache does not start"
 
 
 @pytest.mark.needs("/dev/fuse", "mount")

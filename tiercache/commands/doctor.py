@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import importlib.metadata
 import json
@@ -20,13 +21,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tiercache.assembly import WEKAFS, try_remote
+from tiercache.assembly import WEKAFS, ask_server, try_remote
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, access_to, explain, has_nvidia_fs
 from tiercache.config import Config
 from tiercache.config.machine import meminfo
 from tiercache.config.plan import ON, PlannedTier, plan_of
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.tables import INDENT, Line, say
 from tiercache.tiers.files.access import mount_of, mounts
 from tiercache.tiers.files.capacity import counted_in
@@ -45,6 +46,8 @@ _BACK_ENDS = {
     "redis": (("redis",), "for the Redis tier: pip install 'tiercache[redis]'"),
     "obstore": (("obstore",), "for the S3 tier: pip install 'tiercache[s3]'"),
 }
+_ASKED = ("redis", "s3")
+"""Kinds of tiers whose servers are asked. To join others, the cache has to give them memory."""
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 
 
@@ -246,15 +249,19 @@ def _verdicts() -> list[Finding]:
 
 
 def _verdict(config: Config, tier: PlannedTier) -> list[Finding]:
-    """Return one finding that says if a tier works here. Does not contact servers."""
+    """Return one finding that says if a tier works here."""
     if tier.state != ON:
         return [Finding(f"tier {tier.name}", NOTE, tier.state, tier.note)]
     directories = tuple(map(Path, tier.directories))
     if tier.remote is not None:
         try:
             directories = try_remote(config, tier)
+            if tier.kind in _ASKED:
+                asyncio.run(ask_server(config, tier))
         except ConfigError as error:
             return [Finding(f"tier {tier.name}", PROBLEM, str(error), "correct it: the cache does not start")]
+        except TierUnavailable as error:
+            return [Finding(f"tier {tier.name}", PROBLEM, str(error), "the cache starts, and works without this tier")]
     return [_verdict_on(tier, directories)]
 
 
@@ -268,20 +275,25 @@ def _verdict_on(tier: PlannedTier, directories: Sequence[Path]) -> Finding:
             return Finding(topic, PROBLEM, found, "lower max_local_cpu_size, or free memory")
         return Finding(topic, OK, f"{cap} of memory")
     if not directories:
-        return Finding(topic, OK, f"{tier.place}: the server was not asked")
+        asked = "the server answers" if tier.kind in _ASKED else "the server was not asked"
+        return Finding(topic, OK, f"{tier.place}: {asked}")
     found = f"{cap} for {tier.place}"
     try:
         if tier.kind == "shared_memory":
             require_memory(Path(tier.place), tier.cap_bytes or 0)
         for place in directories if tier.kind == "weka" else ():
             if (kind := mount_of(place).kind) != WEKAFS:
-                raise ConfigError(f"weka_path: {place} lies on {kind}, not on WekaFS; mount WekaFS there, or use gds_path")
+                raise ConfigError(
+                    f"weka_path: {place} lies on {kind}, not on WekaFS; mount WekaFS there, or use gds_path"
+                )
         room_bytes = sum({place: _room_bytes(place) for place in directories}.values())
     except ConfigError as error:
         problem, _, advice = str(error).partition("; ")
         return Finding(topic, PROBLEM, problem.partition(": ")[2], advice)
     except OSError as error:
-        return Finding(topic, PROBLEM, f"{found}: {error.strerror}", "give this user write access, or mount what is missing")
+        return Finding(
+            topic, PROBLEM, f"{found}: {error.strerror}", "give this user write access, or mount what is missing"
+        )
     if room_bytes < (tier.cap_bytes or 0):
         advice = "other files use the rest, so chunks are evicted below the cap: lower the cap, or enlarge the mount"
         return Finding(topic, NOTE, f"{found}, and {room_bytes / 2**30:.2f} GB are free", advice)

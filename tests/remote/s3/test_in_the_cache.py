@@ -10,6 +10,7 @@ import yaml
 from tests.remote.in_the_cache import chunks_come_back
 from tests.servers.s3 import BUCKET, KEY, SECRET, S3Server
 from tiercache import Config
+from tiercache.commands.doctor import OK, PROBLEM, examine
 
 
 def configured(path: Path, server: S3Server, **more: object) -> Config:
@@ -36,3 +37,38 @@ async def test_chunks_come_back_in_another_cache(
     writer, _ = await chunks_come_back(configured(tmp_path, s3_server))
     assert writer.name == "s3"
     assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("server", "secret", "status", "said"),
+    [
+        (None, SECRET, OK, "the server answers"),
+        (None, "hush", PROBLEM, "credentials"),
+        ("127.0.0.1:1", SECRET, PROBLEM, "the connection was refused"),
+    ],
+)
+def test_doctor_asks_the_store(
+    tmp_path: Path,
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    server: str | None,
+    secret: str,
+    status: str,
+    said: str,
+) -> None:
+    address = server or f"127.0.0.1:{s3_server.port}"
+    configured(
+        tmp_path,
+        s3_server,
+        remote_url=f"s3://{BUCKET}.{address}/{tmp_path.name}",
+        extra_config={
+            "s3_region": "us-east-1",
+            "disable_tls": True,
+            "aws_access_key_id": KEY,
+            "aws_secret_access_key": secret,
+        },
+    )
+    monkeypatch.setenv("TIERCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
+    (finding,) = (each for each in examine(tmp_path) if each.topic == "tier s3")
+    assert finding.status == status and said in finding.found
+    assert secret not in finding.found

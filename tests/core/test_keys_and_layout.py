@@ -112,6 +112,14 @@ def test_impossible_layout_is_refused(wrong: dict[str, int], says: str) -> None:
         Layout(**{"model": "m", "chunk_tokens": 4, "bytes_per_token": 8, **wrong})
 
 
+def test_numbers_of_a_layout_are_whole_and_of_any_kind() -> None:
+    """A quotient, such as bytes per token, would change the fingerprint without a word: other processes hit nothing."""
+    assert Layout("model", np.int64(4), np.uint8(8)).fingerprint == Layout("model", 4, 8).fingerprint  # type: ignore[arg-type]
+    for wrong in (8.0, "8", None):
+        with pytest.raises(TypeError, match=f"layout: bytes_per_token must be a whole number, found {wrong!r}"):
+            Layout("model", 4, wrong)  # type: ignore[arg-type]
+
+
 def test_ranks_that_hold_the_same_bytes_have_one_fingerprint_whatever_their_number() -> None:
     def fingerprint(rank: int, world_size: int, replicas: int) -> bytes:
         return Layout("m", 4, 8, rank=rank, world_size=world_size, replicas=replicas).fingerprint

@@ -6,11 +6,16 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from operator import index
 
 from tiercache.core.compression import item_bytes
 from tiercache.core.keys import KEY_BYTES, Tenant, salt_bytes, tenant_tag
 
 FINGERPRINT_BYTES = 16
+_NUMBERS = (
+    *("chunk_tokens", "bytes_per_token", "layers", "kv_heads", "head_size", "block_tokens"),
+    *("rank", "world_size", "replicas", "parts"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,11 @@ class Layout:
     parts: int = 0
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            try:
+                object.__setattr__(self, name, int(index(getattr(self, name))))  # numpy's too
+            except TypeError:
+                raise TypeError(f"layout: {name} must be a whole number, found {getattr(self, name)!r}") from None
         for name in ("chunk_tokens", "bytes_per_token", "world_size", "replicas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"layout: {name} must be at least 1, found {getattr(self, name)}")

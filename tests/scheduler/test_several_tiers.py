@@ -83,6 +83,23 @@ async def test_tier_that_stopped_at_a_gap_is_asked_again_when_another_has_filled
     assert (chunks, by_tier) == (6, {"cpu": 0, "disk": 4, "server": 2})
 
 
+async def test_a_chunk_that_leaves_the_hot_cache_during_a_lookup_was_found(bench: Bench) -> None:
+    """A chunk that was read need not be in its tier's index: a probe or a scan adds it."""
+    server = Server("disk", [1, 2, 3])
+    disk = FaultyTier(server)
+    reader = Reader(bench.cpu, [disk], SETTINGS)
+    release(await reader.fetch(keys_of(2)[0], now() + 5.0))
+    server.known.update(keys_of(1))
+    disk.gate.clear()
+    entered = disk.entered
+    looking = asyncio.create_task(reader.lookup(keys_of(1, 2, 3, 4)))
+    while disk.entered == entered:
+        await asyncio.sleep(0)
+    assert bench.cpu.clear(keys_of(2)) == 1
+    disk.gate.set()
+    assert await looking == (3, {"cpu": 1, "disk": 2})
+
+
 async def test_many_single_chunks_are_one_question_to_each_tier(bench: Bench) -> None:
     one, other = Server("a", [1, 5]), EachServer("b", [3])
     found = await Reader(bench.cpu, [one, other], SETTINGS).lookup_each(keys_of(*range(1, 7)))

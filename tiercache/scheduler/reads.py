@@ -804,7 +804,10 @@ class Reader:
                 if not answers:
                     break
                 before = position
-                position, by_tier = self.where(keys)
+                # What was known when this began may have left the hot cache, and need not be in its tier's index.
+                more, counts = self.where(keys[position:])
+                position += more
+                by_tier = {name: count + counts[name] for name, count in by_tier.items()}
                 # A tier whose prefix ended at a gap that another tier has filled may have more.
                 ends = [(tier, start + found) for (tier, start), found in answers if found is not None]
                 due = [tier for tier, end in ends if before < position and end < position]

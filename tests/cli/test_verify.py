@@ -113,3 +113,16 @@ def test_verify_keeps_the_access_that_was_chosen(directory: Path) -> None:
     assert tiercache("verify", directory).returncode == 1
     assert (directory / ".tiercache").stat().st_mode & 0o7777 == 0o2770
     assert (directory / "quarantine").stat().st_mode & 0o7777 == 0o2770
+
+
+@pytest.mark.needs("root")
+def test_a_part_that_this_user_cannot_read_is_no_success(directory: Path) -> None:
+    closed = chunk_paths(directory)[0].parent
+    os.chown(closed, 65534, 65534)
+    closed.chmod(0o700)
+    dropped = "-dac_override,-dac_read_search"
+    without_rights = ["setpriv", f"--bounding-set={dropped}", f"--inh-caps={dropped}"]
+    command = [*without_rights, sys.executable, "-m", "tiercache", "verify", directory]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 2, run.stdout
+    assert run.stderr == f"error: {directory} cannot be verified: [Errno 13] Permission denied: '{closed}'\n"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import aiofiles
 from aiofiles import ospath
 
+from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.directory import CHUNK_NAME, MANIFEST, TOP_LEVELS, found_place
 
 
@@ -29,8 +31,8 @@ async def problem_with(directory: Path) -> str | None:
 
 
 def chunk_files(directory: Path) -> Iterator[Path]:
+    """Yield the paths with names of chunks. Raises OSError if a directory cannot be read."""
     place = found_place(directory)
     for top in TOP_LEVELS:
-        for path in sorted((place / top).glob("*")):
-            if CHUNK_NAME.fullmatch(path.name):
-                yield path
+        with suppress(*ABSENT):
+            yield from sorted(path for path in (place / top).iterdir() if CHUNK_NAME.fullmatch(path.name))

@@ -126,3 +126,13 @@ def test_a_part_that_this_user_cannot_read_is_no_success(directory: Path) -> Non
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 2, run.stdout
     assert run.stderr == f"error: {directory} cannot be verified: [Errno 13] Permission denied: '{closed}'\n"
+
+
+@pytest.mark.parametrize("manifest", ['{"format": 99}', "[]"])
+def test_another_format_is_one_sentence(directory: Path, manifest: str) -> None:
+    flip(chunk_paths(directory)[0], 5000)
+    (directory / "tiercache.json").write_text(manifest)
+    run = tiercache("verify", directory)
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"error: {directory} cannot be verified: {directory}")
+    assert run.stderr.count("\n") == 1

@@ -22,7 +22,7 @@ from tiercache.commands.findings import complain
 from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes
 from tiercache.core.layout import FINGERPRINT_BYTES
-from tiercache.errors import CorruptChunk
+from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.tiers.compression import plain_bytes, unpacked
 from tiercache.tiers.files.access import access_as_found, open_regular
 from tiercache.tiers.files.chunk_files import ChunkFiles
@@ -51,7 +51,7 @@ def verify_command(directory: Path, as_json: bool) -> int:
     try:
         # A progress bar would be noise in a pipe or a log.
         found = verify(directory, Console(stderr=True, quiet=as_json or not sys.stderr.isatty()))
-    except OSError as error:
+    except (OSError, ValueError, TierUnavailable) as error:
         return complain(f"{directory} cannot be verified: {error}")
     if as_json:
         print(json.dumps(asdict(found), indent=2))

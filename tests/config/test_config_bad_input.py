@@ -298,3 +298,11 @@ def test_a_size_that_no_machine_has_is_a_sentence_wherever_it_is_given(place: st
     given = {"TIERCACHE_MAX_LOCAL_CPU_SIZE": "1e300"} if place == "variable" else {}
     with pytest.raises(ConfigError, match=r"size: expected a number of GB .* and below 8.59e\+09"):
         Config.load(environ=given, overrides=of_fs if place == "plugin" else {})
+
+
+def test_names_of_models_that_yaml_reads_as_one_number_differ(load_text) -> None:
+    """Engines with one model_id share KV."""
+    assert load_text("model_id: 1.10").model_id == "1.10"
+    assert load_text("model_id: 0x10").model_id == "0x10"
+    assert load_text("tenant_salt: 0123").tenant_salt == "0123"
+    assert load_text("chunk_size: 0400").chunk_size == 256

@@ -186,3 +186,17 @@ def test_compression_of_a_remote_tier_that_is_not_there_gets_a_warning(load_text
     expected = "remote_storage_plugin.redis.compression (of remote tiers that are not configured)"
     assert warning == f"accepted but not honoured: {expected}"
     assert load_text(text.replace("NAME", "redis.a")).warnings == ()
+
+
+@pytest.mark.parametrize("spelled", ["0123456", "1.10", "1_0", "yes", "00"])
+def test_a_password_is_what_was_written_though_yaml_reads_a_number(load_text, spelled: str) -> None:
+    for key in ("valkey_password", "remote_storage_plugin.redis.password"):
+        assert only(load_text(f"remote_url: redis://h\n{key}: {spelled}")).options["password"] == spelled
+        assert (
+            only(load_text(f"remote_url: redis://h\nextra_config: {{{key}: {spelled}}}")).options["password"] == spelled
+        )
+
+
+def test_numbers_in_yamls_other_notations_stay_numbers(load_text) -> None:
+    store = only(load_text("remote_url: mooncakestore://h:1\nmooncake_global_segment_size: 0x40000000\nprotocol: tcp"))
+    assert store.options["global_segment_size"] == 1 << 30

@@ -179,6 +179,10 @@ class Optional(Kind):
         return None if raw is None or (isinstance(raw, str) and not raw.strip()) else self.kind.parse(raw)
 
 
+def is_text(kind: Kind) -> bool:
+    return isinstance(kind.kind if isinstance(kind, Optional) else kind, Text)
+
+
 def _path(text: str) -> str:
     if text.startswith("file://"):
         text = text.removeprefix("file://")

@@ -13,8 +13,9 @@ from typing import Any
 
 from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
+from tiercache.config.kinds import is_text
 from tiercache.config.machine import available_memory_bytes
-from tiercache.config.remote_options import ALL_FLAT, FLAT
+from tiercache.config.remote_options import ALL_FLAT, FLAT, NO_TEXTS
 from tiercache.config.remotes import (
     NOT_AVAILABLE,
     PLUGIN_PREFIX,
@@ -156,7 +157,7 @@ class _Resolution:
             if setting.origin.source == "environment" and setting.value == "" and not _may_be_empty(key):
                 continue
             try:
-                value = key.parse(setting.value)
+                value = key.parse(_meant(key, setting))
             except ValueError as error:
                 found = key.found(setting.value)
                 self._problem(key.name, f"{setting.name}: {error}, found {found} ({setting.origin})")
@@ -203,7 +204,8 @@ class _Resolution:
                 value = ", ".join(value)
             if isinstance(value, (str, int, float)):
                 settings = self.plugins if of_instance else self.flat
-                settings[name.removeprefix(PLUGIN_PREFIX)] = str(value)
+                spelling = None if name.rpartition(".")[2] in NO_TEXTS else setting.spelling
+                settings[name.removeprefix(PLUGIN_PREFIX)] = spelling or str(value)
                 self.origins[name] = origin
             elif value is not None:  # `password:` without a value means not given
                 self.problems.append(f"{name}: expected text, found {type(value).__name__} ({origin})")
@@ -292,6 +294,12 @@ def _error_of(problems: list[str]) -> ConfigError:
     return ConfigError(
         f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {line}" for line in problems)
     )
+
+
+def _meant(key: Key, setting: Setting) -> Any:
+    """Return the value, or the spelling of a number that stands for a text."""
+    spelling = setting.spelling if is_text(key.kind) and not isinstance(setting.value, bool) else None
+    return spelling or setting.value
 
 
 def _may_be_empty(key: Key) -> bool:

@@ -5,7 +5,9 @@ The aliases of a row are LMCache's `extra_config` keys for the same setting of a
 
 from __future__ import annotations
 
-from tiercache.config.kinds import Choice, Number, Optional, Switch, Text, Whole, Words
+from itertools import chain
+
+from tiercache.config.kinds import Choice, Number, Optional, Switch, Text, Whole, Words, is_text
 from tiercache.config.schema import Key
 from tiercache.core.compression import MODES
 
@@ -151,6 +153,13 @@ FLAT: dict[str, frozenset[str]] = {
 }
 """LMCache's keys for all instances of a type."""
 ALL_FLAT = frozenset().union(*FLAT.values())
+NO_TEXTS = frozenset(
+    name
+    for option in chain(COMMON, *OPTIONS.values())
+    if not is_text(option.kind)
+    for name in (option.name, *option.aliases)
+)
+"""The names of options that are not texts."""
 
 
 def options_of(type_name: str) -> dict[str, Key]:

@@ -54,6 +54,8 @@ class Setting:
     name: str
     value: Any
     origin: Origin
+    spelling: str | None = None
+    """The text of a number or truth value in a YAML file, since `0123` and `1.10` may be meant as texts."""
 
 
 def config_file(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
@@ -136,7 +138,9 @@ def _yaml_setting(path: Path, loader: Any, key_node: Any, value_node: Any) -> Se
     # Use the text of the key, not its YAML value, which is not a string for `on` and `2020-01-01`.
     name = str(key_node.value)
     try:
-        return Setting(name, loader.construct_object(value_node, deep=True), Origin("file", str(path), line))
+        value = loader.construct_object(value_node, deep=True)
+        spelling = value_node.value if isinstance(value, (int, float)) else None
+        return Setting(name, value, Origin("file", str(path), line), spelling)
     except ValueError:
         # YAML has types of its own, and a value may look like a date without being valid, or have thousands of digits.
         raise ConfigError(f"{path}, line {line}: the value of {name} cannot be read") from None

@@ -111,7 +111,9 @@ def export_chunks(
 def import_chunks(
     source: Annotated[str, typer.Argument(metavar="FILE", help="A file of export; -: standard input.")],
     directory: Annotated[Path, typer.Argument(help="The directory of a tier on files, made when missing.")],
-    max_size: Annotated[float, typer.Option(min=0, help="The cap of this directory in GB, as its caches have it.")],
+    max_size: Annotated[
+        float, typer.Option(min=0, max=2**32, help="The cap of this directory in GB, as its caches have it.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Store exported chunks, each verified. Nothing is replaced or evicted."""

@@ -209,6 +209,7 @@ LAUGHS = "".join(
         ("just text", "line 1: expected a mapping of keys to values"),
         ("a: 1\n b: 2\n", "line 2: not valid YAML: mapping values are not allowed here"),
         ("chunk_size: [1\n", "not valid YAML"),
+        ("a: 1\n\tb: 2\n", "line 2: not valid YAML: found character '\\t' that cannot start any token"),
         ("chunk_size: 16\nlocal_cpu: true\nchunk_size: 32\n", "line 3: chunk_size is already given in line 1"),
         (
             "extra_config:\n  use_odirect: true\n  use_odirect: false\n",

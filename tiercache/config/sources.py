@@ -111,7 +111,7 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
         # The whole message is not shown: it quotes the line or an alias, which may be a password.
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark else ""
-        reason = re.sub(r"'(?!<)[^']{2,}'", "'...'", error.problem or error.context or "")
+        reason = re.sub(r"'(?!<|\\t')[^']{2,}'", "'...'", error.problem or error.context or "")
         raise ConfigError(f"{path}{where}: not valid YAML: {reason}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid YAML: its values are nested too deep") from None

@@ -265,6 +265,7 @@ def ctl(
 
 
 def main() -> None:
+    from tiercache.commands.findings import complain
     from tiercache.signals import ended_by_signals
 
     try:
@@ -272,3 +273,5 @@ def main() -> None:
             app()
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:  # a full device behind stdout, or a working directory that was deleted
+        sys.exit(complain(str(error)))

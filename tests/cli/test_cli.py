@@ -26,6 +26,19 @@ def test_help_imports_nothing_heavy() -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
+def test_output_to_a_full_device_is_one_sentence(directory: Path) -> None:
+    command = [sys.executable, "-u", "-m", "tiercache", "verify", directory]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (run.returncode, run.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
+def test_a_working_directory_that_was_deleted_is_one_sentence(tmp_path: Path) -> None:
+    command = ["bash", "-c", 'rmdir "$PWD"; exec "$@"', "-", sys.executable, "-m", "tiercache", "doctor"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (run.returncode, run.stderr) == (2, "error: [Errno 2] No such file or directory\n")
+
+
 def test_doctor_says_what_it_found_and_what_to_do(tmp_path: Path) -> None:
     findings = json.loads(tiercache("doctor", "--path", tmp_path, "--json").stdout)
     topics = {finding["topic"]: finding for finding in findings}

@@ -65,6 +65,7 @@ def test_bad_lines_are_named_and_the_exit_status_says_so(tmp_path: Path) -> None
         (["--sweep", "lots"], "size: expected 10%, 64GB, a number of blocks or all, found 'lots'"),
         (["--measure-from", "1"], "--measure-from: expected a part from 0 to below 1, found 1"),
         (["--json", "/no/such/place/x"], "/no/such/place is not a directory"),
+        (["--json", "/dev/full", "--no-bounds"], "error: /dev/full: No space left on device"),
         (["--json", "/"], "/ is a directory; expected the name of a file"),
         (["--plot", "picture.foo"], "--plot: expected a name that ends in .png, .svg, .pdf, found picture.foo"),
         (["--sweep", ","], "--sweep: expected at least one value, found none"),

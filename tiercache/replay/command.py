@@ -102,7 +102,7 @@ def replay_command(options: Options) -> int:
         try:
             options.json_file.write_text(json.dumps(found, indent=1) + "\n")
         except OSError as error:
-            return complain(f"{error.filename}: {error.strerror or error}")
+            return complain(f"{options.json_file}: {error.strerror or error}")
     if options.plot_file is not None and sections and (problem := plot(sections, options.plot_file)):
         return complain(problem)
     return 1 if skipped or unequal else 0

@@ -119,6 +119,20 @@ async def test_a_socket_that_is_not_there_is_named_beside_one_that_is(
     assert f"error: no cache has a socket open at {missing}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["ctl", "set", "queue_wait_s=0.5"], ["advise"], ["top", "--once"]])
+async def test_a_cache_that_was_killed_is_no_success(
+    cache: TierCache, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    dead = tmp_path / "dead.sock"
+    with socket(AF_UNIX) as left:
+        left.bind(str(dead))
+    words = [*command, "--socket", str(dead)]
+    assert await asyncio.to_thread(app, [*words, "--socket", str(place)], standalone_mode=False) == 1
+    assert await asyncio.to_thread(app, words, standalone_mode=False) == 2
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("no cache answers there") == 2
+
+
 async def test_a_key_that_is_given_twice_is_refused(
     cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

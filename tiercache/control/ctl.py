@@ -15,7 +15,7 @@ from tiercache.control.messages import Attach, Command, ControlError, Detach, Re
 def ctl_command(sockets: list[Path], action: str, what: Sequence[str]) -> int:
     """Send one command to all caches and print what changed.
 
-    Returns 1 if a cache refuses it or does not answer, 2 if none can be asked or the command line is wrong.
+    Returns 1 if a cache refuses it or does not answer, 2 if none can be reached or the command line is wrong.
     """
     try:
         command = _command(action, what)
@@ -32,7 +32,8 @@ def ctl_command(sockets: list[Path], action: str, what: Sequence[str]) -> int:
         print(line)
     for problem in failed:
         print(f"error: {problem}", file=sys.stderr)
-    return 1 if failed else 0
+    reached = [answer for answer in answers.values() if getattr(answer, "kind", "") != "unreachable"]
+    return 2 if not reached else 1 if failed else 0
 
 
 def _command(action: str, what: Sequence[str]) -> Command:

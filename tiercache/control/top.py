@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +33,34 @@ Answers = Mapping[str, "dict[str, Any] | ControlError"]
 
 
 def top_command(sockets: list[Path], every_s: float, once: bool) -> int:
+    """Show figures. Returns 2 if no cache answers, 1 if some of several do not, else 0."""
     fleet = Fleet(sockets)
     try:
-        asyncio.run(_watch(fleet, every_s, once, Console()))
+        answers = asyncio.run(_watch(fleet, every_s, once, Console()))
     except ControlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        pass
-    for problem in (missing := fleet.missing() if once else []):
+        return 0
+    for problem in (missing := fleet.missing()):
         print(f"error: {problem}", file=sys.stderr)
-    return 1 if missing else 0
+    silent = [isinstance(answer, ControlError) for answer in answers.values()]
+    return 2 if all(silent) else 1 if missing or any(silent) else 0
 
 
-async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> None:
-    """Show figures until cancelled, or `once`. Raises ControlError if no socket exists at first; shows later errors."""
+async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> Answers:
+    """Show figures until cancelled, or `once`, and return those answers. Raises ControlError if no socket exists at first;
+    shows later errors.
+    """
     live = Live(console=console, auto_refresh=False, screen=True) if console.is_terminal and not once else None
     before: Answers = {}
     asked_s = 0.0
     with live or nullcontext():
-        for turn in count():
+        while True:
             try:
                 answers: Answers = await fleet.ask_named(Statistics())
             except ControlError as error:
-                if turn == 0:
+                if not before:
                     raise
                 answers = dict.fromkeys(before, error)
             now_s = time.monotonic()
@@ -68,7 +72,7 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
                 for table in tables:
                     show_figures(table, console) if isinstance(table, Table) else console.print(table)
             if once:
-                return
+                return answers
             before, asked_s = answers, now_s
             await asyncio.sleep(every_s)
 

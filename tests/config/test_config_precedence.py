@@ -119,6 +119,8 @@ def test_manual_numa_mapping_is_accepted_with_a_warning(load_text) -> None:
 @pytest.mark.parametrize(
     ("setting", "tier"),
     [
+        ("max_gds_size: 1", "gds_path: /g\ngds_buffer_size: 64"),
+        ("max_hf3fs_size: 1", "hf3fs_base_path: /3fs/kv"),
         ("tenant_max_local_cpu_size: 1", ""),
         ("tenant_max_shared_memory_size: 1", "shared_memory_path: /dev/shm/kv\nmax_shared_memory_size: 2"),
         ("tenant_max_local_disk_size: 1", "local_disk: /d\nmax_local_disk_size: 2"),
@@ -127,12 +129,18 @@ def test_manual_numa_mapping_is_accepted_with_a_warning(load_text) -> None:
         ("tenant_max_hf3fs_size: 1", "hf3fs_base_path: /3fs/kv"),
     ],
 )
-def test_quotas_and_compression_without_their_tier_get_a_warning(load_text, setting: str, tier: str) -> None:
+def test_caps_quotas_and_compression_without_their_tier_get_a_warning(load_text, setting: str, tier: str) -> None:
     without = "local_cpu: false\nlocal_disk: /other\nmax_local_disk_size: 0\n"
     warnings = load_text(f"{without}{setting}\n").warnings
     name = setting.partition(":")[0]
     assert f"accepted but not honoured: {name} (of tiers that are off or not configured)" in warnings
     assert load_text(f"{tier}\n{setting}\n").warnings == ()
+
+
+def test_size_of_a_disk_without_its_directory_gets_a_warning(load_text) -> None:
+    (warning,) = load_text("max_local_disk_size: 1").warnings
+    assert warning == "accepted but not honoured: max_local_disk_size (of tiers that are off or not configured)"
+    assert load_text("local_disk: /d\nmax_local_disk_size: 1").warnings == ()
 
 
 def test_admission_without_a_disk_or_gds_tier_gets_a_warning(load_text) -> None:

@@ -253,18 +253,23 @@ class _Resolution:
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
 
     def _of_no_tier(self, remotes: list[Remote]) -> list[str]:
-        """Return the quotas, compression and admission settings whose tier is not configured."""
+        """Return the caps, quotas, compression and admission settings whose tier is not configured."""
         values = self.values
         disk = values.get("local_disk") and values.get("max_local_disk_size")
+        gds = values.get("gds_path") or values.get("weka_path")
+        hf3fs = any(remote.type == "hf3fs" for remote in remotes)
         has_tier = {
+            "max_local_disk_size": values.get("local_disk"),
+            "max_gds_size": gds,
+            "max_hf3fs_size": hf3fs,
             "tenant_max_local_cpu_size": values.get("local_cpu", True),
             "tenant_max_shared_memory_size": values.get("shared_memory_path"),
             "tenant_max_local_disk_size": disk,
             "disk_compression": disk,
             "flash_admission": disk or values.get("gds_path"),
             "flash_bytes_per_day": disk or values.get("gds_path"),
-            "tenant_max_gds_size": values.get("gds_path") or values.get("weka_path"),
-            "tenant_max_hf3fs_size": any(remote.type == "hf3fs" for remote in remotes),
+            "tenant_max_gds_size": gds,
+            "tenant_max_hf3fs_size": hf3fs,
         }
         return [name for name, there in has_tier.items() if not there and values.get(name) not in (None, KEYS[name].default)]
 

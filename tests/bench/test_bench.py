@@ -84,6 +84,7 @@ def test_progress_is_shown(found: dict[str, Any]) -> None:
     [
         (("--only", "gpu"), "expected a comma list"),
         (("--json", "/nowhere/at/all.json"), "is not a directory"),
+        (("--json", "/"), "--json: / is a directory; expected the name of a file"),
         (("--directory", "/proc/bench"), "cannot be used"),
     ],
 )

@@ -75,6 +75,8 @@ def bench_command(
         return complain(f"--only: expected a comma list of {', '.join(known)}, found {unknown[0]!r}"), figures
     if json_file is not None and not json_file.resolve().parent.is_dir():
         return complain(f"--json: {json_file.parent} is not a directory"), figures
+    if json_file is not None and json_file.is_dir():
+        return complain(f"--json: {json_file} is a directory; expected the name of a file"), figures
     directory = plan.directory
     made = not directory.exists()
     try:

@@ -375,6 +375,24 @@ async def test_no_tier_below_gets_a_hot_only_chunk(tmp_path: Path, admission: st
         assert await cache.lookup_each(TWO) == [True, False]
 
 
+async def test_a_put_without_hot_only_gives_a_hot_only_chunk_to_the_tiers(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        for hot_only in (TWO, TWO[1:]):
+            assert await cache.put_many(TWO, [payload(1), payload(2)], hot_only=hot_only) == 2
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        assert await cache.lookup_each(TWO) == [True, False]
+
+
+async def test_of_two_puts_at_once_the_one_without_hot_only_counts(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        puts = [cache.put_many(TWO, [payload(1), payload(2)], hot_only=hot_only) for hot_only in (TWO, ())]
+        assert await asyncio.gather(*puts) == [2, 2]
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        assert await cache.lookup_each(TWO) == [True, True]
+
+
 async def test_chunks_leave_the_hot_cache_alone(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         assert await cache.put_many(TWO, [payload(1), payload(2)]) == 2

@@ -218,8 +218,8 @@ class TierCache:
         event `after` (by default: after the work given to the calling thread's current stream), and are read until this
         returns. With `local_cpu: false` and only device tiers they never reach the host; chunks that full queues skip
         (`on_queue_full`) also count as stored. `prefix` says that the chunks follow one another, which eviction
-        uses. The chunks of `hot_only` stay in the hot cache: no other tier gets them. Raises LayoutError for device
-        memory of the wrong layout.
+        uses. The chunks of `hot_only` stay in the hot cache: no other tier gets them, until a put without it. Raises
+        LayoutError for device memory of the wrong layout.
         """
         parts = self._in_use()
         check_one_each(keys, payloads, "payload")

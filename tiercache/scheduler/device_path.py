@@ -157,7 +157,7 @@ class DevicePath:
 
         A chunk without slots by the deadline is counted as skipped.
         """
-        hot, staged = self.cpu.lease(key, writes=True), self.staging.lease(key, writes=True)
+        hot, staged = self.cpu.lease_again(key, hot_only=hot_only), self.staging.lease(key, writes=True)
         if hot is not None:
             batch.leases.append(hot)
         if staged is not None:

@@ -160,7 +160,7 @@ class Ingest:
         try:
             for key, length, source in items:
                 if not self.cpu.tombstones.forgot(key, put.epoch):
-                    if (lease := self.cpu.lease(key, writes=True)) is not None:
+                    if (lease := self.cpu.lease_again(key, hot_only=key in put.hot_only)) is not None:
                         batch.leases.append(lease)
                     elif key in slots:
                         batch.fills[key] = (slots.pop(key), length, source)

@@ -66,6 +66,27 @@ def test_a_pipe_needs_no_file(directory: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "new") == contents(directory)
 
 
+async def test_a_chunk_that_is_stored_again_with_more_bytes_during_an_export_is_exported(tmp_path: Path) -> None:
+    keys = [number.to_bytes(24, "big") for number in range(20)]
+    async with TierCache.open(config_for(tmp_path / "kv"), LAYOUT) as cache:
+        await cache.put_many(keys, [np.ones(8000, np.uint8)] * 20)
+        await cache.flush()
+        newest = max(chunk_paths(tmp_path / "kv"), key=lambda path: (path.stat().st_mtime, path))
+        command = [sys.executable, "-m", "tiercache", "export", tmp_path / "kv", "-o", "-"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as export:
+            assert export.stdout is not None and export.stderr is not None
+            begin = await asyncio.to_thread(export.stdout.read, 1)  # it has listed all, and the pipe holds a part
+            await cache.forget([bytes.fromhex(newest.name)])
+            await cache.put(bytes.fromhex(newest.name), np.ones(LAYOUT.chunk_bytes, np.uint8))
+            await cache.flush()
+            stream = begin + await asyncio.to_thread(export.stdout.read)
+            said = export.stderr.read().decode()
+    assert (export.returncode, said.partition(",")[0]) == (0, "20 chunks exported"), said
+    (tmp_path / "kv.export").write_bytes(stream)
+    assert tiercache("import", tmp_path / "kv.export", tmp_path / "new", "--max-size", 0.1).returncode == 0
+    assert contents(tmp_path / "new") == contents(tmp_path / "kv")
+
+
 async def test_both_work_beside_a_running_cache_and_what_is_there_stays(directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "kv.export"
     async with (

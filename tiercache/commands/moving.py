@@ -21,9 +21,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
 
+import numpy as np
+
 from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
-from tiercache.commands.stat import headers_in
+from tiercache.commands.stat import header_of, headers_in
 from tiercache.commands.verify import buffer_of, open_files
 from tiercache.core.header import HEADER_BYTES, Header, HeaderError, aligned, file_bytes, payload_checksum
 from tiercache.core.keys import check_key
@@ -97,9 +99,8 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
     found.layout, direct = meant[0], reads_directly(place)
     fingerprint = bytes.fromhex(found.layout)
     for _, path, payload_bytes in sorted(layouts[found.layout]):
-        payload = buffer_of(file_bytes(payload_bytes))
         try:
-            header = read_chunk_file(path, bytes.fromhex(os.path.basename(path)), fingerprint, payload, direct=direct)
+            header, payload = _read(path, fingerprint, payload_bytes, direct=direct)
         except FileNotFoundError:
             continue  # it was evicted
         except (CorruptChunk, OSError) as error:
@@ -111,6 +112,23 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
         found.chunk_bytes += file_bytes(header.payload_bytes)
     stream.write(Header(_END, fingerprint, 0, found.chunks).pack().ljust(HEADER_BYTES, b"\0"))
     return found
+
+
+def _read(path: str, fingerprint: bytes, payload_bytes: int, *, direct: bool) -> tuple[Header, np.ndarray]:
+    """Read and verify a chunk that had `payload_bytes`. It may have been removed since, and stored again with more.
+
+    Raises as `read_chunk_file` does.
+    """
+    while True:
+        payload = buffer_of(file_bytes(payload_bytes))
+        try:
+            header = read_chunk_file(path, bytes.fromhex(os.path.basename(path)), fingerprint, payload, direct=direct)
+            return header, payload
+        except CorruptChunk:
+            now = header_of(path)
+            if not isinstance(now, Header) or now.payload_bytes <= payload_bytes:
+                raise
+            payload_bytes = now.payload_bytes
 
 
 def _import(stream: BufferedReader, directory: Path, cap_bytes: int) -> Moved:

@@ -101,22 +101,23 @@ def survey(directory: Path) -> dict[str, Any]:
 
 def headers_in(directory: Path) -> list[tuple[str, os.stat_result, Header | str | None]]:
     """Return the files of a directory with their headers or errors."""
-    return [(path, status, _header(path, status)) for path, status in _files(directory)]
+    return [(path, status, header_of(path)) for path, status in _files(directory)]
 
 
-def _header(path: str, status: os.stat_result) -> Header | str | None:
+def header_of(path: str) -> Header | str | None:
     """Return the header of a chunk or an error; None for other files, and for a file that has vanished."""
     if not CHUNK_NAME.fullmatch(os.path.basename(path)):
         return None
     try:
         with open(path, "rb", buffering=0) as file:
+            length_bytes = os.fstat(file.fileno()).st_size
             header = Header.unpack(file.read(PACKED_BYTES))
     except FileNotFoundError:
         return None  # evicted meanwhile
     except (OSError, HeaderError) as error:
         return str(error)
     expected = file_bytes(header.payload_bytes)
-    return header if status.st_size == expected else f"length: expected {expected} bytes, found {status.st_size}"
+    return header if length_bytes == expected else f"length: expected {expected} bytes, found {length_bytes}"
 
 
 def _files(directory: Path) -> list[tuple[str, os.stat_result]]:

@@ -316,6 +316,34 @@ async def test_a_chunk_that_another_instance_has_stored_in_another_size_frees_wh
         assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(tmp_path)
 
 
+async def test_a_chunk_that_is_stored_after_the_eviction_of_its_older_file_is_known(tmp_path: Path) -> None:
+    key, payload = chunk(1)
+    async with opened(tmp_path, 16) as tier:
+        await tier.scanned()
+        async with opened(tmp_path) as other:
+            await fill(other, range(1, 2))
+        io = tier.directories.io
+        write, began, may_go_on = io.write, asyncio.Event(), asyncio.Event()
+
+        async def write_late(*arguments: Any) -> int:
+            began.set()
+            await may_go_on.wait()
+            return await write(*arguments)
+
+        io.write = lambda *arguments: asyncio.ensure_future(write_late(*arguments))  # type: ignore[method-assign]
+        writing = asyncio.ensure_future(tier.write(key, payload, CHUNK_BYTES))
+        await began.wait()
+        io.write = write  # type: ignore[method-assign]
+        assert await tier.probe([key]) == 1
+        await fill(tier, range(2, 40))
+        assert not tier.contains(key), "it was evicted for these"
+        may_go_on.set()
+        assert await writing
+        assert tier.contains(key) and await is_hit(tier, 1)
+        await fill(tier, range(40, 80))
+        assert not tier.contains(key) and not await is_hit(tier, 1), "it is evicted as others are"
+
+
 async def test_chunk_evicted_by_another_instance_is_a_clean_miss(tmp_path: Path) -> None:
     async with opened(tmp_path) as one, opened(tmp_path) as other:
         await fill(one, range(1, 3))

@@ -406,8 +406,15 @@ class FileTier(DeviceTier):
         finally:
             index.expect(key, -needed_bytes)
         directory.refused.pop(key, None)
-        if not is_obsolete(key) or key in directory.index:  # otherwise a scan found it first, and it was evicted
+        if not is_obsolete(key) or key in directory.index:
             directory.add(key, occupied_bytes)
+        else:  # the key was found meanwhile, and evicted: this file, or an older one before it
+            await directory.until_deleted(key)
+            is_obsolete = directory.looking()
+            occupied_bytes = await self.directories.metadata.submit(directory.files.occupied_by, key)
+            if occupied_bytes and not is_obsolete(key):
+                directory.add(key, occupied_bytes)
+                self.directories.trim_soon(directory)  # others may have been written meanwhile
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         return True

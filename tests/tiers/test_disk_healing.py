@@ -251,6 +251,8 @@ async def test_a_lowered_cap_is_kept_before_the_first_write_and_writes_go_on_mea
     async with opened(tmp_path, cap_chunks=600) as tier:
         await fill(tier, range(1, 500))
     async with opened(tmp_path, cap_chunks=20) as tier:
+        while not tier.directories.all[0].scanned:
+            await asyncio.sleep(0)
         await tier.scanned()
         assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
     async with opened(tmp_path, cap_chunks=600) as tier:

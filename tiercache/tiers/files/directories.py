@@ -438,8 +438,11 @@ class Directories:
         return bool((await asyncio.wait([scanning], timeout=_SCAN_WAIT_S))[0])
 
     async def scanned(self) -> None:
-        """Wait for all running scans."""
+        """Wait for all running scans, and for the evictions to which they lead."""
         await asyncio.gather(*(directory.scanning for directory in self.all if directory.scanning is not None))
+        for directory in self.all:
+            async with directory.trimming:
+                pass
 
     async def first_scan(self, directory: Directory) -> None:
         """Wait until the directory has been scanned once."""

@@ -266,6 +266,21 @@ def test_a_process_whose_lock_file_was_deleted_gives_nothing_back(tmp_path: Path
         assert counted_in(counter(tmp_path)) == 350
 
 
+def test_a_process_whose_lock_file_is_deleted_while_it_waits_for_the_count_gives_nothing_back(tmp_path: Path) -> None:
+    """A recount that ended before it got the count may have left out its bytes."""
+    with opened(tmp_path) as capacity, counter(tmp_path).open() as other, ThreadPoolExecutor(1) as threads:
+        assert write(capacity, 100)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        deleting = threads.submit(delete, capacity, 100)
+        while not threads_in("lock_within"):
+            time.sleep(0)  # lets it run
+        for lock in locks(tmp_path):
+            lock.unlink()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        deleting.result()
+        assert counted_in(counter(tmp_path)) == 100
+
+
 @pytest.mark.parametrize("way", ["rename", "link", "reserved in a deleted counter"])
 def test_temporary_files_of_dead_processes_are_removed_and_subtracted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str

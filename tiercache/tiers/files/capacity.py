@@ -457,9 +457,9 @@ class Capacity:
 
     def _give_back(self, keep_bytes: int) -> None:
         """Return all unused bytes but `keep_bytes`. Needs `_files`."""
-        if self._owner.lost:
-            raise self._lost("may have been corrected without the bytes of this process")
         with self._locked(_SHORT_WAIT_S):
+            if self._owner.lost:
+                raise self._lost("may have been corrected without the bytes of this process")
             now = self._load()
             with self._state:
                 amount_bytes = self._take(max(0, self._unused_bytes - keep_bytes))

@@ -328,6 +328,17 @@ def test_closed_beside_a_write_that_is_under_way_it_ends_with_that(tmp_path: Pat
         assert counted_in(counter(tmp_path)) == 0
 
 
+def test_closed_beside_a_deletion_that_is_under_way_it_gives_back_what_that_frees(tmp_path: Path) -> None:
+    with opened(tmp_path) as capacity:
+        write(capacity, 100)
+        with capacity.deleting(60) as freed:
+            capacity.close()
+            assert locks(tmp_path), "others could recount while bytes become free"
+            freed(60)
+        assert counted_in(counter(tmp_path)) == 40
+        assert not locks(tmp_path)
+
+
 def test_what_cannot_be_given_back_at_the_end_is_found_by_a_scan(tmp_path: Path) -> None:
     with opened(tmp_path, step=100) as capacity:
         write(capacity, 10)

@@ -274,6 +274,7 @@ class Capacity:
                     self._awaited_bytes += kept_bytes
 
         with self._state:
+            self._operations += 1
             self._deleting_bytes += most_bytes
         try:
             is_announced = self._announce(forced=forced)
@@ -286,6 +287,7 @@ class Capacity:
             if surplus:
                 with suppress(OSError, TierUnavailable), self._turn(_SHORT_WAIT_S):  # `catch_up` tries again
                     self._give_back(self.step_bytes // 2 + kept_bytes)
+            self._end()
 
     def _announce(self, *, forced: bool) -> bool:
         """Show other processes that bytes may become free. Return False if that failed and the deletion goes on."""
@@ -397,7 +399,7 @@ class Capacity:
             yield
 
     def close(self) -> None:
-        """Return the reservation and the lock file now, or when the last running write ends.
+        """Return the reservation and the lock file now, or when the last running write or deletion ends.
 
         Waits briefly. Idempotent; does not raise.
         """
@@ -477,7 +479,7 @@ class Capacity:
     def _rest(self) -> None:
         """Become inactive if nothing is used or deleted. Needs `_files`."""
         with self._state:
-            if not self.is_behind or self._operations or self._deleting_bytes or self._unused_bytes:
+            if not self.is_behind or self._operations or self._unused_bytes:
                 return
             self._is_active, self._may_spend = None, False
         self._write_activity(False)

@@ -27,6 +27,7 @@ _RECOUNTED_S = 30.0
 """How long a process may keep all from writing for the sake of a recount, and a scan."""
 _SWEPT_S = 6.0
 """How long an instance may keep a file mapped that another one has removed."""
+_LISTED_S = 120.0
 _LOWEST_FILL, _LOWEST_SHARED_FILL = 31 / 32, 0.85
 _PUTS_IN_QUIET = 12
 """A full directory may count a 32nd of the cap more than there is, and a shared one what its instances have reserved and do
@@ -95,6 +96,8 @@ async def check_promises(node: Node, others: Sequence[Node], places: Sequence[Pl
     left = [place.disk.root for place in places if node.keys[key] in place.look().chunks]
     if left:
         raise Violation(f"key {key} was removed, and lies in {left}")
+    for other in others:
+        await other.on_loop(lambda other=other: _listed(other))  # type: ignore[misc]
     await _swept(node)
     for reader in (node, *others):
         await reader.on_loop(lambda reader=reader: _read(reader, key, there=False))  # type: ignore[misc]
@@ -137,6 +140,16 @@ async def _swept(node: Node) -> None:
     if _keeps_files_open(node):
         gc.collect()  # the error of a copy keeps its frames, and these a mapped file; the simulation collects nothing
         await asyncio.sleep(_SWEPT_S)
+
+
+async def _listed(node: Node) -> None:
+    """Wait until the index contains all that happened before. After a listing that took long, the pause is ten times as long."""
+    for name, tier in file_tiers(node.cache):
+        try:
+            async with asyncio.timeout(_LISTED_S):
+                await tier.lookup.refreshed()
+        except TimeoutError:
+            raise Violation(f"{name} did not list its directory within {_LISTED_S:.0f} s") from None
 
 
 def _keeps_files_open(node: Node) -> bool:

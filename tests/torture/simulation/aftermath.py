@@ -143,7 +143,7 @@ async def _swept(node: Node) -> None:
 
 
 async def _listed(node: Node) -> None:
-    """Wait until the index contains all that happened before. After a listing that took long, the pause is ten times as long."""
+    """Wait until the index contains all that happened before. The pause after a listing is ten times as long as that."""
     for name, tier in file_tiers(node.cache):
         try:
             async with asyncio.timeout(_LISTED_S):

@@ -355,6 +355,23 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
         assert is_whole(cache)
 
 
+async def test_statistics_do_not_change_after_the_call(tmp_path: Path) -> None:
+    """The counters of reads and prefetches were those of the running cache, so a difference of two was always 0."""
+    async with opened(tmp_path) as cache:
+        keys = cache.keys(range(2 * LAYOUT.chunk_tokens))
+        await cache.put_many(keys, [payload(1)] * 2, prefix=True)
+        await cache.flush()
+        before = cache.statistics()
+        found = before.to_dict()
+        cache.clear_hot()
+        assert (await cache.prefetch(keys)).promoted == 2
+        async with cache.get(keys[0]), cache.get(key(1)):
+            assert before.to_dict() == found
+        after = cache.statistics()
+        assert (after.reader.misses, after.reader.hits["cpu"]) == (1, 1)
+        assert after.prefetch["hints"].promoted_bytes == 2 * CHUNK_BYTES
+
+
 # Chunks that stay in the hot cache, or leave it alone
 
 TWO = [key(1), key(2)]

@@ -6,6 +6,7 @@ import asyncio
 from _thread import get_ident
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from operator import itemgetter
 from types import TracebackType
 from typing import Any
@@ -441,17 +442,17 @@ class TierCache:
         device, skipped = None, parts.ingest.skipped
         if (on_device := parts.on_device) is not None:
             pool, reader = on_device.device.pool, on_device.reader
-            device = DeviceStatistics(pool.count, pool.free, reader.counters, reader.reads(), reader.breakers())
+            device = DeviceStatistics(pool.count, pool.free, reader.statistics(), reader.reads(), reader.breakers())
             skipped += on_device.path.skipped
         return Statistics(
             tiers={tier.name: tier.statistics() for tier in (parts.cpu, *parts.tiers)},
             writers={writer.tier.name: writer.statistics() for writer in parts.fan_out.writers},
-            reader=parts.reader.counters,
+            reader=parts.reader.statistics(),
             reads=parts.reader.reads(),
             breakers=parts.reader.breakers(),
             slots=parts.cpu.pool.count,
             slots_free=parts.cpu.pool.free,
-            prefetch=parts.ahead.plan.accounts,
+            prefetch={source: replace(account) for source, account in parts.ahead.plan.accounts.copy().items()},
             puts_skipped=skipped,
             device=device,
             stuck=parts.stuck,

@@ -548,6 +548,9 @@ class Reader:
         """Reads that outlived their deadline and still hold a slot."""
         return [read for tier in self.tiers for read in tier.abandoned]
 
+    def statistics(self) -> ReaderStatistics:
+        return replace(self.counters, hits=self.counters.hits.copy())
+
     def reads(self) -> dict[str, TierReadStatistics]:
         return {tier.name: tier.statistics() for tier in self.tiers}
 

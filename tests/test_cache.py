@@ -5,7 +5,9 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -370,6 +372,37 @@ async def test_statistics_do_not_change_after_the_call(tmp_path: Path) -> None:
         after = cache.statistics()
         assert (after.reader.misses, after.reader.hits["cpu"]) == (1, 1)
         assert after.prefetch["hints"].promoted_bytes == 2 * CHUNK_BYTES
+
+
+async def test_statistics_in_a_thread_while_the_loop_goes_on(tmp_path: Path) -> None:
+    """The loop stores a tenant's first chunk, and reads another chunk, before every twentieth instruction of the thread."""
+    quotas = {"tenant_max_local_cpu_size": 1 / 1024, "tenant_max_local_disk_size": 1 / 1024}
+    async with opened(tmp_path, **quotas) as cache:
+        loop, instructions, steps = asyncio.get_running_loop(), count(), count()
+        reads: list[asyncio.Task[int]] = []
+
+        async def step() -> None:
+            keys = cache.keys(range(LAYOUT.chunk_tokens), salt=str(next(steps)))
+            await cache.put(keys[0], b"the first chunk of a tenant")
+            cache.clear_hot()
+            reads.append(asyncio.create_task(cache.warm(keys)))
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            frame.f_trace_opcodes = True
+            if event == "opcode" and not next(instructions) % 20:
+                asyncio.run_coroutine_threadsafe(step(), loop).result()
+            return trace
+
+        def statistics() -> None:
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                cache.statistics()
+            finally:
+                sys.settrace(before)
+
+        await asyncio.to_thread(statistics)
+        assert all(await asyncio.gather(*reads)) and next(steps) > 100
 
 
 # Chunks that stay in the hot cache, or leave it alone

@@ -105,10 +105,10 @@ class Shares:
         return sum(self.holdings[tenant].held_bytes - self.most_bytes for tenant in self._over)
 
     def statistics(self) -> dict[Tenant, TenantStatistics]:
-        """Return the statistics of every tenant. `shown` makes them readable."""
+        """Return the statistics of every tenant. `shown` makes them readable. Other threads may call this."""
         return {
             tenant: TenantStatistics(holding.held_bytes, holding.chunks, holding.evicted)
-            for tenant, holding in self.holdings.items()
+            for tenant, holding in self.holdings.copy().items()
         }
 
     def _forget_if_empty(self, tenant: Tenant, holding: Holding) -> None:

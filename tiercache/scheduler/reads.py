@@ -207,7 +207,7 @@ class TierReader:
     @property
     def abandoned(self) -> Sequence[asyncio.Task[_Outcome]]:
         """Reads that outlived their deadline and still hold a slot."""
-        return [transfer.task for transfer in self._transfers.values() if transfer.abandoned]
+        return [transfer.task for transfer in tuple(self._transfers.values()) if transfer.abandoned]
 
     def statistics(self) -> TierReadStatistics:
         return replace(self.reads, seconds=self.reads.seconds.copy(), reading=len(self._transfers))

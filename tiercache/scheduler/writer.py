@@ -119,7 +119,7 @@ class TierWriter:
     @property
     def abandoned(self) -> Sequence[asyncio.Task[None]]:
         """Writes that outlived their deadline and still hold memory."""
-        return [write.task for write in self._abandoned if write.task is not None]
+        return [write.task for write in tuple(self._abandoned) if write.task is not None]
 
     def holds(self, key: ChunkKey) -> bool:
         """Return True if the latest bytes of `key`, put since its last `forget`, are queued or being written."""

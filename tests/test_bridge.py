@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,25 @@ def test_thread_serves_a_synchronous_engine(tmp_path: Path) -> None:
     assert thread.close().complete
     with pytest.raises(CacheClosed):
         thread.submit(thread.cache.put(key(2), payload(2)))
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300, -20.0, float("-inf")])
+def test_close_takes_infinite_and_past_times(timeout_s: float) -> None:
+    """It raised OverflowError or TimeoutError while the cache was being closed."""
+    thread = CacheThread(configured(), LAYOUT)
+    assert thread.close(timeout_s).complete
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), "5"])
+def test_close_by_a_time_that_is_no_number_changes_nothing(timeout_s: Any) -> None:
+    """The thread ended with the cache unclosed, so nothing was written, or closed the cache by another time."""
+    thread = CacheThread(configured(), LAYOUT)
+    try:
+        with pytest.raises((ValueError, TypeError)):
+            thread.close(timeout_s)
+        assert thread.submit(thread.cache.put(key(1), payload(1))).result(10)
+    finally:
+        assert thread.close().complete
 
 
 def test_thread_raises_what_opening_raises(tmp_path: Path) -> None:

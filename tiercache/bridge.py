@@ -16,6 +16,7 @@ from tiercache.control.naming import Naming
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError
+from tiercache.payloads import check_number
 from tiercache.scheduler.writer import FlushReport
 
 logger = logging.getLogger("tiercache")
@@ -78,6 +79,8 @@ class CacheThread:
         A thread that a hung device blocks is abandoned. Raises CacheClosed in a process that was forked from the
         cache's process, since it has no such thread, and leaves the cache unchanged.
         """
+        check_number("timeout_s", timeout_s)
+        wait_s = min(max(0.0, timeout_s) + 10.0, threading.TIMEOUT_MAX)
         is_here = self._thread.is_alive()
         if not self._finished.done():
             if not is_here:
@@ -85,7 +88,7 @@ class CacheThread:
             self._close_timeout_s = timeout_s
             with contextlib.suppress(RuntimeError):  # it has ended just now
                 self.loop.call_soon_threadsafe(self._stop.set)
-        report = self._finished.result(timeout_s + 10.0)
+        report = self._finished.result(wait_s)
         self._thread.join(_LET_GO_S)
         return report
 

@@ -482,11 +482,11 @@ class TierCache:
 
         A put, read, prefetch or write that began before this, even an abandoned operation, restores none of them; a
         later put is stored, and read back from every tier. Leases stay valid. A tier that fails does not prevent
-        removal from others; its error is raised at the end, and TierUnavailable if a chunk could not be removed in
-        time. A chunk that could not be removed, even if this call was cancelled, is no longer read from that tier.
-        Its removal is retried until it succeeds or the cache is closed, for up to 65,536 keys per tier; for further
-        keys the tier is neither read nor written. A durable tier that kept a chunk has it again after a restart.
-        Read-only tiers no longer serve the chunk.
+        removal from others; TierUnavailable, or another TierCacheError of the tier, is raised at the end, also if a
+        chunk could not be removed in time. A chunk that could not be removed, even if this call was cancelled, is no
+        longer read from that tier. Its removal is retried until it succeeds or the cache is closed, for up to 65,536
+        keys per tier; for further keys the tier is neither read nor written. A durable tier that kept a chunk has it
+        again after a restart. Read-only tiers no longer serve the chunk.
         """
         parts = self._in_use()
         keys = list(keys)

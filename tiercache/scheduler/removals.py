@@ -10,7 +10,7 @@ from itertools import islice
 
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import CacheClosed, TierUnavailable
+from tiercache.errors import CacheClosed, TierCacheError, TierUnavailable
 from tiercache.memory.workers import was_cancelled
 from tiercache.tiers.base import Tier
 
@@ -163,7 +163,7 @@ class Removals:
         if self.breaker.probing(now_s):
             self._retry_later()  # in case the probe hangs
         else:
-            self._fail_due(f"{self.tier.name}: removals failed and wait for a while: {self._error}")
+            self._fail_due(f"{self.tier.name}: removals wait for a while: {self._error}")
         return False
 
     async def _remove(self, key: ChunkKey) -> None:
@@ -174,17 +174,23 @@ class Removals:
         except (Exception, asyncio.CancelledError) as caught:
             if was_cancelled():
                 raise
-            self._error = error = (
-                TierUnavailable(f"{self.tier.name}: a removal was cancelled")
-                if isinstance(caught, (asyncio.CancelledError, CacheClosed))  # also of a tier that was detached
-                else caught
-            )
+            self._error = error = self._reported(caught)
             self.breaker.failed(loop.time(), began_s=began_s)
             self._fail([key], error)
         else:
             self.breaker.succeeded(loop.time(), loop.time() - began_s)
             self._end(key)
         self._add_lanes()
+
+    def _reported(self, caught: BaseException) -> TierCacheError:
+        """Return the error for the callers of a removal that `caught` ended."""
+        if isinstance(caught, (asyncio.CancelledError, CacheClosed)):  # also of a tier that was detached
+            return TierUnavailable(f"{self.tier.name}: a removal was cancelled")
+        if isinstance(caught, TierCacheError):
+            return caught
+        error = TierUnavailable(f"{self.tier.name}: a removal failed: {caught or type(caught).__name__}")
+        error.__cause__ = caught
+        return error
 
     def _end(self, key: ChunkKey, error: Exception | None = None) -> None:
         """Take out a key that is removed, or given up because of `error`."""

@@ -357,6 +357,17 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
         assert is_whole(cache)
 
 
+async def test_repeated_keys_count_once() -> None:
+    """`pin` and `clear_hot` returned 3 for one chunk."""
+    async with opened() as cache:
+        repeated = [key(1)] * 3
+        assert await cache.put_many(repeated, [payload(1)] * 3) == 1
+        assert cache.ahead.pin(repeated) == cache.ahead.pinned == 1
+        cache.ahead.unpin(repeated)
+        assert cache.clear_hot(repeated) == 1
+        assert is_whole(cache)
+
+
 async def test_statistics_do_not_change_after_the_call(tmp_path: Path) -> None:
     """The counters of reads and prefetches were those of the running cache, so a difference of two was always 0."""
     async with opened(tmp_path) as cache:

@@ -240,7 +240,7 @@ class Prefetcher:
         check_keys(keys)
         check_seconds("ttl_s", ttl_s)
         pinned = 0
-        for key in keys if not self._closed else ():
+        for key in dict.fromkeys(keys) if not self._closed else ():
             lease: Lease | None
             if (pin := self._pins.pop(key, None)) is not None:
                 lease = pin[0]

@@ -423,9 +423,7 @@ class CpuTier(LeaseOwner, Tier):
         entries = self._entries
         wanted = entries if keys is None else [key for key in keys if key in entries]
         clean = [key for key in wanted if purpose_of(entries[key].leases) is not WRITE]
-        for key in clean:
-            self._drop(key)
-        return len(clean)
+        return sum([self._drop(key) for key in clean])
 
     # The rest of the Tier interface
 

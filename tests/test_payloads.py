@@ -61,6 +61,19 @@ def test_bools_of_torch_are_copied_bit_for_bit(step: int) -> None:
     assert bytes(into.view(torch.uint8).numpy()) == RAW[::step]
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_tensors_that_autograd_records_are_stored_and_filled(step: int) -> None:
+    """Those with gaps were never filled: autograd refuses to change them in place."""
+    import torch
+
+    tensor = torch.arange(60.0, requires_grad=True)[::step]
+    slot = np.zeros(240 // step, np.uint8)
+    source_of(tensor)[1](slot)
+    into = torch.zeros(60, requires_grad=True)[::step]
+    sink_of(into)(slot)
+    assert torch.equal(into, tensor)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_array_in_another_order_is_stored_in_the_order_of_its_items(dtype: type) -> None:
     array = np.arange(60).astype(dtype).reshape(6, 10).T

@@ -53,7 +53,7 @@ def sink_of(buffer: Any) -> Sink:
     if is_tensor(buffer):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             # torch accepts writable memory only, and the chunk is not: these rarer kinds cost a second copy.
-            tensor, length = _bit_for_bit(buffer), buffer.numel() * buffer.element_size()
+            tensor, length = _bit_for_bit(buffer.detach()), buffer.numel() * buffer.element_size()
             return lambda chunk: tensor.copy_(_tensor_view(_exactly(chunk, length).copy(), tensor))
         buffer = _bytes_view(buffer)
     array = _without_fields(buffer) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)

@@ -338,6 +338,7 @@ async def test_changes_under_way_at_a_close_end_and_leave_no_tier_open(steps: in
         works = [asyncio.create_task(change) for change in changes]
         for _ in range(steps):
             await asyncio.sleep(0)
+    assert all(work.done() for work in works), "a change used parts that were closed"
     async with asyncio.timeout(30):
         outcomes = await asyncio.gather(*works, return_exceptions=True)
     assert all(isinstance(outcome, (CacheClosed, list, type(None))) for outcome in outcomes)

@@ -555,7 +555,10 @@ class TierCache:
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[Parts]:
-        """Wait for another change to end. Raises ConfigError if that takes too long, as when a mount hangs."""
+        """Wait for another change to end. Raises ConfigError if that takes too long, as when a mount hangs.
+
+        A close waits for the change that is under way, which uses its parts.
+        """
         parts = self._in_use()
         try:
             async with asyncio.timeout(FILE_SYSTEMS_S):
@@ -565,7 +568,9 @@ class TierCache:
                 f"nothing was changed: another change has not ended for {FILE_SYSTEMS_S:.0f} s"
             ) from error
         try:
-            yield parts
+            self._in_use()
+            with parts.closing:
+                yield parts
         finally:
             parts.changing.release()
 

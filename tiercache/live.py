@@ -178,8 +178,10 @@ async def _open(parts: Parts, tiers: Sequence[Tier]) -> None:
             opened.append(tier)
         if parts.closing.unwinding:
             raise CacheClosed("the cache was closed meanwhile")
-    except BaseException:
+    except BaseException as error:
         await _close(opened)
+        if isinstance(error, Exception) and parts.closing.unwinding:  # by its deadline: the tier may need what was closed
+            raise CacheClosed("the cache was closed meanwhile") from error
         raise
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.config import Config
+from tiercache.config.remotes import remotes_of
 from tiercache.config.sources import Origin
 
 
@@ -25,6 +26,15 @@ def test_each_source_wins_over_the_one_before(load_text) -> None:
     environ["TIERCACHE_CHUNK_SIZE"] = "64"
     assert load_text("chunk_size: 16", environ).chunk_size == 64
     assert load_text("chunk_size: 16", environ, {"chunk_size": 128}).chunk_size == 128
+
+
+def test_each_source_wins_whatever_name_it_has_for_a_setting_of_remote_tiers(load_text) -> None:
+    text = "remote_url: mooncakestore://host:1\nextra_config: {device_name: from the file}"
+    environ = {"LMCACHE_MOONCAKE_DEVICE_NAME": "from LMCache", "TIERCACHE_DEVICE_NAME": "from tiercache"}
+    (remote,) = remotes_of(load_text(text, environ))
+    assert remote.options["device_name"] == "from tiercache"
+    (remote,) = remotes_of(load_text(text, environ).changed({"mooncake_device_name": "changed"}))
+    assert remote.options["device_name"] == "changed"
 
 
 @pytest.mark.parametrize("prefix", ["", "tiercache.", "lmcache."])

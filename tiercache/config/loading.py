@@ -200,12 +200,15 @@ class _Resolution:
             return
         of_instance = name.startswith(PLUGIN_PREFIX) and "." in name.removeprefix(PLUGIN_PREFIX)
         if of_instance or name in ALL_FLAT:
+            option = name.rpartition(".")[2]
             if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
                 value = ", ".join(value)
             if isinstance(value, (str, int, float)):
                 settings = self.plugins if of_instance else self.flat
-                spelling = None if name.rpartition(".")[2] in NO_TEXTS else setting.spelling
-                settings[name.removeprefix(PLUGIN_PREFIX)] = spelling or str(value)
+                spelling = None if option in NO_TEXTS else setting.spelling
+                bare = name.removeprefix(PLUGIN_PREFIX)
+                settings.pop(bare, None)  # of several names for one option the one given last wins
+                settings[bare] = spelling or str(value)
                 self.origins[name] = origin
             elif value is not None:  # `password:` without a value means not given
                 self.problems.append(f"{name}: expected text, found {type(value).__name__} ({origin})")

@@ -115,6 +115,13 @@ def test_an_empty_variable_switches_a_path_off_and_is_no_number(load_text) -> No
     assert (config.local_disk, config.chunk_size) == ((), 16)
 
 
+def test_an_empty_variable_is_no_number_for_a_remote_tier_and_no_password(load_text) -> None:
+    text = "remote_url: redis://host\nextra_config: {request_timeout: 3, valkey_mode: cluster, password: old}"
+    environ = {"LMCACHE_REQUEST_TIMEOUT": "", "LMCACHE_VALKEY_MODE": "", "LMCACHE_PASSWORD": ""}
+    (remote,) = remotes_of(load_text(text, environ))
+    assert (remote.options["timeout_s"], remote.options["mode"], remote.options["password"]) == (3.0, "cluster", None)
+
+
 @pytest.mark.parametrize("word", ["true", "True", "TRUE", "1", '"true"'])
 def test_switches_of_the_environment_as_lmcache_reads_them(word: str) -> None:
     assert Config.load(environ={"LMCACHE_SAVE_UNFULL_CHUNK": word}).save_unfull_chunk is True

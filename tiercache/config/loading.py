@@ -15,7 +15,7 @@ from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
 from tiercache.config.kinds import is_text
 from tiercache.config.machine import available_memory_bytes
-from tiercache.config.remote_options import ALL_FLAT, FLAT, NO_TEXTS
+from tiercache.config.remote_options import ALL_FLAT, FLAT, NEVER_EMPTY, NO_TEXTS
 from tiercache.config.remotes import (
     NOT_AVAILABLE,
     PLUGIN_PREFIX,
@@ -201,6 +201,8 @@ class _Resolution:
         of_instance = name.startswith(PLUGIN_PREFIX) and "." in name.removeprefix(PLUGIN_PREFIX)
         if of_instance or name in ALL_FLAT:
             option = name.rpartition(".")[2]
+            if origin.source == "environment" and value == "" and option in NEVER_EMPTY:
+                return
             if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
                 value = ", ".join(value)
             if isinstance(value, (str, int, float)):

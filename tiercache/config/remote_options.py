@@ -160,6 +160,13 @@ NO_TEXTS = frozenset(
     for name in (option.name, *option.aliases)
 )
 """The names of options that are not texts."""
+NEVER_EMPTY = frozenset(
+    name
+    for option in chain(COMMON, *OPTIONS.values())
+    if isinstance(option.kind, (Choice, Number, Switch, Whole))
+    for name in (option.name, *option.aliases)
+)
+"""The names of options for which an empty text is no value. An empty variable of the environment does not set them."""
 
 
 def options_of(type_name: str) -> dict[str, Key]:

@@ -153,14 +153,20 @@ def replay(
     hint_error: Annotated[float, typer.Option(min=0, max=1, help="By what part of that time they are wrong.")] = 0.0,
     bounds: Annotated[bool, typer.Option(help="Beside no cache, an infinite and an offline-optimal one.")] = True,
     measure_from: Annotated[float, typer.Option(help="Part of the requests that only warms up.")] = 0.5,
-    bytes_per_token: Annotated[int, typer.Option(min=1, help="KV of a token; 131072: Llama-3.1-8B, bf16.")] = 131072,
+    bytes_per_token: Annotated[
+        int, typer.Option(min=1, max=2**40, help="KV of a token; 131072: Llama-3.1-8B, bf16.")
+    ] = 131072,
     prefill_tokens_per_s: Annotated[float, typer.Option(min=1, help="How fast an engine computes KV.")] = 20000.0,
     ram_gb_per_s: Annotated[float, typer.Option(min=0.001, help="From the hot cache to the GPU.")] = 50.0,
     flash_gb_per_s: Annotated[float, typer.Option(min=0.001, help="Reads of the flash tier.")] = 7.0,
-    engines: Annotated[int, typer.Option(min=0, help="Each prefills one request at a time; 0: no queue.")] = 0,
+    engines: Annotated[
+        int, typer.Option(min=0, max=10**6, help="Each prefills one request at a time; 0: no queue.")
+    ] = 0,
     session_interval_s: Annotated[float, typer.Option(min=0, help="Agentic sessions begin so far apart.")] = 0.0,
     repeat: Annotated[int, typer.Option(min=1, help="Play it so often, each time with blocks of its own.")] = 1,
-    noisy: Annotated[float, typer.Option(min=0, help="Also beside a tenant that scans so many blocks for each.")] = 0.0,
+    noisy: Annotated[
+        float, typer.Option(min=0, max=10**6, help="Also beside a tenant that scans so many blocks for each.")
+    ] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at a bad line instead of skipping it.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,

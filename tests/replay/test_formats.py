@@ -86,6 +86,7 @@ BAD = {
     "a huge id": (mooncake(5, 1 << 64), "line 2: int too big to convert"),
     "a time before the last": (mooncake(-1, 1), "line 2: Expected `float` >= 0.0 - at `$.timestamp`"),
     "a negative length": ({**mooncake(5, 1), "input_length": -4}, "line 2: Expected `int` >= 0 - at `$.input_length`"),
+    "a huge length": ({**mooncake(5, 1), "input_length": 10**400}, "line 2: Expected `int` <= "),
 }
 
 

@@ -168,8 +168,9 @@ def _pop(coming: list[_Coming]) -> Request:
     return request
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Id = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -177,12 +178,12 @@ class _MooncakeLine(msgspec.Struct):
     timestamp: _Seconds
     input_length: _Count
     output_length: _Count
-    hash_ids: list[_Count]
+    hash_ids: list[_Id]
 
 
 class _OwnLine(msgspec.Struct):
     time_s: _Seconds
-    blocks: list[_Count | str]
+    blocks: list[_Id | str]
     block_tokens: _Positive = DEFAULT_BLOCK_TOKENS
     input_tokens: _Count | None = None
     output_tokens: _Count = 0
@@ -193,7 +194,7 @@ class _OwnLine(msgspec.Struct):
 
 class _Turn(msgspec.Struct):
     t: _Seconds
-    hash_ids: list[_Count]
+    hash_ids: list[_Id]
     in_: _Count = msgspec.field(name="in")
     out: _Count = 0
     api_time: _Seconds | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tiercache.errors import TierCacheError
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
+_MOST = 1e18
 UNBOUNDED = 1 << 40
 """Blocks of a hot cache that holds everything."""
 
@@ -68,6 +69,8 @@ def parse_size(text: str, block_bytes: int, unique_blocks: int | None) -> int | 
     if match is None:
         raise SettingError(f"size: expected 10%, 64GB, a number of blocks or all, found {text!r}")
     number, unit = float(match[1]), match[2].upper()
+    if number >= _MOST:
+        raise SettingError(f"size: expected less than {_MOST:g}, found {text[:40]!r}")
     if unit == "%":
         if unique_blocks is None:
             raise SettingError(f"size: {text!r} needs the number of unique blocks")

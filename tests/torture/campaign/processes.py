@@ -48,7 +48,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **threads},
+                env={**os.environ, **threads, "MALLOC_ARENA_MAX": "1"},  # heaps of their threads would not shrink
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C is the campaign's to handle
             )

@@ -88,6 +88,12 @@ def test_what_a_crashed_process_left_is_neither_reused_nor_leaked(path: Path) ->
     assert not path.exists(), "the next start sweeps what crashed processes left"
 
 
+def test_a_process_that_is_killed_while_it_starts_leaves_nothing(path: Path) -> None:
+    dying = CRASH.replace("mapped =", "os.ftruncate = lambda *of: os.kill(os.getpid(), signal.SIGKILL)\nmapped =")
+    died = subprocess.run([sys.executable, "-c", dying, str(path.parent), str(SIZE)], check=False)
+    assert died.returncode == -9 and not list(path.parent.iterdir())
+
+
 @as_root
 def test_a_start_of_another_name_leaves_files_of_other_users_alone(path: Path) -> None:
     given_away(path)

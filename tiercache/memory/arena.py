@@ -167,8 +167,7 @@ class Arena:
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
         _sweep_dead_arenas()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
-        nameless = path.with_name(f"{path.name}.{os.getpid()}.{id(self)}")
-        descriptor = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(SHM_DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free = os.statvfs(SHM_DIRECTORY)
@@ -179,12 +178,10 @@ class Arena:
                 )
             os.ftruncate(descriptor, self.size_bytes)
             self._mapping = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED)
-            _take_name(nameless, path)
+            _take_name(descriptor, path)
         except BaseException:
             os.close(descriptor)
             raise
-        finally:
-            nameless.unlink()
         self.kind = "shm"
         self.shm_path = path
         self._shm_file = descriptor
@@ -291,11 +288,12 @@ def _unlink_own(path: Path, descriptor: int) -> bool:
     return False
 
 
-def _take_name(nameless: Path, path: Path) -> None:
-    """Link the file to its name. Raises ConfigError if the name is taken."""
+def _take_name(descriptor: int, path: Path) -> None:
+    """Give an open file without a name its name. Raises ConfigError if that is taken."""
     for _ in range(_LINK_TRIES):
         try:
-            os.link(nameless, path)
+            # With `src_dir_fd`, which an absolute path ignores, os.link follows the symbolic link.
+            os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
             return
         except FileExistsError:
             _sweep_dead_arenas()
@@ -311,7 +309,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _sweep_dead_arenas() -> None:
-    """Remove arenas of dead processes of this user, whose lock is free. Keep empty files, which a start may be making."""
+    """Remove arenas of dead processes of this user, whose lock is free."""
     for path in SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
         try:
             if not _is_own(os.lstat(path)):
@@ -322,7 +320,7 @@ def _sweep_dead_arenas() -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             size_bytes = os.fstat(descriptor).st_size
-            if size_bytes and _unlink_own(path, descriptor):
+            if _unlink_own(path, descriptor):
                 logger.info("arena: removed %s (%.2f GB), left behind by a dead process", path, size_bytes / 2**30)
         except OSError:
             pass  # a living process holds the lock

@@ -21,8 +21,8 @@ _SCANNED_S = 5.0
 _TRIMMED_S = 1.0
 """The time after the first scan by which a cap that was lowered is kept."""
 _ATTEMPTS, _ATTEMPTS_BESIDE_OPEN_FILES = 2, 8
-"""Puts of a chunk: the first may count as the first touch only. An evicted file frees no space while another process has
-it open, which closes it before the next put."""
+"""Puts of chunks of which none is stored: the first may count as the first touch only. An evicted file frees no space
+while another process has it open, which closes it before the next put."""
 _RECOUNTED_S = 30.0
 """How long a process may keep all from writing for the sake of a recount, and a scan."""
 _SWEPT_S = 6.0
@@ -107,25 +107,30 @@ async def check_promises(node: Node, others: Sequence[Node], places: Sequence[Pl
 async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> None:
     """Put keys that nobody has, one after the other, and see that the last of them is written."""
 
+    def lies(key: int) -> list[bool]:
+        return [_lies(node, tier, key, places) for _, tier in file_tiers(node.cache)]
+
     async def work() -> None:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + _RECOUNTED_S
-        attempts_left = _ATTEMPTS_BESIDE_OPEN_FILES if _keeps_files_open(node) else _ATTEMPTS
+        attempts = attempts_left = _ATTEMPTS_BESIDE_OPEN_FILES if _keeps_files_open(node) else _ATTEMPTS
+        left = keys
         while attempts_left:
-            for key in keys:
+            for key in left:
                 await node.cache.put(node.keys[key], node.truth.payload(key))
                 report = await node.cache.flush(10.0)
                 if not report.complete:
                     raise Violation(f"all is well, and key {key} is not written in 10 s: {report}")
                 node.cache.clear_hot()
-            missing = [name for name, tier in file_tiers(node.cache) if not _lies(node, tier, keys[-1], places)]
+            missing = [name for (name, _), there in zip(file_tiers(node.cache), lies(keys[-1]), strict=True) if not there]
             if not missing:
                 return
             await _swept(node)
             if loop.time() < until_s and not all(one.files.capacity.trusted for one in directories(node.cache)):
                 await asyncio.sleep(0.5)
                 continue
-            attempts_left -= 1
+            stored = max((at for at, key in enumerate(left, 1) if all(lies(key))), default=0)
+            left, attempts_left = left[stored:], attempts if stored else attempts_left - 1
         raise Violation(f"all is well, and key {keys[-1]} is not written to {missing}: {node.cache.statistics()}")
 
     await node.on_loop(work)

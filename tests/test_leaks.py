@@ -171,7 +171,10 @@ def test_what_others_make_is_no_leak(looked_at: bool, tmp_path: Path) -> None:
     Looked at: an arena of ours begins, and looks for those of dead processes.
     """
     path = Path("/dev/shm/tiercache.of-somebody-else")
-    script = f"import os, sys; sys.stdin.readline(); open({str(path)!r}, 'w'); print(flush=True)"
+    script = (
+        f"import fcntl, sys; sys.stdin.readline(); made = open({str(path)!r}, 'w'); fcntl.flock(made, fcntl.LOCK_EX); "
+        "print(flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen(["python3", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None and other.stdout is not None
         with nothing_left(str(tmp_path), patience_s=0.0):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.errors import ConfigError
-from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.memory.arena import Arena, ArenaSettings, _sweep_dead_arenas
 
 SIZE = 4 << 20
 NOBODY = 65534
@@ -88,10 +88,31 @@ def test_what_a_crashed_process_left_is_neither_reused_nor_leaked(path: Path) ->
     assert not path.exists(), "the next start sweeps what crashed processes left"
 
 
-def test_a_process_that_is_killed_while_it_starts_leaves_nothing(path: Path) -> None:
+def test_what_a_process_left_that_was_killed_while_it_started_is_swept_too(path: Path) -> None:
     dying = CRASH.replace("mapped =", "os.ftruncate = lambda *of: os.kill(os.getpid(), signal.SIGKILL)\nmapped =")
     died = subprocess.run([sys.executable, "-c", dying, str(path.parent), str(SIZE)], check=False)
-    assert died.returncode == -9 and not list(path.parent.iterdir())
+    assert died.returncode == -9 and len(list(path.parent.iterdir())) == 1
+    start(path).close()
+    assert not list(path.parent.iterdir())
+
+
+def test_a_file_that_a_sweep_removes_before_it_is_locked_is_made_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, swept = fcntl.flock, []
+
+    def lock(descriptor: int, operation: int) -> None:
+        if not swept:
+            swept.append(descriptor)
+            _sweep_dead_arenas()
+            assert not list(path.parent.iterdir())
+        flock(descriptor, operation)
+
+    monkeypatch.setattr("tiercache.memory.arena.fcntl.flock", lock)
+    arena = start(path)
+    assert path.stat().st_size == SIZE
+    arena.close()
+    assert not list(path.parent.iterdir())
 
 
 @as_root

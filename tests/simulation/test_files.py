@@ -40,7 +40,6 @@ FLAGS = [
     os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW,
     os.O_RDONLY | os.O_TRUNC,
     os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW,
-    os.O_RDWR | os.O_TMPFILE,
 ]
 name = st.sampled_from(NAMES)
 looked_up = st.sampled_from(LOOKED_UP)

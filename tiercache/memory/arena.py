@@ -16,6 +16,7 @@ import signal
 import stat
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,9 +168,8 @@ class Arena:
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
         _sweep_dead_arenas()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
-        descriptor = os.open(SHM_DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        descriptor, temporary = _new_locked(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free = os.statvfs(SHM_DIRECTORY)
             if free.f_bavail * free.f_frsize < self.size_bytes:
                 raise ConfigError(
@@ -178,10 +178,12 @@ class Arena:
                 )
             os.ftruncate(descriptor, self.size_bytes)
             self._mapping = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED)
-            _take_name(descriptor, path)
+            _take_name(temporary, path)
         except BaseException:
             os.close(descriptor)
             raise
+        finally:
+            temporary.unlink()
         self.kind = "shm"
         self.shm_path = path
         self._shm_file = descriptor
@@ -288,12 +290,23 @@ def _unlink_own(path: Path, descriptor: int) -> bool:
     return False
 
 
-def _take_name(descriptor: int, path: Path) -> None:
-    """Give an open file without a name its name. Raises ConfigError if that is taken."""
+def _new_locked(path: Path) -> tuple[int, Path]:
+    """Create a file beside `path` and lock it. If a sweep removes it before it is locked, retry with another name."""
+    while True:
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor, temporary
+        os.close(descriptor)
+
+
+def _take_name(temporary: Path, path: Path) -> None:
+    """Link the file to its name. Raises ConfigError if the name is taken."""
     for _ in range(_LINK_TRIES):
         try:
-            # With `src_dir_fd`, which an absolute path ignores, os.link follows the symbolic link.
-            os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+            os.link(temporary, path)
             return
         except FileExistsError:
             _sweep_dead_arenas()

@@ -38,10 +38,6 @@ class FileCalls(DescriptorCalls):
 
     def open(self, path: Name, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         disk, name, at = self._enter("open", path, dir_fd)
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            if not isinstance(disk.find(name, at=at), Directory):
-                raise failure(errno.ENOTDIR, name)
-            return self._table.add(Opened(disk, File(disk, mode & 0o7777 & ~self.umask), name, flags))
         making = bool(flags & os.O_CREAT)
         follow = not flags & os.O_NOFOLLOW and not (making and flags & os.O_EXCL)
         inode: Inode | None
@@ -119,15 +115,8 @@ class FileCalls(DescriptorCalls):
         source, target = self._opened_for(src_dir_fd, dst_dir_fd, old, new)
         self._rename_in(source.disk, old, source.inode, target.disk, new, target.inode, spare=spare)
 
-    def link(self, src: Name, dst: Name, *, src_dir_fd: int | None = None) -> None:
-        """Of a symbolic link, as link(2) of Linux does it, which `os.link` calls: to the link itself. With `src_dir_fd`,
-        as linkat(2): to the open file of which `src` is the name below /proc/self/fd."""
-        if src_dir_fd is not None:
-            old, new = os.fsdecode(src), os.fsdecode(dst)
-            opened, _ = self._use("link", int(old.removeprefix("/proc/self/fd/")), new)
-            directory, last = _vacant(opened.disk.place(new))
-            opened.disk.add_name(directory, last, opened.inode)
-            return
+    def link(self, src: Name, dst: Name) -> None:
+        """Of a symbolic link, as link(2) of Linux does it, which `os.link` calls: to the link itself."""
         disk, old, to_disk, new = self._enter_both("link", src, dst)
         try:
             inode = disk.find(old, follow=False)

@@ -93,10 +93,9 @@ class Engine(Scheduled):
 
     def receives(self) -> set[str]:
         """Waits for an asynchronous load; returns which have failed."""
-        received = self.until(lambda: self.worker.finished()[1])
+        self.until(lambda: self.worker.finished()[1])
         failed = self.worker.take_failed()
         self.side.loads_failed((), failed)
-        self.side.received(received)
         return failed
 
     def loads(self, request: Any) -> None:

@@ -353,6 +353,15 @@ def test_request_aborted_while_it_receives_is_held_by_the_load_alone(made: Calla
     assert not engine.ends(request)[0]
 
 
+def test_request_aborted_while_another_connector_loads_for_it_stores_nothing(engine: Engine) -> None:
+    request = engine.arrives(100)
+    assert engine.finds(request) == (0, False)
+    engine.side.after_allocation(request, (), 0)
+    request.num_computed_tokens = 96  # vLLM counts the tokens of an asynchronous load when it begins
+    assert engine.ends(request) == (False, None)
+    assert engine.steps().saves == []
+
+
 def test_after_a_reset_nothing_stored_before_is_found(engine: Engine) -> None:
     engine.holds(4)
     running = engine.arrives(64, "running")

@@ -223,8 +223,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         if connector_output.invalid_block_ids or connector_output.failed_recving:
             self._scheduler.loads_failed(connector_output.invalid_block_ids, connector_output.failed_recving or ())
-        if connector_output.finished_recving:
-            self._scheduler.received(connector_output.finished_recving)
         if isinstance(connector_output.kv_connector_worker_meta, StepReport):
             self._scheduler.progress(connector_output.kv_connector_worker_meta)
 

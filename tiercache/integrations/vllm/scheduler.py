@@ -65,8 +65,10 @@ class TrackedRequest:
     """The load runs while other requests compute. `matched_tokens` told the engine so, together with the tokens."""
     loaded_blocks: frozenset[int] = frozenset()
     load_failed: bool = False
-    receiving: bool = False
-    """An asynchronous load is under way: the engine holds the blocks until it has ended."""
+    scheduled: bool = False
+    """A step has computed tokens since the request was admitted. Before, its blocks may wait for an asynchronous load, of
+    another connector too (vLLM's MultiConnector), and vLLM counts the tokens as computed.
+    """
     saved_blocks: int = 0
     """Number of first blocks that need no save: they are saved, or were found in the cache."""
     tail_saved: bool = False
@@ -285,7 +287,7 @@ class SchedulerSide:
     def after_allocation(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """Plan the load of `external_tokens`. If there are any, `tables` has all block ids of the request."""
         tracked = self._track(request)
-        tracked.admitted = True
+        tracked.admitted, tracked.scheduled = True, False
         match = tracked.match or Match()
         if not tracked.load_failed and not tracked.saved_blocks:
             is_saved = self.geometry.save_tails and not match.sibling
@@ -317,9 +319,7 @@ class SchedulerSide:
         tracked.loaded_blocks = frozenset(wanted)
         if not self.geometry.plain:
             self._work.given_away.update(wanted)
-        if load.asynchronous:
-            tracked.receiving = True
-        else:
+        if not load.asynchronous:
             self._unconfirmed.add(request.request_id)
         self._work.loads.append(load)
 
@@ -347,6 +347,9 @@ class SchedulerSide:
         for request_id in work.preempted:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.saved_blocks, tracked.tail_saved, tracked.stale = 0, False, False
+        for request_id in output.num_scheduled_tokens:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.scheduled = True
         self._asking.step_begins()
         self._measure(work, output)
         try:
@@ -370,11 +373,6 @@ class SchedulerSide:
                 tracked.saves_ended += count
                 if self._is_saved(tracked):
                     self._finishing.pop(request_id, None)
-
-    def received(self, request_ids: set[str]) -> None:
-        for request_id in request_ids:
-            if (tracked := self._requests.get(request_id)) is not None:
-                tracked.receiving = False
 
     def loads_failed(self, blocks: Collection[int], request_ids: Collection[str] = ()) -> None:
         """Note failed loads, so that all chunks of the requests concerned are saved anew.
@@ -400,8 +398,8 @@ class SchedulerSide:
         if not tracked.admitted:
             self._asking.let_go(tracked)
             self.client.send()  # no step may follow
-        if tracked.receiving:
-            # The engine holds the blocks for the load already, and there is nothing to save: none was computed.
+        if not tracked.scheduled:
+            # There is nothing to save: none was computed. The engine itself holds the blocks for a load.
             self._say_end(tracked)
             return False
         try:

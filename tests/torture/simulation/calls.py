@@ -12,7 +12,7 @@ from tests.torture.simulation.device_calls import DeviceCalls
 from tests.torture.simulation.fitting_checks import watch_errors
 from tests.torture.simulation.oracle import Violation
 from tests.torture.simulation.plan import CHUNK_BYTES, Operation
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, DeviceError
 from tiercache.lifecycle import FILE_SYSTEMS_S
 from tiercache.memory.slots import Lease
 
@@ -281,7 +281,8 @@ class Calls:
             try:
                 await work
             except ConfigError as error:
-                if not self._node.stage.faults():
+                lost = isinstance(error.__cause__, DeviceError) and error.__cause__.lost  # for good
+                if not (lost or self._node.stage.faults()):
                     raise Violation(f"nothing fails, and a change does: {error}") from error
                 return "refused"
         return "changed"

@@ -65,6 +65,8 @@ class Arena:
         self.memory = np.empty(0, dtype=np.uint8)
         self.pinned = False
         """True once a device, a ring or a network card holds the addresses of the pages: they are not returned then."""
+        self.lent = False
+        """True while another process may still write to the memory for a tier that was detached."""
         if settings.hugepages and settings.shm_name:
             raise ConfigError("local_cpu_use_hugepages: cannot be combined with shm_name; choose one of the two")
         try:

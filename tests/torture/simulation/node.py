@@ -37,6 +37,9 @@ _UNMAPPED_S = 0.1
 """When a thread has unmapped what was leased until now."""
 _CLOSE_S = 1.2
 """What a close may take beyond its time-out: half a second for what hangs, and the same for what it leaves behind."""
+_LENT_S = 60.0
+"""How long a 3FS daemon may hold memory of a detached tier after the last fault, which cannot be attached meanwhile. A late
+answer takes up to 15 s."""
 
 _REMEMBER = frozenset({"put", "put_many", "put_prefix", "get", "get_into", "warm", "lookup", "flush", "statistics"})
 """Operations that leave what was used just before them where it is."""
@@ -274,7 +277,13 @@ class Node:
             await asyncio.sleep(0)
         while others := self.tasks - {asyncio.current_task()}:
             await asyncio.wait(others)
+        until_s = asyncio.get_running_loop().time() + _LENT_S
         await self.calls.attach(Operation("attach", 0, 0.0))
+        while any(tier.traffic.detached for tier in self.cache.tiers):
+            if asyncio.get_running_loop().time() > until_s:
+                raise Violation(f"nothing fails, and tiers cannot be attached for {_LENT_S:.0f} s")
+            await asyncio.sleep(1.0)
+            await self.calls.attach(Operation("attach", 0, 0.0))
         await self.calls.resize_files(share)
         whole = Operation("resize_hot", 0, 0.0, values={"slots": self.cache.cpu.slot_pool.reserved})
         await self.calls.resize_hot(whole)

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.hf3fs.ring import Buffers, Part, Piece, RegisteredMemory, Ring, RingSettings, Transfer, in_parts
 
@@ -86,9 +87,9 @@ class RingEngine:
     All methods belong to the event loop; calls that may block run in a thread of the engine's own.
 
     A transfer fails after `settings.timeout_s` without an answer. The daemon may still use its memory and its file, so
-    both stay reserved until the transfer is over: its ring answers after all, or the engine is closed, or the rings
-    were dropped and no other process has the registered memory mapped any more. 3FS keeps the memory of an operation
-    mapped for as long as the operation may use it.
+    both stay reserved until the transfer is over: its ring answers after all, or the engine is closed with the cache, or
+    the rings were dropped and no other process has the registered memory mapped any more. 3FS keeps the memory of an
+    operation mapped for as long as the operation may use it.
 
     Rings are dropped, and the memory is unregistered, when the daemon dies, when the thread of a ring fails, and when a
     transfer has no answer within twice the timeout. All transfers in flight are abandoned then, and new rings are made
@@ -140,6 +141,7 @@ class RingEngine:
         self._suspected = False
         self._watch: asyncio.TimerHandle | None = None
         self._examination: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
         self._closed = False
 
     async def open(self) -> None:
@@ -150,10 +152,12 @@ class RingEngine:
             await self.close()
             raise
 
-    async def close(self) -> None:
+    async def close(self, *, detached: bool = False) -> None:
         """End the threads and release rings, registrations and buffers. Transfers in flight fail. Idempotent.
 
-        Waits at most 10 s for calls that hang with the mount; they continue in their thread.
+        Waits at most 10 s for calls that hang with the mount; they continue in their thread. `detached` means that the
+        arena stays in use: transfers that were not answered are over once no other process has it mapped any more, and
+        the arena is `lent` until then.
         """
         if self._closed:
             return
@@ -164,9 +168,24 @@ class RingEngine:
             self._examination.cancel()
             await asyncio.wait([self._examination], timeout=_CLOSE_S)
         rings = self._drop_rings(f"3FS at {self.mount} is closed")
-        self._end_abandoned()
         # The engine has a single thread, so this runs after any call that an examination began.
-        await asyncio.wait([self._workers.submit(self._release, rings)], timeout=_CLOSE_S)
+        release = self._workers.submit(self._release, rings)
+        if detached and self.arena is not None and self._abandoned:
+            self._returning = self._loop.create_task(self._end_when_returned(self.arena.arena))
+        else:
+            self._end_abandoned()
+        await asyncio.wait([release], timeout=_CLOSE_S)
+        if self._returning is None:
+            self._workers.close()
+
+    async def _end_when_returned(self, arena: Arena) -> None:
+        """End the abandoned transfers once no other process has the arena mapped."""
+        arena.lent, pause_s = True, self._first_pause_s
+        while not await self._workers.submit(arena.is_ours_alone):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        arena.lent = False
+        self._end_abandoned()
         self._workers.close()
 
     @property
@@ -255,7 +274,7 @@ class RingEngine:
         return rings
 
     def _end_abandoned(self) -> None:
-        """Release the resources of abandoned transfers. Called when no other process has their memory, or on closing."""
+        """Release the resources of abandoned transfers. Called when no other process has their memory, and at a close."""
         abandoned, self._abandoned = self._abandoned, []
         for transfer in abandoned:
             transfer.over.set_result(None)
@@ -383,7 +402,7 @@ class RingEngine:
             memory.unregister()
 
     def _is_released(self) -> bool:
-        return all(memory.is_ours_alone() for memory in self._memories)
+        return all(memory.arena.is_ours_alone() for memory in self._memories)
 
     def _release(self, rings: RingSet | None) -> None:
         self._discard()

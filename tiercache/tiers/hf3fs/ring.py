@@ -217,12 +217,13 @@ class RegisteredMemory:
     The standard library's SharedMemory has a resource tracker that may remove memory in use; arenas have a lock.
     """
 
-    def __init__(self, name: str, memory: np.ndarray, is_ours_alone: Callable[[], bool] = lambda: False) -> None:
-        """`is_ours_alone` returns True if certainly no other process has the memory mapped."""
-        self.name = name
-        self.is_ours_alone = is_ours_alone
-        self.buf = memory.data
-        self.memory = memory
+    def __init__(self, arena: Arena) -> None:
+        """`arena` is in shared memory."""
+        assert arena.shm_path is not None
+        self.name = arena.shm_path.name
+        self.arena = arena
+        self.buf = arena.memory.data
+        self.memory = arena.memory
         self.iov: Any = None
 
     def register(self, library: Any, mount: str, numa: int) -> None:
@@ -261,8 +262,7 @@ class Buffers:
                 f"hf3fs_iov_size: {size_bytes} bytes hold {self.count} {what} of {place_bytes} bytes; at least 2 are needed"
             )
         self._arena = Arena(ArenaSettings(size_bytes=size_bytes, shm_name=f"iov-{os.getpid()}-{uuid.uuid4().hex}"))
-        assert self._arena.shm_path is not None
-        self.registered = RegisteredMemory(self._arena.shm_path.name, self._arena.memory, self._arena.is_ours_alone)
+        self.registered = RegisteredMemory(self._arena)
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         for place in range(self.count - 1, -1, -1):
             self._free.put_nowait(place)
@@ -309,4 +309,4 @@ def registered_arena(arena: Arena) -> RegisteredMemory | None:
     if arena.shm_path is None or arena.shm_path.parent != SHM_DIRECTORY or not os.path.exists(arena.shm_path):
         return None
     arena.pinned = True
-    return RegisteredMemory(arena.shm_path.name, arena.memory, arena.is_ours_alone)
+    return RegisteredMemory(arena)

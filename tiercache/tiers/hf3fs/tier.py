@@ -76,6 +76,8 @@ class RingIO(ChunkIO):
         self.arena: Arena | None = None
         """Arena of the payloads, set before `prepare`. If it is shared memory, rings move payloads without a copy."""
         self.engine: RingEngine | None = None
+        self.detached = False
+        """True if the cache, and with it the arena, stays open when the tier closes."""
         self.files: RegisteredFiles
         self.active: set[asyncio.Task[Any]] = set()
         self.file_threads = Workers(f"{directories.name}-files", _IN_FLIGHT)
@@ -95,6 +97,11 @@ class RingIO(ChunkIO):
     async def prepare(self) -> None:
         directories = self._directories
         library = load_library()
+        if self.arena is not None and self.arena.lent:
+            raise ConfigError(
+                f"{directories.option}: 3FS may still write to memory for reads of the detached tier; try again when its "
+                "daemon has answered them or has ended"
+            )
         try:
             mount = await directories.metadata.submit(self._find_mount, library)
         except OSError as error:
@@ -119,7 +126,7 @@ class RingIO(ChunkIO):
     async def close(self) -> None:
         engine, self.engine = self.engine, None
         if engine is not None:
-            await engine.close()
+            await engine.close(detached=self.detached)
             if self.active:
                 await asyncio.wait(self.active, timeout=_CLOSE_S)
         for workers in (self.file_threads, self._readers):
@@ -382,6 +389,10 @@ class Hf3fsTier(FileTier):
 
     def load_library(self) -> None:
         load_library()
+
+    async def close(self) -> None:
+        self.io.detached = self.traffic.detached
+        await super().close()
 
     async def open(self) -> None:
         try:

@@ -16,24 +16,16 @@ from tests.sglang.stack import engine, mha_pools, mla_pools, page_hashes, random
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
 
 
-@pytest.mark.parametrize(
-    ("attention", "layout", "interface_v1"),
-    [
-        *itertools.product(["mha"], [*LAYOUTS, "page_head"], [1, 0]),
-        *itertools.product(["mla"], LAYOUTS, [1]),
-    ],
-)
+@pytest.mark.parametrize(("attention", "layout"), [("mha", "page_head"), *itertools.product(["mha", "mla"], LAYOUTS)])
 @in_sglang
-def test_what_was_backed_up_is_prefetched_after_a_restart(
-    tmp_path: Path, attention: str, layout: str, interface_v1: int
-) -> None:
+def test_what_was_backed_up_is_prefetched_after_a_restart(tmp_path: Path, attention: str, layout: str) -> None:
     pools = mha_pools if attention == "mha" else mla_pools
     tokens = tokens_of(1, pages=5)
-    with engine(tmp_path, pools(layout), interface_v1=interface_v1) as first:
+    with engine(tmp_path, pools(layout)) as first:
         pages = random_pages(first.host, 5)
         assert first.store(tokens, pages) == len(tokens)
         assert torch.equal(first.load(tokens), pages)
-    with engine(tmp_path, pools(layout), interface_v1=interface_v1) as second:
+    with engine(tmp_path, pools(layout)) as second:
         assert torch.equal(second.load(tokens), pages)
         assert torch.equal(second.load([*tokens[:48], 9, *tokens[49:]]), pages[:3])
 
@@ -74,7 +66,7 @@ def test_a_flipped_bit_is_a_miss(tmp_path: Path) -> None:
 
 @in_sglang
 def test_pages_of_another_kind_are_not_found(tmp_path: Path) -> None:
-    """Another model, KV type, order of bytes, number of heads, or interface: no hit, whatever the hashes say."""
+    """Another model, KV type, order of bytes, or number of heads: no hit, whatever the hashes say."""
     tokens = tokens_of(5, pages=2)
     with engine(tmp_path) as one:
         pages = random_pages(one.host, 2)
@@ -86,7 +78,6 @@ def test_pages_of_another_kind_are_not_found(tmp_path: Path) -> None:
         (mha_pools(dtype=torch.float16), {}),
         (mha_pools("page_first_direct"), {}),
         (mha_pools(heads=4), {}),
-        (mha_pools(), {"interface_v1": 0}),
         (mha_pools(), {"tp_rank": 1, "tp_size": 2}),
         (mha_pools(), {"pp_rank": 1, "pp_size": 2}),
     ]

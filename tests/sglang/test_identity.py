@@ -185,9 +185,9 @@ def test_the_order_of_a_set_is_no_difference() -> None:
 def test_kinds_of_ranks_are_told_apart(tmp_path: Path) -> None:
     """The second of two parts is others' heads, or other layers, or other tokens."""
     from tiercache.integrations.sglang.identity import make_layout
-    from tiercache.integrations.sglang.pools import make_pool
+    from tiercache.integrations.sglang.pools import HostPool
 
-    pools = [make_pool("kv", mha_pools()[1])]
+    pools = [HostPool("kv", mha_pools()[1])]
     second_of_two = [{f"{kind}_rank": 1, f"{kind}_size": 2} for kind in ("tp", "pp", "attn_cp")]
     two_kinds = {"attn_cp_rank": 0, "attn_cp_size": 2, "tp_rank": 1, "tp_size": 2}
     ranks = [*second_of_two, {"tp_rank": 1, "tp_size": 4}, two_kinds]

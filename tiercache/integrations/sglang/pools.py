@@ -1,16 +1,13 @@
 """SGLang's host pools: the memory and names of their pages, and the calls that copy a page to and from a chunk.
 
-The cache's threads copy pages directly between arena slots and the pool's memory if the pool reports the addresses of a
-page (`PiecePool`; a page-first layout has one piece, or separate pieces for K and V). Other pools return a page as a
-new tensor, which is one more copy (`FlatPool`).
+The cache's threads copy pages directly between arena slots and the pool's memory. A page-first layout has one piece per
+page, or separate pieces for K and V.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,8 +22,6 @@ from tiercache.payloads import Sink, Source
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-logger = logging.getLogger("tiercache.sglang")
-
 _GEOMETRY = (
     "layout", "dtype", "store_dtype", "page_size", "layer_num", "target_layer_num", "start_layer", "end_layer", "head_num",
     "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "packed_fp8",
@@ -39,18 +34,29 @@ _BY_HEADS = ("MHATokenToKVPoolHost", "MHATokenToKOnlyPoolHost", "MambaPoolHost")
 """Classes of pools that each tensor-parallel rank has its own part of, even if the model's KV is equal on all ranks."""
 
 
-class HostPool(ABC):
-    """A pool of SGLang by its registered name. A transfer has `page_tokens` indices per page of `page_bytes` bytes.
+class HostPool:
+    """A pool of SGLang by its registered name, whose page is a few pieces of memory at addresses that the pool reports.
 
-    Both are read once, since a pool does not change its layout.
+    A transfer has `page_tokens` indices per page of `page_bytes` bytes. Both are read once, since a pool does not change
+    its layout. Raises LayoutError if the pool reports no addresses, or some outside of its memory.
     """
 
     def __init__(self, name: str, host: Any) -> None:
         self.name = name
         self._host = host
         self.page_tokens = int(getattr(host, "logical_page_size", None) or getattr(host, "page_size", None) or 1)
-        self.page_bytes = 0
         self.dtype = str(getattr(host, "dtype", "uint8")).removeprefix("torch.")
+        self._memory = sorted(
+            ((buffer.data_ptr(), _bytes_of(buffer)) for buffer in _buffers(host) if buffer.numel()),
+            key=lambda one: one[0],
+        )
+        self._starts = [start for start, _ in self._memory]
+        self._lengths: tuple[int, ...] = ()
+        import torch
+
+        (page,) = self._located(torch.arange(self.page_tokens, dtype=torch.int64), 1)
+        self._lengths = tuple(piece.nbytes for piece in page)
+        self.page_bytes = sum(self._lengths)
 
     @property
     def by_heads(self) -> bool:
@@ -60,7 +66,7 @@ class HostPool(ABC):
     def describe(self) -> str:
         """Return all properties of the pool that change a page's bytes."""
         known = [(name, str(getattr(self._host, name))) for name in _GEOMETRY if hasattr(self._host, name)]
-        return json.dumps([self.name, type(self._host).__qualname__, type(self).__name__, self.page_bytes, known])
+        return json.dumps([self.name, type(self._host).__qualname__, self._lengths, known])
 
     def sources(self, indices: Any, pages: int) -> list[tuple[int, Source]]:
         """Return the length of each of the `pages` of `indices` (a tensor), and a call that copies it into a slot."""
@@ -73,59 +79,20 @@ class HostPool(ABC):
         """
         return [partial(self._fill, page) for page in self._located(indices, pages)]
 
-    def _located(self, indices: Any, pages: int) -> list[Any]:
+    def _located(self, indices: Any, pages: int) -> list[list[np.ndarray]]:
+        """Return the pieces of each page as uint8 views of the pool's memory."""
         if len(indices) != pages * self.page_tokens:
             raise LayoutError(
                 f"pool {self.name}: expected {self.page_tokens} indices for each of {pages} pages, found {len(indices)}"
             )
-        return self._locate(indices)
-
-    def _fill(self, page: Any, chunk: np.ndarray) -> None:
-        if chunk.nbytes != self.page_bytes:
-            raise ValueError(f"the page has {self.page_bytes} bytes, the chunk {chunk.nbytes}")
-        self._write(page, chunk)
-
-    @abstractmethod
-    def _locate(self, indices: Any) -> list[Any]:
-        """Return the place of each page, for `_read` and `_write`."""
-
-    @abstractmethod
-    def _read(self, page: Any, slot: np.ndarray) -> None: ...
-
-    @abstractmethod
-    def _write(self, page: Any, chunk: np.ndarray) -> None: ...
-
-
-class PiecePool(HostPool):
-    """A pool whose page is a few pieces of memory at addresses that the pool reports.
-
-    Raises LayoutError if the pool reports none, or addresses outside of its memory.
-    """
-
-    def __init__(self, name: str, host: Any) -> None:
-        super().__init__(name, host)
-        self._memory = sorted(
-            ((buffer.data_ptr(), _bytes_of(buffer)) for buffer in _buffers(host) if buffer.numel()),
-            key=lambda one: one[0],
-        )
-        self._starts = [start for start, _ in self._memory]
-        self._lengths: tuple[int, ...] = ()
-        import torch
-
-        (page,) = self._locate(torch.arange(self.page_tokens, dtype=torch.int64))
-        self._lengths = tuple(piece.nbytes for piece in page)
-        self.page_bytes = sum(self._lengths)
-
-    def describe(self) -> str:
-        return f"{super().describe()} {self._lengths}"
-
-    def _locate(self, indices: Any) -> list[list[np.ndarray]]:
-        """Return the pieces of each page as uint8 views of the pool's memory."""
         try:
             addresses, lengths = self._host.get_page_buffer_meta(indices)
         except (AttributeError, NotImplementedError, ValueError, TypeError) as error:
-            raise LayoutError(f"pool {self.name} does not say where a page lies: {error}") from error
-        pages = len(indices) // self.page_tokens
+            kind, layout = type(self._host).__qualname__, getattr(self._host, "layout", None)
+            raise LayoutError(
+                f"pool {self.name} ({kind}, layout {layout}) does not say where a page lies; try --hicache-mem-layout "
+                f"page_first ({error})"
+            ) from error
         if not addresses or len(addresses) != len(lengths) or len(addresses) % pages:
             raise LayoutError(f"pool {self.name}: expected pieces of {pages} pages, found {len(addresses)}")
         pieces = [self._piece(int(address), int(length)) for address, length in zip(addresses, lengths, strict=True)]
@@ -144,56 +111,22 @@ class PiecePool(HostPool):
         raise LayoutError(f"pool {self.name}: {length_bytes} bytes at {address:#x} are not in its memory")
 
     def _read(self, page: Sequence[np.ndarray], slot: np.ndarray) -> None:
-        for piece, part in self._pairs(page, slot):
+        for piece, part in _pairs(page, slot):
             np.copyto(part, piece)
 
-    def _write(self, page: Sequence[np.ndarray], chunk: np.ndarray) -> None:
-        for piece, part in self._pairs(page, chunk):
+    def _fill(self, page: Sequence[np.ndarray], chunk: np.ndarray) -> None:
+        if chunk.nbytes != self.page_bytes:
+            raise ValueError(f"the page has {self.page_bytes} bytes, the chunk {chunk.nbytes}")
+        for piece, part in _pairs(page, chunk):
             np.copyto(piece, part)
 
-    def _pairs(self, page: Sequence[np.ndarray], payload: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield each piece of the page with its part of the payload."""
-        start = 0
-        for piece in page:
-            yield piece, payload[start : start + piece.nbytes]
-            start += piece.nbytes
 
-
-class FlatPool(HostPool):
-    """A pool that copies a page to or from a tensor."""
-
-    def __init__(self, name: str, host: Any) -> None:
-        super().__init__(name, host)
-        page = host.get_dummy_flat_data_page()
-        self._dtype, self.page_bytes = page.dtype, page.nbytes
-
-    def _locate(self, indices: Any) -> list[int]:
-        return [int(index) for index in indices[:: self.page_tokens].tolist()]
-
-    def _read(self, page: int, slot: np.ndarray) -> None:
-        np.copyto(slot, _bytes_of(self._host.get_data_page(page, flat=True)))
-
-    def _write(self, page: int, chunk: np.ndarray) -> None:
-        import torch
-
-        self._host.set_from_flat_data_page(page, torch.from_numpy(chunk.copy()).view(self._dtype))
-
-
-def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
-    """Return the pool, by pieces if it reports them. Raises LayoutError for a pool without access to its pages."""
-    if by_pieces:
-        try:
-            return PiecePool(name, host)
-        except LayoutError as error:
-            logger.info("%s; its pages are copied once more", error)
-    try:
-        return FlatPool(name, host)
-    except (AttributeError, NotImplementedError) as error:
-        kind = type(host).__qualname__
-        raise LayoutError(
-            f"pool {name} ({kind}, layout {getattr(host, 'layout', None)}) does not show its pages; try "
-            f"--hicache-mem-layout page_first ({error})"
-        ) from error
+def _pairs(page: Sequence[np.ndarray], payload: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield each piece of the page with its part of the payload."""
+    start = 0
+    for piece in page:
+        yield piece, payload[start : start + piece.nbytes]
+        start += piece.nbytes
 
 
 def _buffers(host: Any) -> list[Any]:

@@ -35,8 +35,7 @@ from tiercache.integrations.lending import Lending
 from tiercache.integrations.settings import for_process, warn_of_unread
 from tiercache.integrations.sglang.identity import make_layout, ranks_of
 from tiercache.integrations.sglang.lookup import PageNaming, PoolPages, forget_all, look_up
-from tiercache.integrations.sglang.pools import HostPool, StoredPool, make_pool, shares_pages
-from tiercache.payloads import Sink, Source, sink_of, source_of
+from tiercache.integrations.sglang.pools import HostPool, StoredPool, shares_pages
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +71,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = dict(storage_config.extra_config or {})
-        self._by_pieces = bool(extra.get("interface_v1", 0))
-        """True if pages of the KV are passed by indices; otherwise as tensors, whose order differs."""
+        if not extra.get("interface_v1"):
+            raise ConfigError("interface_v1: expected 1 in --hicache-storage-backend-extra-config; add it")
         overrides = {key: value for key, value in extra.items() if key not in _SGLANGS_OWN}
         is_first = storage_config.tp_rank == 0
         config = Config.load(overrides=overrides, quiet=not is_first)
@@ -114,7 +113,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._hosts[name] = host_pool
         if self._thread is not None:
             try:
-                pool = make_pool(name, host_pool)
+                pool = HostPool(name, host_pool)
                 slot_bytes = self._thread.cache.layout.chunk_bytes
                 if pool.page_bytes > slot_bytes:
                     raise LayoutError(f"a page has {pool.page_bytes} bytes, slots have {slot_bytes}")
@@ -125,11 +124,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def on_host_pools_registered(self) -> None:
         """Open the cache. Reads the model's weights if no digest of them is cached."""
-        pools = [
-            make_pool(name, host, by_pieces=self._by_pieces or name != _KV)
-            for name, host in self._hosts.items()
-            if not self._is_logical(name)
-        ]
+        pools = [HostPool(name, host) for name, host in self._hosts.items() if not self._is_logical(name)]
         if not pools:
             raise LayoutError("SGLang registered no host pool that has pages")
         anchor = self.mem_pool_host
@@ -197,81 +192,60 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Load pages of the KV, and return which were loaded. Pages after the first failure may be overwritten."""
-        return self._load_pages(_KV, keys, host_indices)
+        return self._load(_KV, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages of the KV, and return which are in the cache. The copies are complete at return."""
-        return self._store_pages(_KV, keys, host_indices)
+        return self._store(_KV, keys, host_indices)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Do the same as `batch_get_v1` for pages of several pools."""
-        return {one.name: self._load_pages(str(one.name), one.keys or [], one.host_indices) for one in transfers}
+        return {one.name: self._load(str(one.name), one.keys or [], one.host_indices) for one in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Do the same as `batch_set_v1` for pages of several pools."""
-        return {one.name: self._store_pages(str(one.name), one.keys or [], one.host_indices) for one in transfers}
+        return {one.name: self._store(str(one.name), one.keys or [], one.host_indices) for one in transfers}
 
-    def _load_pages(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
-        pages = self._load(name, hashes, lambda pool: pool.sinks(indices, len(hashes)))
-        return [number < pages for number in range(len(hashes))]
+    def get(self, *arguments: Any, **named: Any) -> Any:
+        raise NotImplementedError("SGLang makes these calls without interface_v1 only")
 
-    def _store_pages(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
-        pages = self._store(name, hashes, lambda pool: pool.sources(indices, len(hashes)))
-        return [number < pages for number in range(len(hashes))]
-
-    # Pages as tensors (without `interface_v1`)
-
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        return self.batch_get([key], [target_location])[0]
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        """Fill one tensor per page; from the first missing page on, the result is None."""
-        pages = self._load(_KV, keys, lambda _: [sink_of(tensor) for tensor in target_locations])
-        return [*target_locations[:pages], *[None] * (len(keys) - pages)]
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        return self.batch_set([key], [value])
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Store a tensor for each key. Return True if all are in the cache."""
-        return self._store(_KV, keys, lambda _: [source_of(value) for value in values]) == len(keys)
+    batch_get = set = batch_set = get
 
     # Moving pages
 
-    def _load(self, name: str, hashes: Sequence[str], sinks: Callable[[HostPool], list[Sink]]) -> int:
-        """Load pages, and return the length of the prefix that was loaded."""
+    def _load(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
+        """Load pages, and return which were loaded: a prefix."""
 
         def load(pool: HostPool, keys: list[ChunkKey], lending: Lending) -> Coroutine[Any, Any, int]:
-            lent = [lending.writing(sink) for sink in sinks(pool)]
-            return self._open.cache.get_to(keys, lent, deadline_s=self._limit_s)
+            sinks = [lending.writing(sink) for sink in pool.sinks(indices, len(keys))]
+            return self._open.cache.get_to(keys, sinks, deadline_s=self._limit_s)
 
-        return self._move(name, hashes, self._loads, load)
+        pages = self._move(name, hashes, self._loads, load)
+        return [number < pages for number in range(len(hashes))]
 
-    def _store(self, name: str, hashes: Sequence[str], payloads: Callable[[HostPool], list[tuple[int, Source]]]) -> int:
-        """Store pages, each given by its length and a source. Return the length of the prefix that is in the cache."""
+    def _store(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
+        """Store pages, and return which are in the cache: a prefix."""
 
         def store(pool: HostPool, keys: list[ChunkKey], lending: Lending) -> Coroutine[Any, Any, int]:
             items = [
                 (key, length, lending.reading(source))
-                for key, (length, source) in zip(keys, payloads(pool), strict=True)
+                for key, (length, source) in zip(keys, pool.sources(indices, len(keys)), strict=True)
             ]
             return self._open.cache.put_from(items, deadline_s=self._limit_s, prefix=True)
 
         with self._storing:
             if (stored := self._stored.get(name)) is not None and not stored.writes:
-                return len(hashes)
+                return [True] * len(hashes)
             pages = self._move(name, hashes, self._stores, store)
-        return len(hashes) if pages == len(set(hashes)) else pages
+        if pages == len(set(hashes)):
+            pages = len(hashes)
+        return [number < pages for number in range(len(hashes))]
 
     def _move(
         self,

@@ -13,8 +13,6 @@ import platform
 import sys
 from typing import TYPE_CHECKING
 
-from tiercache.config import Config
-from tiercache.config.plan import plan_of
 from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
 from tiercache.integrations.vllm.identity import digest, model_of, settings_of
@@ -90,15 +88,6 @@ def check_hashes(engine: VllmConfig | None) -> None:
         raise ConfigError(
             f"prefix_caching_hash_algo: expected {' or '.join(CRYPTOGRAPHIC)}, found {algorithm}, which is not "
             "cryptographic; start vLLM with --prefix-caching-hash-algo sha256"
-        )
-
-
-def say_whose_quotas(config: Config) -> None:
-    """Warn about quotas, since vLLM tells a tier neither a request's salt nor its tenant."""
-    if any(tier.tenant_bytes for tier in plan_of(config)):
-        logger.warning(
-            "quotas of tenants hold for all requests of this engine together: vLLM does not tell the tiers of its "
-            "offloading a request's cache_salt; TierCacheConnector has a quota for each"
         )
 
 

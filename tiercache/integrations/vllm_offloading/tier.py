@@ -43,7 +43,6 @@ from tiercache.integrations.needed import TESTED_OFFLOADING, check_version
 from tiercache.integrations.settings import warn_of_unread
 from tiercache.integrations.vllm.events import MEDIA, ChunkWatch
 from tiercache.integrations.vllm.hints import (
-    EXPECT_TOKENS,
     RequestBegan,
     RequestEnded,
     SessionTurns,
@@ -52,7 +51,7 @@ from tiercache.integrations.vllm.hints import (
 from tiercache.integrations.vllm.identity import beside_others
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.metrics import WorkerFigures
-from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout, say_whose_quotas
+from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout
 from tiercache.integrations.vllm_offloading.metrics import as_offloading_stats, definitions
 from tiercache.integrations.vllm_offloading.requests import Name, TieredRequest
 from tiercache.integrations.vllm_offloading.transfers import Ended, load, look_up, store
@@ -115,7 +114,6 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         config = beside_others(config, offloading.parallel)
         warn_of_unread(config, logger, "vLLM's offloading")
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
-        say_whose_quotas(config)
         self._config = config
         if locality is not None:
             self.locality = Locality(locality)
@@ -148,9 +146,6 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         wishes = wishes_of(req_context, self._warned)
-        if wishes.expect_tokens and EXPECT_TOKENS not in self._warned:
-            self._warned.add(EXPECT_TOKENS)
-            logger.warning("what a request says: %s is not honoured below vLLM's offloading", EXPECT_TOKENS)
         self._requests[req_context.req_id] = TieredRequest(wishes)
         return RequestOffloadingContext()
 

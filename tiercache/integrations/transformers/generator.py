@@ -16,14 +16,10 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation import BaseStreamer
 
 from tiercache.cache import TierCache
-from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
 from tiercache.integrations.transformers.kv_cache import TieredCache
 from tiercache.integrations.transformers.model_kv import ModelKv, positions, prefill
 from tiercache.integrations.transformers.prefix_cache import PrefixCache
-
-_STORES = 2
-"""Largest number of conversations that wait to be stored, each with its KV. Further requests wait before they compute."""
 
 _COMPUTE_AGAIN = (
     "prompt_lookup_num_tokens",
@@ -69,10 +65,8 @@ class Generator:
         self._thread = ThreadPoolExecutor(1, "model")
         self._turn = asyncio.Lock()
         self._stops: set[threading.Event] = set()
-        self._computing: asyncio.Future[list[int]] | None = None
-        """The thread's last request, which may have ended."""
-        self._stores: dict[asyncio.Task[int], list[ChunkKey]] = {}
-        """The running stores, with the first chunk of each."""
+        self._last: asyncio.Task[None] | None = None
+        """The thread's last request and the store of its KV, which may have ended. The next one begins after it."""
         self._closed = False
 
     async def __aenter__(self) -> Generator:
@@ -102,7 +96,6 @@ class Generator:
         of `generate`; LayoutError if the weights changed during the computation, in which case nothing is stored; and
         CacheClosed if the generator is closed before the answer, in which case the computed KV is stored.
         """
-        told = None if streamer is None else _EndedOnce(streamer)
         computing: asyncio.Future[list[int]] | None = None
         stop = threading.Event()
         self._stops.add(stop)
@@ -115,26 +108,25 @@ class Generator:
             if cached:
                 self.prefixes.cache.warm_soon(self.prefixes.stored_as(ids, salt=salt))
             async with self._turn:
-                first = self.prefixes.keys(ids[: self.kv.chunk_tokens], salt=salt)
-                await self._settled(first)
+                if self._last is not None:
+                    await asyncio.wait([self._last])
                 past = await self.prefixes.load(ids, salt=salt) if cached else TieredCache(self.kv, salt)
                 self._check_open()  # the generator may have been closed during the wait
+                passed_on = None if streamer is None else _PassedOn(streamer)
                 computing = asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._compute, past, ids, settings, told, stop, cached
+                    self._thread, self._compute, past, ids, settings, passed_on, stop, cached
                 )
-                if cached:
-                    computing.add_done_callback(lambda done: self._store(past, first, done))
-                if told is not None:
-                    computing.add_done_callback(lambda _: told.end())
-                self._computing = computing
+                if streamer is not None:
+                    computing.add_done_callback(lambda _: streamer.end())
+                self._last = asyncio.create_task(self._store(past, computing, cached))
                 computed = await asyncio.shield(computing)
                 if stop.is_set():  # `close` stopped the answer
                     raise CacheClosed("the generator was closed while it answered")
         finally:
             stop.set()
             self._stops.discard(stop)
-            if told is not None and computing is None:
-                told.end()
+            if streamer is not None and computing is None:
+                streamer.end()
         return Answer(computed, len(ids), past.hit_tokens, past.hit_by_tier)
 
     def _check_open(self) -> None:
@@ -150,32 +142,14 @@ class Generator:
         for stop in self._stops:
             stop.set()
         await asyncio.to_thread(self._thread.shutdown)
-        await asyncio.sleep(0)  # let the callbacks start their stores
-        if self._stores:
-            await asyncio.wait(self._stores)
+        if self._last is not None:
+            await asyncio.wait([self._last])
 
-    async def _settled(self, first: list[ChunkKey]) -> None:
-        """Wait for the thread, for room to store another conversation, and for stores with the same first chunk."""
-        if self._computing is not None:
-            await asyncio.wait([self._computing])
-        if alike := [task for task, key in self._stores.items() if key == first]:
-            await asyncio.wait(alike)
-        while len(self._stores) >= _STORES:
-            await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
-
-    def _store(self, past: TieredCache, first: list[ChunkKey], done: asyncio.Future[list[int]]) -> None:
-        """Start to store the computed KV."""
-        if not done.cancelled() and done.exception() is None:
-            task = asyncio.get_running_loop().create_task(self.prefixes.store(past, done.result()))
-            self._stores[task] = first
-            task.add_done_callback(self._stored)
-
-    def _stored(self, task: asyncio.Task[int]) -> None:
-        del self._stores[task]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "what was generated could not be stored", "exception": error, "task": task}
-            )
+    async def _store(self, past: TieredCache, computing: asyncio.Future[list[int]], cached: bool) -> None:
+        """Wait for the model's thread. With `cached`, store the computed KV. asyncio logs an error of the store."""
+        await asyncio.wait([computing])
+        if computing.exception() is None and cached:
+            await self.prefixes.store(past, computing.result())
 
     # On the model's thread
 
@@ -184,7 +158,7 @@ class Generator:
         past: TieredCache,
         ids: list[int],
         settings: GenerationConfig,
-        streamer: _EndedOnce | None,
+        streamer: _PassedOn | None,
         stop: threading.Event,
         cached: bool,
     ) -> list[int]:
@@ -256,17 +230,14 @@ class _Stopped(StoppingCriteria):  # type: ignore[misc]
         return torch.full((input_ids.shape[0],), self._stop.is_set(), device=input_ids.device, dtype=torch.bool)
 
 
-class _EndedOnce(BaseStreamer):  # type: ignore[misc]
-    """Pass tokens on, and end the streamer only once: `generate` ends it on success, and the generator in any case."""
+class _PassedOn(BaseStreamer):  # type: ignore[misc]
+    """Pass tokens on. `generate` ends its streamer on success only, so the generator ends the caller's."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
-        self._is_ended = False
 
     def put(self, value: Any) -> None:
         self._streamer.put(value)
 
     def end(self) -> None:
-        if not self._is_ended:
-            self._is_ended = True
-            self._streamer.end()
+        pass

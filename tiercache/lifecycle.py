@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -315,14 +314,14 @@ def in_thread(option: str, make: Callable[..., T], *arguments: Any) -> asyncio.F
 
 
 async def make_arena(settings: ArenaSettings) -> Arena:
-    """Return an arena whose pages were touched, without a time limit; a cancellation stops it.
+    """Return an arena whose pages were touched, without a time limit.
 
     A cancellation waits longer than for other parts, since no device can hang here, and an immediate new start needs
-    the arena's name.
+    the arena's memory and name.
     """
-    option, unwanted = "max_local_cpu_size", threading.Event()
-    making = in_thread(option, Arena, settings, unwanted.is_set)
-    return await by_deadline(making, None, option, Arena.close, unwanted.set, GIVE_UP_S)
+    option = "max_local_cpu_size"
+    making = in_thread(option, Arena, settings)
+    return await by_deadline(making, None, option, Arena.close, give_up_s=GIVE_UP_S)
 
 
 def _close_device(device: Device | None) -> None:

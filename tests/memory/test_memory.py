@@ -134,19 +134,6 @@ def test_memory_that_gives_out_while_it_is_touched_is_given_back_at_once(
         gc.enable()
 
 
-def test_pages_of_an_arena_that_nobody_wants_any_more_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    touched: list[int] = []
-
-    def populate(part: np.ndarray) -> bool:
-        touched.append(part.nbytes)
-        return True
-
-    monkeypatch.setattr("tiercache.memory.arena._populate", populate)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    Arena(ArenaSettings(size_bytes=1 << 30), unwanted=lambda: len(touched) == 2).close()
-    assert touched == [64 << 20, 64 << 20]
-
-
 def test_slots_are_aligned_disjoint_and_all_there() -> None:
     pool = SlotPool(Arena(ArenaSettings(size_bytes=SIZE)), 100_000)
     slots = [pool.take() for _ in range(pool.count)]

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +52,8 @@ class Arena:
     Its mapping lives as long as any view of `memory`, also after `close`: a thread that hangs with a slot keeps it.
     """
 
-    def __init__(self, settings: ArenaSettings, unwanted: Callable[[], bool] = lambda: False) -> None:
-        """Block until every page is touched.
-
-        Once `unwanted` returns True the other pages are not touched, and the arena must not be used. Raises
-        ConfigError.
-        """
+    def __init__(self, settings: ArenaSettings) -> None:
+        """Block until every page is touched. Raises ConfigError."""
         self.size_bytes = whole_pages(settings.size_bytes)
         self.shm_path: Path | None = None
         self._shm_file = -1
@@ -79,7 +75,7 @@ class Arena:
                 self._prefer_node(settings.numa_node)
             offset = -self.address % HUGE_PAGE_BYTES if self.kind == "thp" else 0
             self.memory = self.memory[offset : offset + self.size_bytes]
-            self.populate([range(self.size_bytes)], unwanted)
+            self.populate([range(self.size_bytes)])
         except (OSError, MemoryError, OverflowError) as error:
             self.close()
             raise ConfigError(self._refused(error)) from error
@@ -208,10 +204,10 @@ class Arena:
         if failed:
             logger.warning("numa_mode: node %d could not be preferred: %s", node, os.strerror(ctypes.get_errno()))
 
-    def populate(self, places: Sequence[range], unwanted: Callable[[], bool] = lambda: False) -> None:
+    def populate(self, places: Sequence[range]) -> None:
         """Touch every page of the bytes `places`, which are not in use. Blocks. Raises OSError if there is no memory.
 
-        Uses a thread for each usable CPU, at most 16. `unwanted` is as for the arena.
+        Uses a thread for each usable CPU, at most 16.
         """
         # A list of views would keep the memory alive after an error.
         steps = [
@@ -225,7 +221,7 @@ class Arena:
         logger.info("arena: touching %.2f GB of %s memory", size_gb, self.kind)
 
         def run() -> None:
-            while not failures and not unwanted():
+            while not failures:
                 try:
                     step = steps.pop()
                 except IndexError:

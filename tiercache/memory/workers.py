@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +15,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from tiercache.errors import CacheClosed, TierCacheError, TierUnavailable
-
-logger = logging.getLogger("tiercache.memory")
 
 T = TypeVar("T")
 _Work = TypeVar("_Work", bound="asyncio.Future[Any]")
@@ -51,8 +48,6 @@ class Workers:
         self._tickets: SimpleQueue[None] = SimpleQueue()
         """At least one ticket per waiting call, and one per thread that has to end. Threads block on it."""
         self._started = 0
-        self._short = False
-        """True once a warning was logged that fewer than `threads` threads can be started."""
         self.unfinished = 0
         """Number of calls submitted and not ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -152,9 +147,6 @@ class Workers:
                     f"no thread can be started for {self.name}: {error}; raise the limit of processes and threads "
                     "(ulimit -u, pids.max of the container) or free memory"
                 ) from error
-            if not self._short:
-                logger.warning("%s: %d of %d threads can be started: %s", self.name, self._started, self.threads, error)
-            self._short = True
         else:
             self._started += 1
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from vllm.platforms import current_platform
@@ -23,8 +23,6 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tiercache.errors import ConfigError, TierCacheError
-
-logger = logging.getLogger("tiercache.vllm")
 
 _COPY_S = 60.0
 """Longest wait for copies in memory. An engine that continued would overwrite blocks that are still read."""
@@ -58,29 +56,17 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
 
-class _Part(NamedTuple):
-    """Blocks of one layer in the engine, and their places in rows of the CPU tier."""
+_Place = tuple[np.ndarray, Any]
+"""An int8 array of the engine (blocks, bytes) or the CPU tier (rows, blocks of a row, bytes), and an index of blocks."""
 
-    engine: np.ndarray
-    """int8 array of shape (blocks, bytes)."""
-    rows: np.ndarray
-    """int8 array of shape (rows, blocks of a row, bytes)."""
-    blocks: list[int]
-    row_ids: list[int]
-    places: list[int]
-    """Positions of the blocks in their rows."""
 
-    def store(self) -> int:
-        """Copy into the rows, and return the bytes copied."""
-        copied = self.engine[self.blocks]
-        self.rows[self.row_ids, self.places] = copied
-        return copied.nbytes
-
-    def load(self) -> int:
-        """Copy into the engine's blocks, and return the bytes copied."""
-        copied = self.rows[self.row_ids, self.places]
-        self.engine[self.blocks] = copied
-        return copied.nbytes
+def _copy(source: _Place, target: _Place) -> int:
+    """Return the bytes copied."""
+    array, blocks = source
+    copied = array[blocks]
+    array, blocks = target
+    array[blocks] = copied
+    return copied.nbytes
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]
@@ -113,12 +99,12 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         self._thread.start()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        return self._submit(job_id, [part.store for part in self._parts(src_spec, dst_spec)])
+        return self._submit(job_id, [partial(_copy, engine, rows) for engine, rows in self._parts(src_spec, dst_spec)])
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        return self._submit(job_id, [part.load for part in self._parts(dst_spec, src_spec)])
+        return self._submit(job_id, [partial(_copy, rows, engine) for engine, rows in self._parts(dst_spec, src_spec)])
 
     def get_finished(self) -> list[TransferResult]:
         with self._changed:
@@ -144,8 +130,11 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         self._jobs.put((job_id, copies))
         return True
 
-    def _parts(self, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[_Part]:
-        """Yield the parts of each layer. A group's first block may be in the middle of its first row."""
+    def _parts(self, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[tuple[_Place, _Place]]:
+        """Yield each layer's blocks in the engine with their places in rows, in parts.
+
+        A group's first block may be in the middle of its first row.
+        """
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
         block_ids, row_ids, per_row = blocks.block_ids.tolist(), chunks.block_ids.tolist(), self._blocks_per_chunk
         first_block = first_row = 0
@@ -159,7 +148,7 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
                 step = max(1, _AT_ONCE_BYTES // engine.shape[1])
                 for start in range(0, size, step):
                     some = slice(start, start + step)
-                    yield _Part(engine, rows, group_blocks[some], group_rows[some], places[some])
+                    yield (engine, group_blocks[some]), (rows, (group_rows[some], places[some]))
             first_block += size
             first_row += -(-(skipped + size) // per_row)
 

@@ -36,18 +36,18 @@ class PrefixCache:
         self.cache = cache
         self.kv = kv
 
-    async def load(self, ids: Ids, *, salt: str = "", deadline_s: float | None = None) -> TieredCache:
+    async def load(self, ids: Ids, *, salt: str = "") -> TieredCache:
         """Load the longest stored prefix of `ids` in whole chunks, at least one token shorter than `ids`.
 
         The result is empty after a miss. A model has to compute at least one token to continue. `salt` separates
-        tenants; `deadline_s` is as in `TierCache.get`. Raises LayoutError if the model's weights have changed since
+        tenants. Chunks have `blocking_timeout_secs` to come. Raises LayoutError if the model's weights have changed since
         `kv` read them. Cancellation keeps nothing.
         """
         past = TieredCache(self.kv, salt)
         names = self._names(self.keys(ids[: max(0, len(ids) - 1)], salt=salt))
         await asyncio.to_thread(self.kv.check_unchanged)
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + (self.cache.config.blocking_timeout_secs if deadline_s is None else deadline_s)
+        until_s = loop.time() + self.cache.config.blocking_timeout_secs
         chunks, counts = len(names[0]), True
         while True:
             chunks, past.hit_by_tier = await self._reach(names, chunks, counts=counts)
@@ -65,7 +65,7 @@ class PrefixCache:
             # The chunk was removed after the lookup, or is late. A shorter hit needs earlier chunks of the windows.
             chunks = wanted[delivered][0]
 
-    async def store(self, past: TieredCache, ids: Ids, *, deadline_s: float | None = None) -> int:
+    async def store(self, past: TieredCache, ids: Ids) -> int:
         """Store the KV computed since the load, in whole chunks. Return the number of tokens of `ids` that are hot now.
 
         `ids` are all tokens in `past`, and optionally the next token, which `generate` returns without computing its
@@ -92,7 +92,7 @@ class PrefixCache:
             for chunk in range(known, len(keys))
             for number, part in enumerate(self.kv.parts)
         ]
-        stored = await self.cache.put_from(items, deadline_s=deadline_s, prefix=True) if items else 0
+        stored = await self.cache.put_from(items, prefix=True) if items else 0
         past.stored_keys = keys[: known + stored // len(self.kv.parts)]
         return len(past.stored_keys) * self.kv.chunk_tokens
 

@@ -23,9 +23,8 @@ def by_topic(findings: list[Finding]) -> dict[str, Finding]:
 def test_every_part_is_examined(tmp_path: Path) -> None:
     found = by_topic(examine(tmp_path))
     assert {
-        "python", "CPUs", "NUMA nodes", "memory", "transparent huge pages", "reserved huge pages", "memlock limit",
-        "shared memory", f"disk at {tmp_path}", "mount", "tier", "O_DIRECT", "GPU", "GPUDirect Storage", "3FS mount",
-        "Weka mount", "package uvloop", "package torch", "package vllm", "package kvikio", "package redis",
+        "memory", "transparent huge pages", "shared memory", f"disk at {tmp_path}", "mount", "tier", "O_DIRECT",
+        "GPUDirect Storage",
     } <= set(found)  # fmt: skip
     assert all(finding.status in (OK, NOTE, PROBLEM) for finding in found.values())
     assert list(tmp_path.iterdir()) == [], "what was tried is gone"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
 from tiercache import __version__
-from tiercache.commands.doctor import huge_page_mode, version_of
+from tiercache.commands.doctor import huge_page_mode
 from tiercache.tiers.files.access import file_system_of
 from tiercache.tiers.files.format import supports_direct_io
 
@@ -20,7 +21,7 @@ def machine(directory: Path) -> dict[str, Any]:
     return {
         "tiercache": __version__,
         "python": platform.python_version(),
-        "packages": {name: version_of(name) for name in ("numpy", "xxhash", "uvloop")},
+        "packages": {name: _version_of(name) for name in ("numpy", "xxhash", "uvloop")},
         "kernel": platform.release(),
         "cpu": _cpu(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -31,6 +32,13 @@ def machine(directory: Path) -> dict[str, Any]:
         "disk_free_gb": round(place.f_bavail * place.f_frsize / 2**30, 1),
         "load": [round(load, 2) for load in os.getloadavg()],
     }
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu() -> str:

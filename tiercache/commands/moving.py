@@ -21,19 +21,17 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
 
-import numpy as np
-
 from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
-from tiercache.commands.stat import header_of, headers_in
-from tiercache.commands.verify import buffer_of, open_files
+from tiercache.commands.stat import headers_in
+from tiercache.commands.verify import buffer_of, open_files, read_verified
 from tiercache.core.header import HEADER_BYTES, Header, HeaderError, aligned, file_bytes, payload_checksum
 from tiercache.core.keys import check_key
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.files.access import access_as_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import TOP_LEVELS, NameTaken, found_place, make_place, reads_directly
-from tiercache.tiers.files.format import read_chunk_file, write_chunk_file
+from tiercache.tiers.files.format import write_chunk_file
 
 _STREAM = "-"
 _END = b"end of export"
@@ -85,11 +83,11 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
     one such layout.
     """
     found, place = Moved(str(directory)), found_place(directory)
-    layouts = defaultdict[str, list[tuple[float, str, int]]](list)
+    layouts = defaultdict[str, list[tuple[float, str]]](list)
     for top in TOP_LEVELS:
         for path, status, header in headers_in(place / top):
             if isinstance(header, Header):
-                layouts[header.fingerprint.hex()].append((status.st_mtime, path, header.payload_bytes))
+                layouts[header.fingerprint.hex()].append((status.st_mtime, path))
             elif header is not None:
                 found.bad.append(f"{path}: {header}")
     meant = [each for each in layouts if each.startswith(layout)]
@@ -98,9 +96,9 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
         raise ValueError(f"--layout: expected the beginning of one layout of {there or 'no chunks'}; found {layout!r}")
     found.layout, direct = meant[0], reads_directly(place)
     fingerprint = bytes.fromhex(found.layout)
-    for _, path, payload_bytes in sorted(layouts[found.layout]):
+    for _, path in sorted(layouts[found.layout]):
         try:
-            header, payload = _read(path, fingerprint, payload_bytes, direct=direct)
+            header, payload = read_verified(path, fingerprint, direct=direct)
         except FileNotFoundError:
             continue  # it was evicted
         except (CorruptChunk, OSError) as error:
@@ -112,23 +110,6 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
         found.chunk_bytes += file_bytes(header.payload_bytes)
     stream.write(Header(_END, fingerprint, 0, found.chunks).pack().ljust(HEADER_BYTES, b"\0"))
     return found
-
-
-def _read(path: str, fingerprint: bytes, payload_bytes: int, *, direct: bool) -> tuple[Header, np.ndarray]:
-    """Read and verify a chunk that had `payload_bytes`. It may have been removed since, and stored again with more.
-
-    Raises as `read_chunk_file` does.
-    """
-    while True:
-        payload = buffer_of(file_bytes(payload_bytes))
-        try:
-            header = read_chunk_file(path, bytes.fromhex(os.path.basename(path)), fingerprint, payload, direct=direct)
-            return header, payload
-        except CorruptChunk:
-            now = header_of(path)
-            if not isinstance(now, Header) or now.payload_bytes <= payload_bytes:
-                raise
-            payload_bytes = now.payload_bytes
 
 
 def _import(stream: BufferedReader, directory: Path, cap_bytes: int) -> Moved:

@@ -20,7 +20,7 @@ from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.tables import show_figures
-from tiercache.tiers.files.access import ABSENT
+from tiercache.tiers.files.access import ABSENT, open_regular
 from tiercache.tiers.files.capacity import counted_in
 from tiercache.tiers.files.directory import CHUNK_NAME, QUARANTINED_NAME, TOP_LEVELS, found_place
 from tiercache.tiers.files.owners import PENDING_NAME
@@ -104,12 +104,12 @@ def headers_in(directory: Path) -> list[tuple[str, os.stat_result, Header | str 
     return [(path, status, header_of(path)) for path, status in _files(directory)]
 
 
-def header_of(path: str) -> Header | str | None:
+def header_of(path: Path | str) -> Header | str | None:
     """Return the header of a chunk or an error; None for other files, and for a file that has vanished."""
     if not CHUNK_NAME.fullmatch(os.path.basename(path)):
         return None
     try:
-        with open(path, "rb", buffering=0) as file:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
             length_bytes = os.fstat(file.fileno()).st_size
             header = Header.unpack(file.read(PACKED_BYTES))
     except FileNotFoundError:

@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,16 @@ from rich.progress import track
 
 from tiercache.commands.directory import chunk_files, problem_with
 from tiercache.commands.findings import complain
+from tiercache.commands.stat import header_of
 from tiercache.core.compression import Codec
-from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes
+from tiercache.core.header import Header, file_bytes
 from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.tiers.compression import plain_bytes, unpacked
-from tiercache.tiers.files.access import access_as_found, open_regular
+from tiercache.tiers.files.access import access_as_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import found_place, has_our_header
-from tiercache.tiers.files.format import host_checksum, verify_chunk
+from tiercache.tiers.files.directory import found_place, has_our_header, reads_directly
+from tiercache.tiers.files.format import read_chunk_file
 
 _THREADS = 4
 _thread = threading.local()
@@ -67,11 +69,11 @@ def verify_command(directory: Path, as_json: bool) -> int:
 
 def verify(directory: Path, console: Console) -> Verified:
     """Check all chunks of all layouts. Caches may use the directory meanwhile: a chunk that vanishes was evicted."""
-    found = Verified(str(directory))
+    found, direct = Verified(str(directory)), reads_directly(found_place(directory))
     paths = list(chunk_files(directory))
     with ExitStack() as stack, ThreadPoolExecutor(_THREADS) as threads:
         files: ChunkFiles | None = None
-        checks = zip(paths, threads.map(_check, paths), strict=True)
+        checks = zip(paths, threads.map(_check, paths, repeat(direct)), strict=True)
         for path, outcome in track(checks, "verifying", total=len(paths), console=console):
             if isinstance(outcome, FileNotFoundError):
                 continue
@@ -104,44 +106,37 @@ def open_files(
     return files
 
 
-def _check(path: Path) -> int | CorruptChunk | OSError:
+def _check(path: Path, direct: bool) -> int | CorruptChunk | OSError:
     """Return the payload bytes of a good chunk, or the error."""
     try:
-        return _read_and_verify(path)
+        header, memory = read_verified(path, None, direct=direct)
+        if header.codec is Codec.PLAIN:
+            return header.payload_bytes
+        stored = memory[: header.payload_bytes]
+        memory = buffer_of(max(memory.nbytes, plain_bytes(stored)))
+        memory[: stored.nbytes] = stored
+        return unpacked(header, memory)
+    except ValueError as error:
+        return CorruptChunk(f"{path}: {error}")
     except (CorruptChunk, OSError) as problem:
         return problem
 
 
-def _read_and_verify(path: Path) -> int:
-    with os.fdopen(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
-        length = os.fstat(file.fileno()).st_size
-        header = file.read(HEADER_BYTES)
-        got = len(header)
-        memory = buffer_of(4096)
-        # Read the payload only if the header gives this length.
-        if _promised_bytes(header) == length:
-            memory = buffer_of(aligned(length))
-            while got < length and (more := file.readinto(memory[got - HEADER_BYTES :].data)):
-                got += more
-        # Drop these pages from the page cache, since they are not read again soon.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    raw_header = memoryview(header)[:PACKED_BYTES]
-    found = verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))
-    if found.codec is not Codec.PLAIN:
-        stored = memory[: found.payload_bytes]
+def read_verified(path: Path | str, fingerprint: bytes | None, *, direct: bool) -> tuple[Header, np.ndarray]:
+    """Return the header and the stored payload of a chunk, in this thread's buffer. Raises as `read_chunk_file` does.
+
+    The chunk may be removed and stored again meanwhile, with another length.
+    """
+    known = header_of(path)
+    while True:
+        payload = buffer_of(file_bytes(known.payload_bytes if isinstance(known, Header) else 0))
         try:
-            memory = buffer_of(max(length, plain_bytes(stored)))
-        except ValueError as error:
-            raise CorruptChunk(f"{path}: {error}") from error
-        memory[: stored.nbytes] = stored
-    return unpacked(found, memory)
-
-
-def _promised_bytes(header: bytes) -> int | None:
-    try:
-        return file_bytes(Header.unpack(header).payload_bytes)
-    except HeaderError:
-        return None
+            key = bytes.fromhex(os.path.basename(path))
+            return read_chunk_file(path, key, fingerprint, payload, direct=direct), payload
+        except CorruptChunk:
+            if (now := header_of(path)) == known:
+                raise
+            known = now
 
 
 def buffer_of(size_bytes: int) -> np.ndarray:

@@ -150,7 +150,7 @@ def created(path: Path | str, flags: int, length_bytes: int) -> Iterator[int]:
 def read_chunk_file(
     path: Path | str,
     key: bytes,
-    fingerprint: bytes,
+    fingerprint: bytes | None,
     into: np.ndarray,
     *,
     direct: bool,
@@ -158,7 +158,7 @@ def read_chunk_file(
 ) -> Header:
     """Read the chunk at `path` into `into` (uint8, page-aligned) and verify it. Return its header, for `unpacked`.
 
-    The payload is left as stored. `pause` is called between the parts of a read.
+    `fingerprint` None accepts any layout. The payload is left as stored. `pause` is called between the parts of a read.
 
     Raises FileNotFoundError, NotAFile, and CorruptChunk with the expected and the found value. After an exception the
     content of `into` is undefined.

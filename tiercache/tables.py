@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.padding import Padding
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 INDENT = 6
@@ -16,45 +16,23 @@ Line = tuple[int, str | Text]
 
 
 def show_figures(table: Table, console: Console) -> None:
-    """Print a table of figures, in parts below one another if a terminal is too narrow."""
+    """Print a table of figures, or a list if a terminal is too narrow for it."""
     if console.is_terminal:
-        console.print(*fitting(table, console), sep="\n")
+        console.print(fitting(table, console))
     else:
         Console(file=console.file, width=max(console.width, _columns(table, console))).print(table)
 
 
-def fitting(table: Table, console: Console) -> list[Table | Text]:
-    """Return the table, or parts of its columns that fit the console; all parts begin with the first column."""
+def fitting(table: Table, console: Console) -> Table | Group:
+    """Return the table, or a list of its rows with the names of their cells if the console is too narrow for it."""
     if _columns(table, console) <= console.width:
-        return [table]
-    widths = [_columns(_part(table, [column]), console) - 1 for column in table.columns]
-    groups = _grouped(widths, console.width)
-    for width in range(console.width - 1, max(widths), -1):  # parts of equal width look better than a short last part
-        if len(narrower := _grouped(widths, width)) == len(groups):
-            groups = narrower
-    parts = [_part(table, [table.columns[number] for number in (0, *group)]) for group in groups]
-    title, caption = ([Text(str(text))] if text else [] for text in (table.title, table.caption))
-    return [*title, *parts, *caption]
-
-
-def _grouped(widths: list[int], width: int) -> list[list[int]]:
-    """Return the numbers of the columns after the first, in groups that fit `width` beside it."""
-    groups: list[list[int]] = []
-    for number in range(1, len(widths)):
-        if groups and 1 + widths[0] + sum(widths[other] for other in groups[-1]) + widths[number] <= width:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return groups
-
-
-def _part(table: Table, columns: list[Column]) -> Table:
-    part = Table()
-    for column in columns:
-        part.add_column(column.header, justify=column.justify)
-    for row, cells in zip(table.rows, zip(*(list(column.cells) for column in columns), strict=True), strict=True):
-        part.add_row(*cells, style=row.style)
-    return part
+        return table
+    parts: list[Text | Padding] = [Text(str(table.title))] if table.title else []
+    for row, cells in zip(table.rows, zip(*(column.cells for column in table.columns), strict=True), strict=True):
+        first, *others = (f"{column.header} {cell or '-'}" for column, cell in zip(table.columns, cells, strict=True))
+        style = row.style or ""
+        parts += [Text(first, style), Padding(Text(", ".join(others), style), (0, 0, 0, INDENT))]
+    return Group(*parts, *([Text(str(table.caption))] if table.caption else []))
 
 
 def say(console: Console, lines: Iterable[Line]) -> None:

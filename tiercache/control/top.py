@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +65,8 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
             now_s = time.monotonic()
             tables = list(tables_of(answers, before, now_s - asked_s))
             if live is not None:
-                parts = [fitting(table, console) if isinstance(table, Table) else [table] for table in tables]
-                live.update(Group(*chain(*parts)), refresh=True)
+                parts = [fitting(table, console) if isinstance(table, Table) else table for table in tables]
+                live.update(Group(*parts), refresh=True)
             else:
                 for table in tables:
                     show_figures(table, console) if isinstance(table, Table) else console.print(table)

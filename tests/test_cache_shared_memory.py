@@ -199,8 +199,9 @@ async def test_where_a_device_is_in_use_chunks_go_through_slots(in_memory: Path)
         ({"shared_memory_path": "/dev/shm/kv"}, "shared_memory_path needs max_shared_memory_size"),
         ({"max_shared_memory_size": 1.0}, "max_shared_memory_size needs shared_memory_path"),
         (
-            {"shared_memory_path": "/dev/shm/kv", "max_shared_memory_size": 1, "local_disk": "/dev/shm/kv/"},
-            "shared_memory_path, local_disk: .* a directory of two tiers",
+            {"shared_memory_path": "/dev/shm/kv", "max_shared_memory_size": 1}
+            | {"local_disk": "/dev/shm/kv/", "max_local_disk_size": 1},
+            "disk: /dev/shm/kv belongs to the tier shared_memory already",
         ),
     ],
 )

@@ -36,7 +36,6 @@ from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.registry import make_remote
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
@@ -190,18 +189,15 @@ def make_tier(config: Config, layout: Layout, device: Device | None, planned: Pl
 
 
 def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
-    """Raise ConfigError for an fs tier on another tier's directory, since each chunk would be read and written twice.
+    """Raise ConfigError for two tiers on one directory, since each chunk would be read and written twice.
 
     Compares only names, since the mount may hang.
     """
-    owners: dict[str, Tier] = {}
+    owners: dict[str, str] = {}
     for tier in tiers:
-        for directory in dict.fromkeys(map(os.path.normpath, _directories_of(tier))):
-            other = owners.setdefault(directory, tier)
-            if other is not tier and (isinstance(tier, FsTier) or isinstance(other, FsTier)):
-                raise ConfigError(
-                    f"{tier.name}: {directory} belongs to the tier {other.name} already; give one its own"
-                )
+        for directory in map(os.path.normpath, _directories_of(tier)):
+            if (other := owners.setdefault(directory, tier.name)) != tier.name:
+                raise ConfigError(f"{tier.name}: {directory} belongs to the tier {other} already; give one its own")
 
 
 def _file_options(config: Config, planned: PlannedTier) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,7 +32,6 @@ def combination_problems(
     yield from _memory(values, foreign)
     yield from _shared_memory(values)
     yield from _control(values)
-    yield from _directories(values)
     yield from _gds(values)
     yield from _remote_url(values)
     yield from _plugins(values, plugins)
@@ -73,24 +71,6 @@ def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
     if path is not None and (not path.startswith("/") or len(path.encode()) > _SOCKET_PATH_BYTES or "\0" in path):
         expected = f"an absolute path of at most {_SOCKET_PATH_BYTES} bytes (a Unix socket's name is short)"
         yield ("control_socket",), f"control_socket: expected {expected}, found {hidden('control_socket', path)!r}"
-
-
-def _directories(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Report directories named twice. Links are not resolved here, since a mount may hang: tiers resolve them on opening."""
-    users: dict[str, tuple[str, str]] = {}
-    for key in ("shared_memory_path", "local_disk", "gds_path", "weka_path"):
-        named = values.get(key) or ()
-        for path in (named,) if isinstance(named, str) else named:
-            place = os.path.normpath(path)
-            if place not in users:
-                users[place] = key, path
-                continue
-            other, first = users[place]
-            if other == key:
-                yield (key,), f"{key}: {first!r} and {path!r} are one directory, which would be filled twice; name it once"
-            else:
-                both = path if path == first else f"{first!r} and {path!r}: it"
-                yield (other, key), f"{other}, {key}: {both} is a directory of two tiers; each needs its own"
 
 
 def _gds(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -175,26 +155,13 @@ def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Pr
     node = values.get("hf3fs_numa_id", -1)
     if node > (last := _last_numa_node()):
         yield ("hf3fs_numa_id",), f"hf3fs_numa_id: expected a NUMA node of this machine in -1 .. {last}, found {node}"
-    instances = [name for name in values.get("remote_storage_plugins", ()) if plugin_type(name) == "hf3fs"]
-    without = [name for name in instances if f"{name}.base_path" not in plugins]
-    if len(without) > 1 and values.get("hf3fs_base_path"):
-        yield (
-            ("remote_storage_plugins", "hf3fs_base_path"),
-            f"remote_storage_plugins: {' and '.join(without)} have both the base paths of hf3fs_base_path; give one its own",
-        )
-    seen: dict[PurePosixPath, str] = {}
     for key, path in paths:
         place, shown = PurePosixPath(path), hidden_url(f"hf3fs://{path}").removeprefix("hf3fs://")
-        if place in seen:
-            first = seen[place]
-            yield (key,), f"{key}: {shown!r} is a base path already ({first}); it would be filled twice"
-        if without or not instances or key != "hf3fs_base_path":  # otherwise the key is unused
-            seen.setdefault(place, f"{key}: {shown!r}")
         if VIRTUAL_DIRECTORY in place.parts:
             yield (key,), f"{key}: expected a directory for files, found {shown!r}: 3FS registers memory there"
-        elif ".." in PurePosixPath(path).parts or not path.startswith("/"):
+        elif ".." in place.parts or not path.startswith("/"):
             yield (key,), f"{key}: expected absolute paths without .., found {shown!r}"
-        elif mount is not None and not PurePosixPath(path).is_relative_to(mount):
+        elif mount is not None and not place.is_relative_to(mount):
             yield (key, "hf3fs_mount_point"), f"{key}: {shown!r} does not lie under hf3fs_mount_point {mount!r}"
 
 

@@ -137,6 +137,10 @@ def test_a_directory_is_used_by_one_tier_and_once(tmp_path: Path) -> None:
     for name, other in others.items():
         with pytest.raises(ConfigError, match=rf": {tmp_path} belongs to the tier ({name}|fs\.a) already"):
             make_tiers(Config.load(environ={}, overrides=fs | other), layout)
+    two = {"remote_storage_plugins": ["hf3fs.a", "hf3fs.b"], "hf3fs_base_path": str(tmp_path)}
+    for both in (two, others["disk"] | others["hf3fs"], others["disk"] | others["gds"]):
+        with pytest.raises(ConfigError, match=rf": {tmp_path} belongs to the tier (disk|hf3fs.a) already"):
+            make_tiers(Config.load(environ={}, overrides={"chunk_size": 16} | both), layout)
 
 
 async def test_a_mount_whose_locks_stay_on_this_host_is_warned_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -18,8 +17,6 @@ from tiercache.device.driver import Driver
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError
 from tiercache.payloads import check_number
 from tiercache.scheduler.writer import FlushReport
-
-logger = logging.getLogger("tiercache")
 
 T = TypeVar("T")
 
@@ -97,26 +94,15 @@ class CacheThread:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 serving = runner.get_loop().create_task(self._serve(cache))
                 while not serving.done():
-                    self._run_until_stopped(serving)
+                    # A coroutine may stop the loop (SystemExit, `loop.stop`): queued chunks are still written.
+                    with contextlib.suppress(SystemExit, KeyboardInterrupt, RuntimeError):
+                        self.loop.run_until_complete(serving)
+                    self._stop.set()
         except BaseException as error:
             for result in (self._opened, self._finished):
                 if not result.done():
                     result.set_exception(TierCacheError(f"the cache's thread has ended: {error!r}"))
             raise
-
-    def _run_until_stopped(self, serving: asyncio.Task[None]) -> None:
-        """Run the loop until the cache is closed.
-
-        If a submitted coroutine stops it (SystemExit, `loop.stop`), the loop continues, since queued chunks are still
-        written.
-        """
-        try:
-            self.loop.run_until_complete(serving)
-        except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
-            if self.loop.is_closed():
-                raise
-            logger.error("the cache is being closed: its event loop was stopped from within: %r", error)
-            self._stop.set()
 
     async def _serve(self, cache: TierCache) -> None:
         try:

@@ -1,7 +1,6 @@
 """Bad configuration fails at load: the key, the value, what is accepted, and where it was written."""
 
 import contextlib
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -104,11 +103,8 @@ def test_out_of_range_names_key_value_and_range(problem_of, text: str, expected:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("max_local_cpu_size: 5GB", "expected a number of GB > 0 without a unit (write 5), found '5GB'"),
-        ("max_local_cpu_size: 512 MiB", "without a unit (write 0.5), found '512 MiB'"),
-        ("max_local_disk_size: 1T", "without a unit (write 1024), found '1T'"),
-        ("gds_buffer_size: 8GiB", "expected a whole number of MiB >= 1 without a unit (write 8192), found '8GiB'"),
-        ("hf3fs_iov_size: 200M", "without a unit (write 209715200), found '200M'"),
+        ("max_local_cpu_size: 5GB", "expected a number of GB > 0, found '5GB'"),
+        ("gds_buffer_size: 8GiB", "expected a whole number of MiB >= 1, found '8GiB'"),
         ("max_local_cpu_size: a lot", "expected a number of GB > 0, found 'a lot'"),
         ("max_local_cpu_size: true", "expected a number of GB > 0, found True"),
         ("chunk_size: 1.5", "expected a whole number of tokens in 1 .. 65536, found 1.5"),
@@ -175,13 +171,6 @@ def test_several_problems_are_reported_together(problem_of) -> None:
     )
 
 
-LAUGHS = "".join(
-    f"{after}: &{after} {{{{{{merge}}[{', '.join(['*' + before] * 9)}]}}}}\n"
-    for before, after in pairwise("abcdefghij")
-)
-"""Each line stands for nine times the line before, so that expanding all of them takes hours."""
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -204,8 +193,6 @@ LAUGHS = "".join(
         ("local_disk: &a [*a]", "line 1: not valid YAML: found unconstructable recursive node"),
         ("a: " + "[" * 5000, "not valid YAML: its values are nested too deep"),
         ("a: " + "{a: " * 100_000, "not valid YAML: its values are nested too deep"),
-        ("a: &a {b: 1}\n" + LAUGHS.format(merge="<<: "), "its aliases stand for more than 100000 values"),
-        ("a: &a [b]\n" + LAUGHS.format(merge=""), "its aliases stand for more than 100000 values"),
         ("a: " + "x" * (4 << 20), "expected at most 4194304 bytes"),
     ],
 )

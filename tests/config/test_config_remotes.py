@@ -114,7 +114,7 @@ def test_lmcaches_settings_of_tiers_that_are_not_there_are_named(load_text) -> N
     [
         (
             "remote_storage_plugins: [redis]\nremote_storage_plugin.redis.usernam: a",
-            "remote_storage_plugin.redis.usernam: there is no such setting of redis; the nearest is username",
+            "remote_storage_plugin.redis.usernam: there is no such setting of redis; known are class_name, ",
         ),
         (
             "remote_storage_plugins: [redis.a]\nremote_storage_plugin.redis.a.timeout_s: 0",
@@ -130,7 +130,7 @@ def test_lmcaches_settings_of_tiers_that_are_not_there_are_named(load_text) -> N
             "remote_storage_plugin.disk.class_name: b}",
             "remote_storage_plugins: 'disk' is the name of a tier of ours; give the instance another, such as disk.a",
         ),
-        ("remote_storage_plugins: [redsi.a]", "there is no type 'redsi' (redsi.a); the nearest is redis"),
+        ("remote_storage_plugins: [redsi.a]", "there is no type 'redsi' (redsi.a); known are fs, "),
         (
             "remote_storage_plugins: [mine]\nremote_storage_plugin.mine.module_path: a.b",
             "remote_storage_plugin.mine: module_path and class_name belong together, found only one",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -111,9 +110,8 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
                 f"{PLUGIN_PREFIX}{plugin}: module_path and class_name belong together, found only one",
             )
         elif kind not in (*(known := plugin_types()), *ELSEWHERE, *PLUGINS_ELSEWHERE) and not own_class:
-            near = difflib.get_close_matches(kind, known, n=1)
-            hint = f"; the nearest is {near[0]}" if near else f"; known are {', '.join(known)}"
-            yield ("remote_storage_plugins",), f"remote_storage_plugins: there is no type {kind!r} ({plugin}){hint}"
+            problem = f"there is no type {kind!r} ({plugin}); known are {', '.join(known)}"
+            yield ("remote_storage_plugins",), f"remote_storage_plugins: {problem}"
         if kind == "hf3fs" and f"{plugin}.base_path" not in plugins and not values.get("hf3fs_base_path"):
             yield (
                 ("remote_storage_plugins", "hf3fs_base_path"),

@@ -13,12 +13,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-_BYTES_OF_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_UNITS = {"GB": 2**30, "MiB": 2**20, "bytes": 1}
-_PARTS_OF_UNIT = {**_UNITS, "seconds": 10**9, "milliseconds": 10**6}
+_PARTS_OF_UNIT = {"GB": 2**30, "MiB": 2**20, "seconds": 10**9, "milliseconds": 10**6}
 _MOST_PARTS = 2**63
 """Upper bound, since the system counts bytes and nanoseconds in signed 64-bit integers."""
-_WITH_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 
@@ -207,16 +204,7 @@ def _number(raw: Any, expected: str, unit: str) -> float:
             if abs(value) >= (most := _MOST_PARTS / _PARTS_OF_UNIT.get(unit, 1)):
                 raise ValueError(f"expected {expected} and below {most:.3g}")
             return value
-    raise ValueError(f"expected {expected}{_without_unit(raw, unit)}")
-
-
-def _without_unit(raw: Any, unit: str) -> str:
-    """Return a hint for `5GB` where only the number is accepted."""
-    match = _WITH_UNIT.fullmatch(raw) if isinstance(raw, str) else None
-    if match is None or unit not in _UNITS:
-        return ""
-    number = float(match[1]) * _BYTES_OF_UNIT[match[2].upper()] / _UNITS[unit]
-    return f" without a unit (write {number:.10g})"
+    raise ValueError(f"expected {expected}")
 
 
 def _is_integer_text(raw: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -170,9 +169,8 @@ def _options(
         elif free:
             values[option_name] = raw
         else:
-            close = difflib.get_close_matches(option_name, by_name, n=1, cutoff=0.5)
-            hint = f"the nearest is {close[0]}" if close else f"known are {', '.join(sorted(known))}"
-            problems.append(((key,), f"{key}: there is no such setting of {type_name}; {hint}"))
+            names = ", ".join(sorted(known))
+            problems.append(((key,), f"{key}: there is no such setting of {type_name}; known are {names}"))
     return values
 
 

@@ -23,7 +23,6 @@ CONTROL_TOKEN_VARIABLE = "TIERCACHE_CONTROL_TOKEN"
 _NO_SETTINGS = (*_FILE_VARIABLES, CONTROL_TOKEN_VARIABLE)
 """TIERCACHE_* variables that other parts read: engines and `serve-control` often share an environment."""
 _MOST_FILE_BYTES = 4 << 20
-_MOST_NODES = 100_000
 _KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
 
 
@@ -96,8 +95,6 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
             return
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}, line {root.start_mark.line + 1}: expected a mapping of keys to values")
-        if _size_of(root, {}) > _MOST_NODES:
-            raise ConfigError(f"{path}: its aliases stand for more than {_MOST_NODES} values; write out what is meant")
         _refuse_duplicates(path, root)
         loader.flatten_mapping(root)
         for key_node, value_node in root.value:
@@ -118,19 +115,6 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
     except yaml.YAMLError as error:
         reason = getattr(error, "reason", "") or type(error).__name__
         raise ConfigError(f"{path}: not valid YAML: {reason}") from None
-
-
-def _size_of(node: Any, known: dict[int, int]) -> int:
-    """Count the values below `node` with every alias expanded: a few lines of nested aliases can mean billions."""
-    if (size := known.get(id(node))) is not None:
-        return size
-    known[id(node)] = 1  # a node that contains itself is refused later
-    children = node.value if isinstance(node.value, list) else []
-    size = 1
-    for child in children:
-        size += sum(_size_of(part, known) for part in (child if isinstance(child, tuple) else (child,)))
-    known[id(node)] = size
-    return size
 
 
 def _yaml_setting(path: Path, loader: Any, key_node: Any, value_node: Any) -> Setting:

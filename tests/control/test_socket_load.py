@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.control.conftest import LAYOUT, config_of
 from tests.tiers.others import running
 from tiercache import TierCache
 from tiercache.control import server
@@ -72,17 +71,6 @@ async def test_who_asks_and_never_reads_keeps_no_descriptor(
             while len(os.listdir("/proc/self/fd")) > before + 8:
                 await asyncio.sleep(0)
         assert (await ask(place, Statistics()))["rank"] == 0
-
-
-async def test_silent_connections_shut_nobody_out(tmp_path: Path) -> None:
-    """64 that say nothing hold all places, for no longer than others need them."""
-    async with TierCache.open(config_of(tmp_path), LAYOUT):
-        place = tmp_path / "c.sock"
-        silent = [await asyncio.open_unix_connection(str(place)) for _ in range(64)]
-        for _ in range(8):
-            assert (await ask(place, Statistics()))["rank"] == 0
-        for _, writer in silent:
-            writer.close()
 
 
 @pytest.mark.parametrize("sent", [b"\x82\xa7command", b"\x01" * (65 << 10)], ids=["10 bytes", "65 KiB"])

@@ -22,9 +22,7 @@ from tiercache.errors import ConfigError, TierCacheError
 logger = logging.getLogger("tiercache.control")
 
 _MOST_CONNECTIONS = 64
-_BUSY_S = 1.0
-"""Deadline in seconds for receiving a question that will be refused."""
-_IDLE_S = 60.0
+_IDLE_S = 10.0
 """A connection is closed after this many seconds without a message, or while receiving one."""
 _TAKEN_S = 10.0
 """Deadline in seconds for the client to read an answer."""
@@ -47,8 +45,6 @@ class ControlServer:
         self._lock: int | None = None
         self._server: asyncio.Server
         self._connections: set[asyncio.Task[None]] = set()
-        self._idle: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        """Connections without a message in progress, in the order in which they became idle."""
         self._large = asyncio.BoundedSemaphore(_MOST_LARGE)
 
     async def start(self) -> None:
@@ -102,18 +98,12 @@ class ControlServer:
         writer.transport.set_write_buffer_limits(0)
         self._connections.add(task)
         try:
-            if self._make_room():
-                while True:
-                    self._idle[task] = writer
-                    async with asyncio.timeout(_IDLE_S):
-                        packed = await receive(reader)
-                    self._idle.pop(task, None)
-                    await self._reply(writer, await self._answer(packed))
-            elif len(self._connections) <= 2 * _MOST_CONNECTIONS:
-                # Refuse after the question: a client whose connection closes while it writes does not read the reply.
-                async with asyncio.timeout(_BUSY_S):
-                    await receive(reader)
+            if len(self._connections) > _MOST_CONNECTIONS:
                 raise ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already")
+            while True:
+                async with asyncio.timeout(_IDLE_S):
+                    packed = await receive(reader)
+                await self._reply(writer, await self._answer(packed))
         except ControlError as error:
             # The server is busy or the message is too large; the rest of this connection is not a message.
             with contextlib.suppress(TimeoutError, OSError):
@@ -124,17 +114,6 @@ class ControlServer:
             # `close` would wait for a client that does not read.
             writer.transport.abort()
             self._connections.discard(task)
-            self._idle.pop(task, None)
-
-    def _make_room(self) -> bool:
-        """Return True if a new connection may stay. If there are too many, close the one that was idle for longest."""
-        if len(self._connections) <= _MOST_CONNECTIONS:
-            return True
-        idlest = next(iter(self._idle), None)
-        if idlest is None:
-            return False
-        self._idle.pop(idlest).transport.abort()
-        return True
 
     async def _answer(self, packed: bytes) -> dict[str, Any]:
         try:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Protocol
 
 from tiercache.control.messages import ControlError, Prefix
 from tiercache.control.served import ServedCache
-from tiercache.core.keys import KEY_BYTES, ChunkKey, chunk_keys
-
-_TOKENS_AT_ONCE = 16 << 10
+from tiercache.core.keys import ChunkKey
 
 
 class Naming(Protocol):
@@ -24,13 +21,7 @@ class Naming(Protocol):
 
 
 class TokenNaming:
-    """Map prefixes in a cache that stores and loads by token ids (`cache.store`, `cache.load`) or by keys.
-
-    Yields to the loop between short steps, and maps one prompt at a time.
-    """
-
-    def __init__(self) -> None:
-        self._naming = asyncio.Lock()
+    """Map prefixes in a cache that stores and loads by token ids (`cache.store`, `cache.load`) or by keys."""
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := given_keys(prefix)) is not None:
@@ -39,26 +30,11 @@ class TokenNaming:
             raise ControlError(
                 "refused", "lora is known to a cache in vLLM only; this one names chunks by their token ids"
             )
-        async with self._naming:
-            return await _hashed(cache, prefix.tokens or (), prefix.cache_salt)
+        # A long prompt takes tens of milliseconds.
+        return await asyncio.to_thread(cache.keys, prefix.tokens or (), salt=prefix.cache_salt)
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         return await self.keys(cache, prefix)
-
-
-async def _hashed(cache: ServedCache, tokens: Sequence[int], salt: str) -> list[ChunkKey]:
-    """Compute the keys in steps. Each step continues from the last key, since a key depends on the previous one."""
-    chunk_tokens = cache.layout.chunk_tokens
-    namespace, tenant = cache.layout.named_by(cache.config.tenant_salt, salt)
-    step = max(1, _TOKENS_AT_ONCE // chunk_tokens) * chunk_tokens
-    keys: list[ChunkKey] = []
-    for start in range(0, len(tokens), step):
-        if start:
-            await asyncio.sleep(0)
-        before = keys[-1][:KEY_BYTES] if keys else namespace
-        part = tokens[start : start + step]
-        keys += chunk_keys(before, part, chunk_tokens, partial=bool(cache.config.save_unfull_chunk), tenant=tenant)
-    return keys
 
 
 def given_keys(prefix: Prefix) -> list[ChunkKey] | None:

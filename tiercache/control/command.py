@@ -66,24 +66,15 @@ def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None
 
 
 def _read_private(token_file: Path) -> str:
-    """Return the text of a file. Raises ValueError if users other than this user and root can read or change it."""
+    """Return the text of a file. Raises ValueError if other users can read or change it."""
     try:
-        # O_NONBLOCK avoids waiting for a pipe. Links are followed, since mounted secrets are links.
-        with open(token_file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            status = os.fstat(opened.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"--token-file {token_file} cannot be read: it is not a regular file")
-            if status.st_uid not in (0, os.geteuid()):
-                raise ValueError(
-                    f"--token-file {token_file} belongs to user {status.st_uid}, which can read it; have one of your own: "
-                    f"`install -m 600 {token_file} FILE`"
-                )
-            if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
-                raise ValueError(
-                    f"--token-file {token_file} has mode {mode:04o}, so others than its owner can use it: `chmod 600 "
-                    f"{token_file}`; if others may have read it, write a new token"
-                )
-            return opened.read(2 * _MOST_CHARACTERS).decode()
+        text = token_file.read_text()
+        if (mode := stat.S_IMODE(token_file.stat().st_mode)) & 0o077:
+            raise ValueError(
+                f"--token-file {token_file} has mode {mode:04o}, so others than its owner can use it: `chmod 600 "
+                f"{token_file}`; if others may have read it, write a new token"
+            )
+        return text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"--token-file {token_file} cannot be read: {reason}") from None

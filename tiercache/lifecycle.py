@@ -349,11 +349,11 @@ async def open_tier(tier: Tier) -> None:
 
 
 async def build(config: Config, layout: Layout, driver: Driver | None, closing: Closing) -> Parts:
-    """Make and open the parts of the configuration, each by a deadline.
+    """Make and open the parts of the configuration, each by a deadline, and connect them.
 
     Every part that exists, also after an error, has pushed its close to `closing`.
     """
-    stack = closing.stack
+    loop, stack = asyncio.get_running_loop(), closing.stack
     settings = arena_settings(config, layout)
     coming_up = in_thread("device", make_device, config, layout, driver, gpu_in_use())
     device = await by_deadline(coming_up, DEVICE_S, "device: it did not come up", _close_device)
@@ -382,22 +382,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
         tier.use_arena(arena)
         await open_tier(tier)
         opened[tier.name] = tier.close
-    return await _connected(config, layout, closing, device, arena, cpu, tiers, fillers, opened)
-
-
-async def _connected(
-    config: Config,
-    layout: Layout,
-    closing: Closing,
-    device: Device | None,
-    arena: Arena,
-    cpu: CpuTier,
-    tiers: list[Tier],
-    fillers: Workers,
-    opened: dict[str, Close],
-) -> Parts:
-    """Add readers, writers and the prefetcher to open tiers. `fillers` run the sources of puts."""
-    loop = asyncio.get_running_loop()
+    # The rest uses tiers that are open.
     reading, readable = reader_settings(config, layout), [tier for tier in tiers if tier.reads]
     fan_out = make_fan_out(config, layout, tiers, cpu.pool.slot_bytes, cpu.budget)
     # Writes in flight have half of the time; the other half is for closing the tiers.

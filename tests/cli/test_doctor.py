@@ -54,23 +54,6 @@ def test_the_longest_mount_point_above_a_path_is_its_file_system(path: str, kind
 
 
 @pytest.mark.parametrize(
-    ("mode", "status", "said"),
-    [(0o700, OK, "only their owner"), (0o2770, OK, "this group's users"), (0o755, PROBLEM, "every user can read")],
-)
-def test_who_may_read_the_chunks(tmp_path: Path, mode: int, status: str, said: str) -> None:
-    tmp_path.chmod(0o755)
-    assert "file access" not in by_topic(examine(tmp_path)), "no cache has been here"
-    for name in (".tiercache", "00", "ff"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name).chmod(mode)
-    finding = by_topic(examine(tmp_path))["file access"]
-    assert finding.status == status
-    assert said in finding.found
-    tmp_path.chmod(0o700)
-    assert by_topic(examine(tmp_path))["file access"].status == OK, "others cannot get there"
-
-
-@pytest.mark.parametrize(
     ("path", "size_gb", "status", "found"),
     [
         ("{in_memory}/kv", 0.01, (OK, NOTE), "0.01 GB for "),

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from tiercache.assembly import WEKAFS, ask_server, try_remote
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
-from tiercache.commands.storage import Place, access_to, explain, has_gpu, has_nvidia_fs
+from tiercache.commands.storage import Place, explain, has_gpu, has_nvidia_fs
 from tiercache.config import Config
 from tiercache.config.machine import meminfo
 from tiercache.config.plan import ON, PlannedTier, plan_of
@@ -136,7 +136,6 @@ def _disk(path: Path) -> list[Finding]:
     findings = [Finding(topic, OK, f"{mount.kind}, {free:.1f} GB free")]
     try:
         direct = supports_direct_io(path)
-        findings += access_to(path)
     except OSError as error:
         advice = "give this user write access"
         return [*findings, Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", advice)]

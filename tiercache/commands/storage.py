@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.tiers.files.access import NFS, Mount, local_locks
-from tiercache.tiers.files.directory import found_place
 
 CUFILE_KINDS = frozenset({"ext4", "xfs", "wekafs", "lustre", "nfs", "nfs4", "beegfs", "gpfs"})
 """File systems that GPUDirect Storage supports, https://docs.nvidia.com/gpudirect-storage/nvidia_fs/index.html."""
@@ -35,7 +33,7 @@ class Place:
 
 def explain(place: Place) -> list[Finding]:
     """Return all findings about `place`. Pure."""
-    return [*_mount(place.mount), _tier(place.mount.kind), _direct(place), _gds(place), *_sharing(place.mount)]
+    return [_mount(place.mount), _tier(place.mount.kind), _direct(place), _gds(place), *_sharing(place.mount)]
 
 
 def has_gpu() -> bool:
@@ -46,32 +44,8 @@ def has_nvidia_fs() -> bool:
     return os.path.exists("/proc/driver/nvidia-fs/stats") or os.path.exists("/dev/nvidia-fs0")
 
 
-def access_to(directory: Path) -> list[Finding]:
-    """Find the users that may read the chunks in a directory; return nothing if no cache has used it."""
-    topic, directory = "file access", found_place(directory)
-    ours = directory / ".tiercache"
-    if not ours.is_dir():
-        return []
-    places = [ours, *directory.glob("[0-9a-f][0-9a-f]"), *directory.glob("quarantine")]
-    modes = {stat.S_IMODE(place.stat().st_mode) for place in places}
-    found = "directories " + ", ".join(f"{mode:04o}" for mode in sorted(modes))
-    if not stat.S_IMODE(directory.stat().st_mode) & 0o001:
-        return [Finding(topic, OK, f"{found}, below one that other users cannot enter")]
-    if any(mode & 0o005 for mode in modes):
-        advice = f"chunks hold what was in prompts: chmod -R o= {directory}, or let a cache of its owner open it once"
-        return [Finding(topic, PROBLEM, f"every user can read the chunks ({found})", advice)]
-    who = "this group's users" if any(mode & 0o050 for mode in modes) else "only their owner"
-    return [Finding(topic, OK, f"{who} can read the chunks ({found})")]
-
-
-def _mount(mount: Mount) -> Iterator[Finding]:
-    found = f"{mount.kind} {mount.source} at {mount.point} ({', '.join(mount.options)})"
-    if "ro" in mount.options:
-        yield Finding("mount", PROBLEM, found, "it is mounted read-only: remount it with rw")
-    elif "strictatime" in mount.options:
-        yield Finding("mount", NOTE, found, "noatime saves a write of metadata for each read")
-    else:
-        yield Finding("mount", OK, found)
+def _mount(mount: Mount) -> Finding:
+    return Finding("mount", OK, f"{mount.kind} {mount.source} at {mount.point} ({', '.join(mount.options)})")
 
 
 def _tier(kind: str) -> Finding:

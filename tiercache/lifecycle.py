@@ -22,7 +22,7 @@ from tiercache.core.prefetch import PrefetchPlan
 from tiercache.device.device import Device
 from tiercache.device.driver import Driver, gpu_in_use
 from tiercache.errors import ConfigError, DeviceError, TierUnavailable
-from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import GIVE_UP_S, Workers, once_ended, retrieve_exception, wait_uncancelled
 from tiercache.scheduler.advisor import Advisor
@@ -185,13 +185,18 @@ class Closing:
             tasks = {loop.create_task(close(), name=f"tiercache-close-{name}"): (name, close) for name, close in parts}
             await self.wait(tasks)
             for task, (name, _) in tasks.items():
-                task.add_done_callback(retrieve_exception)
-                if not task.done():
-                    logger.warning("%s: does not close in time, and is abandoned", name)
-                elif not task.cancelled() and (error := task.exception()) is not None:
-                    logger.error("%s: closing failed", name, exc_info=error)
+                log_close(task, name)
             # Repeat the closes that were cancelled, as when all tasks of the loop are: their parts are still open.
             parts = [part for task, part in tasks.items() if task.done() and task.cancelled()]
+
+
+def log_close(task: asyncio.Future[Any], name: str) -> None:
+    """Log that a close has failed, or has not ended in time; then it goes on by itself."""
+    task.add_done_callback(retrieve_exception)
+    if not task.done():
+        logger.warning("%s: does not close in time, and is abandoned", name)
+    elif not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s: closing failed", name, exc_info=error)
 
 
 @dataclass
@@ -313,20 +318,16 @@ def in_thread(option: str, make: Callable[..., T], *arguments: Any) -> asyncio.F
         workers.close()
 
 
-async def make_arena(settings: ArenaSettings) -> Arena:
-    """Return an arena whose pages were touched, without a time limit.
-
-    A cancellation waits longer than for other parts, since no device can hang here, and an immediate new start needs
-    the arena's memory and name.
-    """
-    option = "max_local_cpu_size"
-    making = in_thread(option, Arena, settings)
-    return await by_deadline(making, None, option, Arena.close, give_up_s=GIVE_UP_S)
-
-
 def _close_device(device: Device | None) -> None:
     if device is not None:
         device.close()
+
+
+async def new_tiers(config: Config, layout: Layout, device: Device | None) -> list[Tier]:
+    """Return the tiers below the hot cache, which are not open. Raises ConfigError if their file systems do not answer."""
+    places = f"gds_path, weka_path: {', '.join([*(config.gds_path or ()), *(config.weka_path or ())])}"
+    making = in_thread(places, make_tiers, config, layout, device)
+    return await by_deadline(making, FILE_SYSTEMS_S, f"{places}: no answer")
 
 
 async def open_tier(tier: Tier) -> None:
@@ -358,10 +359,11 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     coming_up = in_thread("device", make_device, config, layout, driver, gpu_in_use())
     device = await by_deadline(coming_up, DEVICE_S, "device: it did not come up", _close_device)
     stack.callback(_close_device, device)
-    places = f"gds_path, weka_path: {', '.join([*(config.gds_path or ()), *(config.weka_path or ())])}"
-    making = in_thread(places, make_tiers, config, layout, device)
-    tiers = await by_deadline(making, FILE_SYSTEMS_S, f"{places}: no answer")
-    arena = await make_arena(settings)
+    tiers = await new_tiers(config, layout, device)
+    # A cancelled start waits longer for the arena than for other parts: no device can hang here, and an immediate new start
+    # needs the arena's name.
+    option = "max_local_cpu_size"
+    arena = await by_deadline(in_thread(option, Arena, settings), None, option, Arena.close, give_up_s=GIVE_UP_S)
     stack.callback(arena.close)
     pool = SlotPool(arena, layout.chunk_bytes)
     stack.callback(pool.close)

@@ -11,15 +11,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from tiercache.assembly import hot_quota_bytes, make_tiers, writer_settings
+from tiercache.assembly import hot_quota_bytes, writer_settings
 from tiercache.config import Config
 from tiercache.config.changes import Change, changes
 from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.core.layout import Layout
+from tiercache.device.device import Device
 from tiercache.errors import CacheClosed, ConfigError
-from tiercache.lifecycle import FILE_SYSTEMS_S, Parts, by_deadline, in_thread, open_tier
+from tiercache.lifecycle import FILE_SYSTEMS_S, Parts, by_deadline, in_thread, log_close, new_tiers, open_tier
 from tiercache.memory.slots import slots_in
-from tiercache.memory.workers import retrieve_exception
 from tiercache.scheduler.reads import Reader
 from tiercache.scheduler.writer import TierWriter
 from tiercache.tiers.base import Tier
@@ -48,7 +48,7 @@ async def apply(parts: Parts, layout: Layout, old: Config, new: Config) -> tuple
     if not found:
         return found, []
     slots, quota_bytes = _slots(parts, layout, new), hot_quota_bytes(new, parts.cpu.pool.slot_bytes)
-    made = await _made(parts, layout, new)
+    made = await new_tiers(new, layout, _device(parts))
     limited: list[tuple[FileTier, FileTier]] = []
     renewed: list[tuple[Tier, Tier]] = []
     for before, after, tier, fresh in zip(_planned(old), _planned(new), parts.tiers, made, strict=True):
@@ -138,7 +138,7 @@ async def attach(parts: Parts, layout: Layout, config: Config, name: str) -> Non
     tier = _tier(parts, name)
     if not tier.traffic.detached:
         return
-    fresh = (await _made(parts, layout, config))[parts.tiers.index(tier)]
+    fresh = (await new_tiers(config, layout, _device(parts)))[parts.tiers.index(tier)]
     await _open(parts, [fresh])
     _replace(parts, tier, fresh)
     fresh.traffic.draining = fresh.traffic.detached = False
@@ -157,15 +157,12 @@ def _slots(parts: Parts, layout: Layout, config: Config) -> int:
     return slots
 
 
+def _device(parts: Parts) -> Device | None:
+    return None if parts.on_device is None else parts.on_device.device
+
+
 def _planned(config: Config) -> list[PlannedTier]:
     return [planned for planned in plan_of(config)[1:] if planned.state == ON]
-
-
-async def _made(parts: Parts, layout: Layout, config: Config) -> list[Tier]:
-    """Return new tiers below the hot cache, which are not open."""
-    device = None if parts.on_device is None else parts.on_device.device
-    making = in_thread("tiers", make_tiers, config, layout, device)
-    return await by_deadline(making, FILE_SYSTEMS_S, "the directories of the tiers do not answer")
 
 
 async def _open(parts: Parts, tiers: Sequence[Tier]) -> None:
@@ -205,12 +202,9 @@ def _tier(parts: Parts, name: str) -> Tier:
 async def _close(tiers: Sequence[Tier]) -> None:
     """Close tiers that are not in use. One that does not close in time is abandoned, and goes on by itself."""
     closing = {asyncio.ensure_future(tier.close()): tier.name for tier in tiers}
-    for work in closing:
-        work.add_done_callback(retrieve_exception)
-    if closing:
-        await asyncio.wait(closing, timeout=_CLOSE_S)
-    for work, name in closing.items():
-        if not work.done():
-            logger.warning("%s: does not close in time, and is abandoned", name)
-        elif not work.cancelled() and (error := work.exception()) is not None:
-            logger.error("%s: closing failed", name, exc_info=error)
+    try:
+        if closing:
+            await asyncio.wait(closing, timeout=_CLOSE_S)
+    finally:
+        for work, name in closing.items():
+            log_close(work, name)

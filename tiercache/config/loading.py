@@ -25,13 +25,13 @@ from tiercache.config.remotes import (
 )
 from tiercache.config.schema import ALIASES, GB, KEYS, ConfigFields, Key
 from tiercache.config.sources import (
+    KUBERNETES,
     PREFIXES,
     Origin,
     Setting,
     config_file,
     environment_settings,
     file_settings,
-    is_foreign_variable,
     override_settings,
 )
 from tiercache.errors import ConfigError
@@ -319,7 +319,7 @@ def _may_be_empty(key: Key) -> bool:
 
 def _is_process_variable(variable: str) -> bool:
     bare = variable.partition("_")[2].lower()
-    return bare in PROCESS_VARIABLES or bare.startswith(PROCESS_PREFIXES) or is_foreign_variable(variable)
+    return bare in PROCESS_VARIABLES or bare.startswith(PROCESS_PREFIXES) or KUBERNETES.fullmatch(variable) is not None
 
 
 def _nearest(name: str) -> str:

@@ -76,7 +76,7 @@ def _disk(config: ConfigFields) -> Iterator[PlannedTier]:
 def _gds(config: ConfigFields) -> Iterator[PlannedTier]:
     for kind, paths in (("gds", config.gds_path), ("weka", config.weka_path)):
         if paths:
-            cap_bytes, quota_bytes = config.gds_bytes or None, in_bytes(config.tenant_max_gds_size)
+            cap_bytes, quota_bytes = in_bytes(config.max_gds_size) or None, in_bytes(config.tenant_max_gds_size)
             yield PlannedTier(kind, kind, ", ".join(paths), cap_bytes, directories=paths, tenant_bytes=quota_bytes)
 
 
@@ -94,7 +94,7 @@ def _remotes(config: ConfigFields) -> Iterator[PlannedTier]:
 def _limits(config: ConfigFields, remote: Remote) -> tuple[int, int]:
     """Return the cap and the quota of each tenant in bytes; 0 means none."""
     if remote.type == "hf3fs":
-        return config.hf3fs_bytes, in_bytes(config.tenant_max_hf3fs_size)
+        return in_bytes(config.max_hf3fs_size), in_bytes(config.tenant_max_hf3fs_size)
     if remote.type == "fs":
         return in_bytes(remote.options.get("max_size", 0.0)), in_bytes(remote.options.get("tenant_max_size", 0.0))
     return 0, 0

@@ -399,16 +399,6 @@ class ConfigFields:
         """Cap of the disk tier in bytes; 0 if there is none."""
         return int(self.max_local_disk_size * GB) if self.local_disk else 0
 
-    @property
-    def hf3fs_bytes(self) -> int:
-        """Cap of each 3FS tier in bytes; 0 if the file system decides."""
-        return int(self.max_hf3fs_size * GB)
-
-    @property
-    def gds_bytes(self) -> int:
-        """Cap of each GDS and Weka tier in bytes; 0 if the file system decides."""
-        return int(self.max_gds_size * GB)
-
 
 KEYS: dict[str, Key] = {
     row.name: Key(row.name, default=row.default, **row.metadata) for row in fields(ConfigFields) if row.metadata

@@ -23,7 +23,8 @@ CONTROL_TOKEN_VARIABLE = "TIERCACHE_CONTROL_TOKEN"
 _NO_SETTINGS = (*_FILE_VARIABLES, CONTROL_TOKEN_VARIABLE)
 """TIERCACHE_* variables that other parts read: engines and `serve-control` often share an environment."""
 _MOST_FILE_BYTES = 4 << 20
-_KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+"""Variables that Kubernetes sets for a service called tiercache or lmcache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +167,6 @@ def override_settings(overrides: Mapping[str, Any]) -> list[Setting]:
             bare = re.sub(r"^(tiercache|lmcache)\.", "", str(name))
             settings += _unfolded(Setting(bare, value, Origin("override", str(name))))
     return settings
-
-
-def is_foreign_variable(name: str) -> bool:
-    """Return True for a variable that Kubernetes sets for a service called tiercache or lmcache."""
-    return _KUBERNETES.fullmatch(name) is not None
 
 
 def _unfolded(setting: Setting) -> list[Setting]:

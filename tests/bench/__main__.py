@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tests.bench.compression_figures import measure_compression
+from tests.bench.disk_figures import measure_disk_and_peer
 from tests.bench.hf3fs_figures import measure_hf3fs
 from tests.bench.mooncake_figures import measure_mooncake
 from tests.bench.redis_figures import measure_redis
@@ -33,17 +34,21 @@ def _vllm(figures: Figures, plan: Plan) -> None:
     measure_vllm(figures, plan)
 
 
-OTHERS: dict[str, Measure] = {
-    "compression": lambda figures, plan: asyncio.run(measure_compression(figures, plan)),
-    "shared_memory": lambda figures, plan: asyncio.run(measure_shared_memory(figures, plan)),
-    "hf3fs": lambda figures, plan: asyncio.run(measure_hf3fs(figures, plan)),
-    "mooncake": lambda figures, plan: asyncio.run(measure_mooncake(figures, plan)),
-    "redis": lambda figures, plan: asyncio.run(measure_redis(figures, plan)),
-    "s3": lambda figures, plan: asyncio.run(measure_s3(figures, plan)),
-    "vllm": _vllm,
-}
-"""Measured when they are named: they need GBs of /dev/shm, an emulator, a server or vLLM, and a machine that does nothing
-else."""
+def others(peer_python: Path | None, chunks: Path | None) -> dict[str, Measure]:
+    """Return the parts that need GBs of /dev/shm, an emulator, a server, vLLM or LMCache, and an idle machine.
+
+    They are measured when they are named, except for `disk`, which measures LMCache beside the part of `tiercache bench`.
+    """
+    return {
+        "disk": lambda figures, plan: asyncio.run(measure_disk_and_peer(figures, plan, peer_python)),
+        "compression": lambda figures, plan: asyncio.run(measure_compression(figures, plan, chunks)),
+        "shared_memory": lambda figures, plan: asyncio.run(measure_shared_memory(figures, plan)),
+        "hf3fs": lambda figures, plan: asyncio.run(measure_hf3fs(figures, plan, peer_python)),
+        "mooncake": lambda figures, plan: asyncio.run(measure_mooncake(figures, plan)),
+        "redis": lambda figures, plan: asyncio.run(measure_redis(figures, plan)),
+        "s3": lambda figures, plan: asyncio.run(measure_s3(figures, plan)),
+        "vllm": _vllm,
+    }
 
 
 @app.command()
@@ -52,7 +57,7 @@ def bench(
     directory: Annotated[Path, typer.Option(help="Where the disk is measured.")] = Path("bench-data"),
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of ceiling and ours.")] = 5,
     only: Annotated[
-        str, typer.Option(help=f"Comma list of the parts of `tiercache bench`, and of: {', '.join(OTHERS)}.")
+        str, typer.Option(help=f"Comma list of the parts of `tiercache bench`, and of: {', '.join(others(None, None))}.")
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")] = False,
     peer_python: Annotated[Path | None, typer.Option(help="A Python with lmcache and torch: LMCache in turn.")] = None,
@@ -61,9 +66,8 @@ def bench(
     """Ceilings of this machine, ours, and peers, interleaved in one run."""
     if peer_python is not None and not peer_python.exists():
         raise typer.Exit(complain(f"--peer-python: {peer_python} does not exist"))
-    script = Path(__file__).with_name("peer_lmcache.py")
-    plan = Plan(pairs, quick, directory, peer_python=peer_python, peer_script=script, chunks=chunks)
-    status, figures = bench_command(plan, only, json_file, OTHERS)
+    plan = Plan(pairs, quick, directory)
+    status, figures = bench_command(plan, only, json_file, others(peer_python, chunks))
     for line in compared_with_goals(figures):
         print(line)
     raise typer.Exit(status)

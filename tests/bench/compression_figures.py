@@ -39,7 +39,7 @@ _GENERATED_BYTES = 2 * MIB
 _FINGERPRINT = bytes(16)
 
 
-async def measure_compression(figures: Figures, plan: Plan) -> None:
+async def measure_compression(figures: Figures, plan: Plan, chunks: Path | None) -> None:
     """GB/s of plain bytes, four chunks in flight.
 
     `compression.<codec>.ratio`: stored bytes to plain ones; `in_gbps`, `out_gbps`: one thread. `compression.redis.<link>.*`
@@ -48,7 +48,7 @@ async def measure_compression(figures: Figures, plan: Plan) -> None:
     (bfloat16 is assumed), or normally distributed numbers in bfloat16. What measures, compresses, serves and is the link
     shares the machine's cores.
     """
-    payloads = _payloads(plan.chunks)
+    payloads = _payloads(chunks)
     _measure_codecs(figures, plan, payloads)
     await _measure_modes(
         figures, plan, payloads, "compression.disk", _disks(plan, payloads[0].nbytes), _counts(plan, None)

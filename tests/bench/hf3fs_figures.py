@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from tests.bench.lanes import timed_in_lanes
+from tests.bench.peer import Peer, peer_of
 from tests.hf3fs_emulator import Hf3fsEmulator, Pace, install, why_no_fuse
 from tiercache.bench.figures import Figures
 from tiercache.bench.loop_figures import p99
-from tiercache.bench.peer import Peer, running
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys, size_name
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
@@ -35,7 +35,7 @@ _SLOTS = 32
 _MOST_FILES = 120
 
 
-async def measure_hf3fs(figures: Figures, plan: Plan) -> None:
+async def measure_hf3fs(figures: Figures, plan: Plan, peer_python: Path | None) -> None:
     """GB/s with so many chunks in flight, in two ways.
 
     Unpaced, the emulator answers as fast as memory is copied: what is measured is what each way costs the CPUs, which the
@@ -58,7 +58,7 @@ async def measure_hf3fs(figures: Figures, plan: Plan) -> None:
         with Hf3fsEmulator(place, fuse=why_no_fuse() is None) as emulator:
             os.environ.update(emulator.environment.items() & {("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")})
             for chunk_bytes in SIZES:
-                await _measure_size(figures, plan, emulator, chunk_bytes, late_s)
+                await _measure_size(figures, plan, peer_python, emulator, chunk_bytes, late_s)
     finally:
         if before is None:
             os.environ.pop("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", None)
@@ -69,12 +69,17 @@ async def measure_hf3fs(figures: Figures, plan: Plan) -> None:
 
 
 async def _measure_size(
-    figures: Figures, plan: Plan, emulator: Hf3fsEmulator, chunk_bytes: int, late_s: dict[str, list[float]]
+    figures: Figures,
+    plan: Plan,
+    peer_python: Path | None,
+    emulator: Hf3fsEmulator,
+    chunk_bytes: int,
+    late_s: dict[str, list[float]],
 ) -> None:
     size, count = size_name(chunk_bytes), min(_MOST_FILES, plan.count(chunk_bytes) // 2)
     slots = min(_SLOTS, count)
     with (
-        _start_peer(plan, emulator, chunk_bytes, count) as peer,
+        _start_peer(peer_python, plan, emulator, chunk_bytes, count) as peer,
         BareRing(emulator.mount, chunk_bytes, count, slots) as bare,
         Bench(emulator.mount, chunk_bytes, "arena", slots) as direct,
         Bench(emulator.mount, chunk_bytes, "buffers", slots) as copying,
@@ -153,13 +158,11 @@ def _touch_memory(place: Path, size_bytes: int) -> None:
     (place / "touched").unlink()
 
 
-def _start_peer(plan: Plan, emulator: Hf3fsEmulator, chunk_bytes: int, count: int) -> AbstractContextManager[Peer]:
-    if plan.peer_python is None:
-        return running(None)
-    plan.progress("starting LMCache (3FS)")
-    settings = [f"{name}={value}" for name, value in emulator.environment.items()]
-    part = ["hf3fs", str(chunk_bytes), str(count), str(emulator.mount)]
-    return running(["env", *settings, str(plan.peer_python), str(plan.peer_script), *part])
+def _start_peer(
+    peer_python: Path | None, plan: Plan, emulator: Hf3fsEmulator, chunk_bytes: int, count: int
+) -> AbstractContextManager[Peer]:
+    variables = [f"{name}={value}" for name, value in emulator.environment.items()]
+    return peer_of(peer_python, plan, "hf3fs", chunk_bytes, count, emulator.mount, variables)
 
 
 class BareRing:

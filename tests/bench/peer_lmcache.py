@@ -1,10 +1,10 @@
 """LMCache 0.5.6 without a GPU, one measurement at a time. Runs with a Python that has lmcache and torch, not tiercache.
 
-    python peer_lmcache.py core|cpu|disk|hf3fs CHUNK_BYTES COUNT DIRECTORY
+    python peer_lmcache.py disk|hf3fs CHUNK_BYTES COUNT DIRECTORY
 
 Commands come by line on stdin, an answer is one line of JSON on stdout: {what: GB/s or 1/s, ...} or {"error": ...}.
-Commands: core: `lookup`, `hash`. cpu: `put`, `get`. disk: `put SETTING`, `get SETTING`. hf3fs: `write`, `read`; its
-directory is the mount, and the emulator's modules are on PYTHONPATH.
+Commands: disk: `put SETTING`, `get SETTING`. hf3fs: `write`, `read`; its directory is the
+mount, and the emulator's modules are on PYTHONPATH.
 
 `put_not_durable` ends when the chunks are visible, `put` when every file is synced as well, in four threads: LMCache itself
 never syncs. A get starts after the files were dropped from the page cache.
@@ -28,7 +28,6 @@ from typing import Any
 
 _SOURCE_BYTES = 256 << 20
 _IN_FLIGHT = 16
-_TOKENS = 131072
 _SHAPES = {2 << 20: (8, 2, 256, 2, 128), 8 << 20: (32, 2, 256, 2, 128), 32 << 20: (32, 2, 256, 8, 128)}
 """Chunk bytes -> layers, K and V, tokens, heads, head size, in bfloat16."""
 
@@ -41,8 +40,6 @@ def main(part: str, chunk_bytes: int, count: int, directory: Path) -> None:
 
     torch.set_num_threads(1)
     make: dict[str, Callable[[], Any]] = {
-        "core": lambda: Core(count),
-        "cpu": lambda: Cpu(chunk_bytes, count),
         "disk": lambda: Disk(chunk_bytes, count, directory),
         "hf3fs": lambda: Hf3fs(chunk_bytes, count, directory),
     }
@@ -91,33 +88,6 @@ def new_keys(made: Any, count: int) -> list[Any]:
     return [key for _, _, key in made.token_database.process_tokens(tokens)]
 
 
-class Core:
-    """Lookups of hot chunks in one batch, and hashing of a list of tokens."""
-
-    def __init__(self, count: int) -> None:
-        import torch
-
-        self.engine = engine((1, 2, 256, 1, 4), 0.3, local_cpu=True)
-        self.storage = self.engine.storage_manager
-        self.keys = new_keys(self.engine, count)
-        shape = torch.Size([2, 1, 256, 4])
-        self.storage.batched_put(self.keys, [self.storage.allocate(shape, torch.bfloat16) for _ in self.keys])
-        self.tokens = [random.getrandbits(17) for _ in range(_TOKENS)]
-
-    def lookup(self) -> float:
-        began = time.perf_counter()
-        found = self.storage.batched_contains(self.keys)[0]
-        took = time.perf_counter() - began
-        assert found == len(self.keys), found
-        return len(self.keys) / took
-
-    def hash(self) -> float:
-        began = time.perf_counter()
-        for _ in self.engine.token_database.process_tokens(self.tokens):
-            pass
-        return len(self.tokens) / (time.perf_counter() - began)
-
-
 class _Chunks:
     """Payloads in the caller's memory, as torch tensors."""
 
@@ -144,32 +114,6 @@ class _Chunks:
         memory = storage.allocate(self.shape, torch.bfloat16, busy_loop=False)
         memory.tensor.copy_(self.sources[number % self.rows])
         return memory
-
-
-class Cpu:
-    """The hot cache: allocate, copy and enter; find and copy out. Keys are given, not hashed."""
-
-    def __init__(self, chunk_bytes: int, count: int) -> None:
-        self.chunks = _Chunks(chunk_bytes, count)
-        self.engine = engine(self.chunks.kv_shape, self.chunks.arena_gb, local_cpu=True)
-        self.storage = self.engine.storage_manager
-        self.keys: list[Any] = []
-
-    def put(self) -> float:
-        self.storage.storage_backends["LocalCPUBackend"].clear()
-        self.keys = new_keys(self.engine, self.chunks.count)
-        began = time.perf_counter()
-        for number, key in enumerate(self.keys):
-            self.storage.batched_put([key], [self.chunks.copied(self.storage, number)])
-        return self.chunks.gbps(time.perf_counter() - began)
-
-    def get(self) -> float:
-        began = time.perf_counter()
-        for number, key in enumerate(self.keys):
-            memory = self.storage.batched_get([key], location="LocalCPUBackend")[0]
-            self.chunks.targets[number % self.chunks.rows].copy_(memory.tensor)
-            memory.ref_count_down()
-        return self.chunks.gbps(time.perf_counter() - began)
 
 
 class Disk:

@@ -106,7 +106,7 @@ def test_a_peer_that_does_not_start_is_said_and_the_rest_is_kept(tmp_path: Path)
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'No module named lmcache' >&2\nexit 1\n")
     broken.chmod(0o755)
-    run = bench("--quick", "--pairs", 1, "--only", "restart,core", "--directory", tmp_path, "--json", file,
+    run = bench("--quick", "--pairs", 1, "--only", "restart,disk", "--directory", tmp_path, "--json", file,
                 "--peer-python", broken, module=PEERS)  # fmt: skip
     assert run.returncode == 1
     assert "it last said: No module named lmcache" in run.stderr

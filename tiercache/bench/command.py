@@ -64,7 +64,9 @@ PARTS: dict[str, Measure] = {
 def bench_command(
     plan: Plan, only: str, json_file: Path | None, others: Mapping[str, Measure] | None = None
 ) -> tuple[int, Figures]:
-    """Measure the parts that the comma list `only` names, by default `PARTS`; `others` are measured only if named.
+    """Measure the parts that the comma list `only` names, by default `PARTS`.
+
+    `others` are measured only if named, or in place of the part of the same name.
 
     Uses a new directory inside the plan's, and removes it. Returns the exit status and the figures. The status is 2 for a
     wrong argument and 1 if a measurement failed; both print a sentence.

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import numpy as np
 
 from tiercache.bench.figures import Figures
-from tiercache.bench.peer import peer_of
 from tiercache.bench.workload import MIB, Plan, config_of, layout_of, new_keys, nothing
 from tiercache.cache import TierCache
 from tiercache.core.index import CappedIndex
@@ -32,20 +31,17 @@ async def measure_core(figures: Figures, plan: Plan) -> None:
     array = np.array(tokens, dtype=np.uint32)
     namespace = bytes(KEY_BYTES)
     arena_bytes = max(64 * MIB, 2 * sizes.lookups * _SMALL_BYTES)
-    with peer_of(plan, "core", 2 * MIB, sizes.lookups) as peer:
-        async with TierCache.open(config_of(arena_bytes), layout_of(_SMALL_BYTES)) as cache:
-            keys = new_keys(sizes.lookups)
-            await cache.put_from([(key, _SMALL_BYTES, nothing) for key in keys])
-            for pair in range(plan.pairs):
-                plan.progress(f"keys and lookups, {pair + 1} of {plan.pairs}")
-                figures.add("hash.tokens_per_s", sizes.tokens / _timed(lambda: chunk_keys(namespace, tokens, 256)))
-                figures.add("hash.array_tokens_per_s", sizes.tokens / _timed(lambda: chunk_keys(namespace, array, 256)))
-                began = time.perf_counter()
-                hit = await cache.lookup_keys(keys)
-                figures.add("lookup.keys_per_s", len(keys) / (time.perf_counter() - began))
-                assert hit.chunks == len(keys), hit
-                peer.add(figures, "lookup", lookup=("lookup.keys_per_s", "lookup.keys_per_s"))
-                peer.add(figures, "hash", hash=("hash.tokens_per_s", "hash.tokens_per_s"))
+    async with TierCache.open(config_of(arena_bytes), layout_of(_SMALL_BYTES)) as cache:
+        keys = new_keys(sizes.lookups)
+        await cache.put_from([(key, _SMALL_BYTES, nothing) for key in keys])
+        for pair in range(plan.pairs):
+            plan.progress(f"keys and lookups, {pair + 1} of {plan.pairs}")
+            figures.add("hash.tokens_per_s", sizes.tokens / _timed(lambda: chunk_keys(namespace, tokens, 256)))
+            figures.add("hash.array_tokens_per_s", sizes.tokens / _timed(lambda: chunk_keys(namespace, array, 256)))
+            began = time.perf_counter()
+            hit = await cache.lookup_keys(keys)
+            figures.add("lookup.keys_per_s", len(keys) / (time.perf_counter() - began))
+            assert hit.chunks == len(keys), hit
     plan.progress(f"index of {sizes.entries:,} entries")
     _index(figures, plan)
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from tiercache.bench.ceilings import memcpy
 from tiercache.bench.figures import Figures
-from tiercache.bench.peer import peer_of
 from tiercache.bench.workload import MIB, Plan, config_of, items_of, layout_of, new_keys, nothing, payloads
 from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
@@ -39,45 +38,42 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
     ceiling = Arena(ArenaSettings(size_bytes=count * _CHUNK_BYTES))
     rows = ceiling.memory.reshape(batches, size, _CHUNK_BYTES)
     config = config_of(count * _CHUNK_BYTES * 5 // 4)
-    with peer_of(plan, "cpu", _CHUNK_BYTES, count) as peer:
-        async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache:
-            threads = cache.cpu.copiers.threads
-            await cache.put_from(items_of(new_keys(cache.cpu.pool.count), sources))
-            keys: list[list[ChunkKey]] = []
+    async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache:
+        threads = cache.cpu.copiers.threads
+        await cache.put_from(items_of(new_keys(cache.cpu.pool.count), sources))
+        keys: list[list[ChunkKey]] = []
 
-            async def copy_in_1_thread(batch: int) -> float:
-                return memcpy(rows[batch], sources, 1)
+        async def copy_in_1_thread(batch: int) -> float:
+            return memcpy(rows[batch], sources, 1)
 
-            async def copy_in(batch: int) -> float:
-                return memcpy(rows[batch], sources, threads)
+        async def copy_in(batch: int) -> float:
+            return memcpy(rows[batch], sources, threads)
 
-            async def put(batch: int) -> float:
-                items = items_of(keys[batch], sources)
-                began = time.perf_counter()
-                assert await cache.put_from(items) == size
-                return time.perf_counter() - began
+        async def put(batch: int) -> float:
+            items = items_of(keys[batch], sources)
+            began = time.perf_counter()
+            assert await cache.put_from(items) == size
+            return time.perf_counter() - began
 
-            async def copy_out(batch: int) -> float:
-                return memcpy(targets, rows[batch], threads)
+        async def copy_out(batch: int) -> float:
+            return memcpy(targets, rows[batch], threads)
 
-            async def get(batch: int) -> float:
-                began = time.perf_counter()
-                assert await cache.get_into(keys[batch], list(targets)) == size
-                return time.perf_counter() - began
+        async def get(batch: int) -> float:
+            began = time.perf_counter()
+            assert await cache.get_into(keys[batch], list(targets)) == size
+            return time.perf_counter() - began
 
-            ways_in = {
-                "ceiling.memcpy_1_thread_gbps": copy_in_1_thread,
-                "ceiling.memcpy_gbps": copy_in,
-                "cpu.put_gbps": put,
-            }
-            ways_out = {"ceiling.memcpy_out_gbps": copy_out, "cpu.get_gbps": get}
-            for pair in range(plan.pairs):
-                plan.progress(f"CPU tier, pair {pair + 1} of {plan.pairs}")
-                keys[:] = [new_keys(size) for _ in range(batches)]
-                await _batch_by_batch(figures, pair, batches, sources.nbytes, ways_in)
-                peer.add(figures, "put", put=("cpu.put_gbps", "cpu.put_gbps"))
-                await _batch_by_batch(figures, pair, batches, sources.nbytes, ways_out)
-                peer.add(figures, "get", get=("cpu.get_gbps", "cpu.get_gbps"))
+        ways_in = {
+            "ceiling.memcpy_1_thread_gbps": copy_in_1_thread,
+            "ceiling.memcpy_gbps": copy_in,
+            "cpu.put_gbps": put,
+        }
+        ways_out = {"ceiling.memcpy_out_gbps": copy_out, "cpu.get_gbps": get}
+        for pair in range(plan.pairs):
+            plan.progress(f"CPU tier, pair {pair + 1} of {plan.pairs}")
+            keys[:] = [new_keys(size) for _ in range(batches)]
+            await _batch_by_batch(figures, pair, batches, sources.nbytes, ways_in)
+            await _batch_by_batch(figures, pair, batches, sources.nbytes, ways_out)
     ceiling.close()
     figures.compare("cpu.put_gbps", "ceiling.memcpy_gbps")
     figures.compare("cpu.get_gbps", "ceiling.memcpy_out_gbps")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from tiercache.bench.ceilings import FileCeiling
 from tiercache.bench.figures import Figures
-from tiercache.bench.peer import DISK_SETTINGS, peer_of
 from tiercache.bench.workload import (
+    Measurement,
     Plan,
     config_of,
     in_turn,
@@ -25,7 +26,13 @@ from tiercache.bench.workload import (
 from tiercache.cache import TierCache
 
 
-async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
+async def measure_disk(
+    figures: Figures,
+    plan: Plan,
+    chunk_bytes: int,
+    writes: Sequence[Measurement] = (),
+    reads: Sequence[Measurement] = (),
+) -> None:
     """Measure GB/s with the default threads of `disk_io_threads` on both sides.
 
     The tier writes with twice as many; plain files gain nothing from that. Deletions between measurements are synced
@@ -33,6 +40,8 @@ async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
     checksum, file with fdatasync, name. `disk.put_not_durable_gbps`: the same with `disk_durability: none`.
     `disk.get_cold_gbps`: `warm` of chunks that are in no memory: read, verify, insert. `disk.get_into_cold_gbps`:
     `get_into` of such chunks, with a copy to the caller. Ceilings: see `FileCeiling`.
+
+    `writes` are measured in turn with the durable writes, and `reads` with the reads into memory.
     """
     size = size_name(chunk_bytes)
     count = plan.count(chunk_bytes)
@@ -45,53 +54,38 @@ async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
     config = config_of(arena_bytes, ours, disk_bytes)
     loose_config = config_of(arena_bytes, loose, disk_bytes, disk_durability="none")
     ceiling = FileCeiling(raw, chunk_bytes, count, config.disk_io_threads)
-    with peer_of(plan, "disk", chunk_bytes, count) as peer:
-        async with TierCache.open(config, layout) as cache, TierCache.open(loose_config, layout) as other:
-            keys: list[bytes] = []
+    async with TierCache.open(config, layout) as cache, TierCache.open(loose_config, layout) as other:
+        keys: list[bytes] = []
 
-            async def write_plain() -> None:
-                figures.add(f"ceiling.file_write_gbps.{size}", ceiling.write(durable=True))
+        async def write_plain() -> None:
+            figures.add(f"ceiling.file_write_gbps.{size}", ceiling.write(durable=True))
 
-            async def write_ours() -> None:
-                figures.add(f"disk.put_durable_gbps.{size}", await _write(cache, keys, sources))
+        async def write_ours() -> None:
+            figures.add(f"disk.put_durable_gbps.{size}", await _write(cache, keys, sources))
 
-            async def read_plain() -> None:
-                figures.add(f"ceiling.file_read_gbps.{size}", ceiling.read())
+        async def read_plain() -> None:
+            figures.add(f"ceiling.file_read_gbps.{size}", ceiling.read())
 
-            async def read_ours() -> None:
-                figures.add(f"disk.get_cold_gbps.{size}", await _warm(cache, keys, chunk_bytes))
+        async def read_ours() -> None:
+            figures.add(f"disk.get_cold_gbps.{size}", await _warm(cache, keys, chunk_bytes))
 
-            async def write_plain_not_durable() -> None:
-                figures.add(f"ceiling.file_write_not_durable_gbps.{size}", ceiling.write(durable=False))
+        async def write_plain_not_durable() -> None:
+            figures.add(f"ceiling.file_write_not_durable_gbps.{size}", ceiling.write(durable=False))
 
-            async def write_ours_not_durable() -> None:
-                figures.add(f"disk.put_not_durable_gbps.{size}", await _write(other, keys, sources))
+        async def write_ours_not_durable() -> None:
+            figures.add(f"disk.put_not_durable_gbps.{size}", await _write(other, keys, sources))
 
-            async def write_peers() -> None:
-                for setting in DISK_SETTINGS:
-                    peer.add(
-                        figures,
-                        f"put {setting}",
-                        put=(f"{setting}.put_durable_gbps.{size}", f"disk.put_durable_gbps.{size}"),
-                        put_not_durable=(f"{setting}.put_not_durable_gbps.{size}", f"disk.put_not_durable_gbps.{size}"),
-                    )
-
-            async def read_peers() -> None:
-                for setting in DISK_SETTINGS:
-                    name = f"get_cold_gbps.{size}"
-                    peer.add(figures, f"get {setting}", get=(f"{setting}.{name}", f"disk.{name}"))
-
-            for pair in range(plan.pairs):
-                plan.progress(f"disk tier, {size}, pair {pair + 1} of {plan.pairs}")
-                keys[:] = new_keys(count)
-                await in_turn(pair, write_plain, write_ours, write_peers)
-                await in_turn(pair, read_plain, read_ours, read_peers)
-                figures.add(f"disk.get_into_cold_gbps.{size}", await _get_into(cache, keys, sources))
-                await cache.forget(keys)
-                await asyncio.to_thread(os.sync)
-                await in_turn(pair, write_plain_not_durable, write_ours_not_durable)
-                await other.forget(keys)
-                await asyncio.to_thread(os.sync)
+        for pair in range(plan.pairs):
+            plan.progress(f"disk tier, {size}, pair {pair + 1} of {plan.pairs}")
+            keys[:] = new_keys(count)
+            await in_turn(pair, write_plain, write_ours, *writes)
+            await in_turn(pair, read_plain, read_ours, *reads)
+            figures.add(f"disk.get_into_cold_gbps.{size}", await _get_into(cache, keys, sources))
+            await cache.forget(keys)
+            await asyncio.to_thread(os.sync)
+            await in_turn(pair, write_plain_not_durable, write_ours_not_durable)
+            await other.forget(keys)
+            await asyncio.to_thread(os.sync)
     ceiling.close()
     figures.compare(f"disk.put_durable_gbps.{size}", f"ceiling.file_write_gbps.{size}")
     figures.compare(f"disk.get_cold_gbps.{size}", f"ceiling.file_read_gbps.{size}")

@@ -21,6 +21,8 @@ CHUNK_SIZES = (2 * MIB, 32 * MIB)
 _CHUNK_TOKENS = 256
 
 Progress = Callable[[str], None]
+Measurement = Callable[[], Awaitable[None]]
+"""Take a sample of one or more figures."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,6 @@ class Plan:
     """Directory for the disk measurements."""
     progress: Progress = print
     """Called with what is measured next."""
-    peer_python: Path | None = None
-    """A Python that has LMCache, which runs `peer_script` in turn with tiercache; if None, no peer is measured."""
-    peer_script: Path | None = None
-    chunks: Path | None = None
-    """A directory of chunks, whose payloads are compressed; None uses generated payloads."""
 
     @property
     def sizes(self) -> Sizes:
@@ -104,7 +101,7 @@ def _copy_of(source: np.ndarray) -> Source:
     return lambda slot: np.copyto(slot, source)
 
 
-async def in_turn(pair: int, *measurements: Callable[[], Awaitable[None]]) -> None:
+async def in_turn(pair: int, *measurements: Measurement) -> None:
     """Run the measurements of a pair, in reverse order for odd pairs, so that none always finds an idle device."""
     for measure in measurements if pair % 2 == 0 else reversed(measurements):
         await measure()

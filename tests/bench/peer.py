@@ -7,16 +7,14 @@ import os
 import selectors
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 from tiercache.bench.figures import Figures
 from tiercache.bench.workload import Plan
 from tiercache.errors import TierCacheError
-
-DISK_SETTINGS = ("disk_default", "disk_odirect", "fs_odirect", "native_odirect")
-"""LMCache's local disk with defaults and with `use_odirect`; its file system connector and C++ client with O_DIRECT."""
 
 _START_S = 300.0
 _ANSWER_S = 120.0
@@ -95,10 +93,12 @@ def running(command: list[str] | None) -> Iterator[Peer]:
             process.kill()
 
 
-def peer_of(plan: Plan, part: str, chunk_bytes: int, count: int) -> AbstractContextManager[Peer]:
-    """Return the running peer for a part of the benchmark. It measures nothing if the plan has no peer."""
-    if plan.peer_python is None:
+def peer_of(
+    python: Path | None, plan: Plan, part: str, chunk_bytes: int, count: int, place: Path, variables: Sequence[str] = ()
+) -> AbstractContextManager[Peer]:
+    """Return the running peer for a part of the benchmark. `python` has LMCache; None measures nothing."""
+    if python is None:
         return running(None)
     plan.progress(f"starting LMCache ({part})")
-    program = [str(plan.peer_python), str(plan.peer_script)]
-    return running([*program, part, str(chunk_bytes), str(count), str(plan.directory / "peer")])
+    program = ["env", *variables, str(python), str(Path(__file__).with_name("peer_lmcache.py"))]
+    return running([*program, part, str(chunk_bytes), str(count), str(place)])

@@ -164,7 +164,6 @@ class InfiniStoreTier(RemoteTier):
         """Close `connection` once, and begin to make another. The result is done when the old one is closed."""
         if self._connection is connection:
             self._connection, self._problem = None, problem
-            self.known.clear()
             self._closed = self._connector.submit(self._close_last)
             # The single thread closes and connects, so the new connection is made after the end of the old.
             self._connecting = asyncio.create_task(self._keep_trying())

@@ -68,11 +68,6 @@ _ALREADY_THERE = -705
 _MISSES = frozenset({-703, -704, -710, -712})
 """Codes of a missing value, which includes a value that is still being written (-703)."""
 _FULL = -200
-_MASTER_LOST = frozenset({-900, -901})
-
-
-class MasterLost(TierUnavailable):
-    """The master is lost or does not answer, so the known keys of the store are void."""
 
 
 class MooncakeTier(RemoteTier):
@@ -135,10 +130,10 @@ class MooncakeTier(RemoteTier):
         self._last.close()
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._in_thread(self._readers.submit(self._get_blocking, key, into))
+        return await self._readers.submit(self._get_blocking, key, into)
 
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        return await self._in_thread(self._writers.submit(self._put_blocking, key, payload))
+        return await self._writers.submit(self._put_blocking, key, payload)
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         return await self._ask(self._exist_blocking, keys)
@@ -152,17 +147,9 @@ class MooncakeTier(RemoteTier):
             raise TierUnavailable(f"{self.name}: the master answers none of {self._control.unfinished} questions")
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                return await self._in_thread(self._control.submit(call, *arguments))
+                return await self._control.submit(call, *arguments)
         except TimeoutError:
-            self.known.clear()
             raise TierUnavailable(f"{self.name}: the master does not answer in {self.settings.timeout_s:g} s") from None
-
-    async def _in_thread(self, work: asyncio.Future[T]) -> T:
-        try:
-            return await work
-        except MasterLost:
-            self.known.clear()
-            raise
 
     def _use(self) -> AbstractContextManager[_Session]:
         if self._client is None:
@@ -253,7 +240,7 @@ class MooncakeTier(RemoteTier):
         meaning = f"{self.name}: {what}: Mooncake says {code} ({_CODES.get(code, 'see ErrorCode in its types.h')})"
         if code == _FULL:
             return TierFull(meaning)
-        return MasterLost(meaning) if code in _MASTER_LOST else TierUnavailable(meaning)
+        return TierUnavailable(meaning)
 
 
 class WiredMemory:

@@ -60,7 +60,6 @@ class SettingRejected(Exception):
 @dataclass
 class _Server:
     idle: list[RedisConnection] = field(default_factory=list)
-    lost: bool = False
     failures: int = 0
     retry_at_s: float = 0.0
     problem: str = ""
@@ -75,8 +74,6 @@ class ConnectionPool:
     """
 
     def __init__(self, address: RedisAddress, settings: RemoteSettings) -> None:
-        self.losses = 0
-        """Incremented when a server is lost and when it returns: the known contents may be wrong."""
         self.address = address
         self._timeout_s = settings.timeout_s
         self._lock = threading.Lock()
@@ -172,8 +169,6 @@ class ConnectionPool:
         with self._lock:
             server = self._servers.setdefault(endpoint, _Server())
             idle, server.idle = server.idle, []
-            server.lost = True
-            self.losses += 1
         for connection in idle:
             connection.close()
 
@@ -200,13 +195,9 @@ class ConnectionPool:
                 server.retry_at_s = time.monotonic() + _BACKOFF.compute(min(server.failures, 10))
                 server.failures += 1
                 server.problem = str(error)
-                server.lost = True
-                self.losses += 1
             raise
         with self._lock:
             server.failures, server.retry_at_s = 0, 0.0
-            self.losses += server.lost
-            server.lost = False
             self._busy.add(raw)
         return connection
 

@@ -50,7 +50,6 @@ class RedisTier(RemoteTier):
         self._readers = Workers(f"{self.name}-read", settings.concurrency)
         self._writers = Workers(f"{self.name}-write", settings.concurrency)
         self._control = Workers(f"{self.name}-control", _CONTROL_THREADS)
-        self._losses_seen = 0
 
     def describe(self) -> str:
         return f"{self.name} ({self.address}{', TLS' if self.address.tls else ''})"
@@ -132,8 +131,3 @@ class RedisTier(RemoteTier):
             if error.code == "OOM":
                 raise TierFull(f"{self.name}: the server has reached its maxmemory and evicts nothing") from error
             raise TierUnavailable(f"{self.name}: {error}") from error
-        finally:
-            # Clear before the base class records the outcome, since the known contents of a lost server may be wrong.
-            if self._losses_seen != self._servers.pool.losses:
-                self._losses_seen = self._servers.pool.losses
-                self.known.clear()

@@ -25,8 +25,8 @@ class HeldTier(MemoryTier):
     made: dict[str, HeldTier] = {}  # noqa: RUF012 - how a test gets at the tier that a configuration names
 
     def __init__(self, settings: RemoteSettings) -> None:
-        apart = bool(settings.options.get("prefetches_apart"))
-        super().__init__(settings.name, Traits(True, True, settings.concurrency, settings.concurrency, apart))
+        prefetches = int(settings.options.get("prefetches", 0)) or None
+        super().__init__(settings.name, Traits(True, True, settings.concurrency, settings.concurrency, prefetches))
         self._gates = {kind: asyncio.Event() for kind in KINDS}
         for gate in self._gates.values():
             gate.set()
@@ -83,7 +83,7 @@ async def opened(
     slots: int = 32,
     concurrency: int = 2,
     roles: dict[str, str] | None = None,
-    prefetches_apart: bool = False,
+    prefetches: int = 0,
     **values: object,
 ) -> AsyncIterator[TierCache]:
     """The smallest arena, cut into so many slots; payloads need not fill theirs."""
@@ -91,7 +91,7 @@ async def opened(
     for name in names:
         own = {"module_path": __name__, "class_name": "HeldTier", "role": (roles or {}).get(name, "both")}
         own["concurrency"] = str(concurrency)
-        own |= {"prefetches_apart": "yes"} if prefetches_apart else {}
+        own["prefetches"] = str(prefetches)
         settings |= {f"{name}.{option}": value for option, value in own.items()}
     config = Config(
         max_local_cpu_size=_ARENA_BYTES / 2**30,

@@ -261,22 +261,6 @@ async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -
     assert bench.is_whole()
 
 
-async def test_demand_hurries_the_prefetch_that_it_joins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    (key,) = bench.keep_on_tier(range(1, 2))
-    hurried: list[bytes] = []
-    monkeypatch.setattr(bench.tier, "hurry", hurried.append)
-    reader = reader_of(bench)
-    bench.tier.gate.clear()
-    promoting = asyncio.create_task(reader.promote(key, soon()))
-    await bench.tier.until_entered(1)
-    assert not hurried
-    asking = asyncio.create_task(reader.fetch(key, soon()))
-    await settle()
-    assert hurried == [key]
-    bench.tier.gate.set()
-    release(*await asyncio.gather(promoting, asking))
-
-
 async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 12))
     reader = reader_of(bench)

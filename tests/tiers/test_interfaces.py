@@ -25,8 +25,6 @@ ARGUMENTS: dict[str, tuple[object, ...]] = {
     "probe": ([KEY],),
     "probe_each": ([KEY],),
     "read": (KEY, page_aligned(PAYLOAD.nbytes)),
-    "prefetch": (KEY, page_aligned(PAYLOAD.nbytes)),
-    "hurry": (KEY,),
     "write": (KEY, PAYLOAD, PAYLOAD.nbytes),
     "read_device": (KEY, None),
     "write_device": (KEY, None, PAYLOAD.nbytes),

@@ -31,7 +31,7 @@ async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> No
     `prefetch.disk_gbps.*.r8`: eight concurrent prefetches, of chunks that are in no memory, until all are hot.
     `prefetch.disk_gbps.*.r1`: the same with one prefetch. `prefetch.read_ms`: the mean time of one of its reads.
     `prefetch.demand_alone_ms`: a get of such a chunk while nothing else happens. `prefetch.demand_during_ms`: the same
-    while a prefetch uses every place of the tier.
+    while a prefetch is in flight.
     """
     size, count = size_name(chunk_bytes), plan.count(chunk_bytes)
     sources = payloads(plan.sizes.source_bytes, chunk_bytes)
@@ -60,7 +60,7 @@ async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> No
             assert sum(progress.promoted for progress in found) == count, found
             figures.add(f"prefetch.disk_gbps.{size}.r{requests}", count * chunk_bytes / took / 1e9)
             if requests == 1:
-                places = cache.tiers[0].traits.read_concurrency
+                places = cache.tiers[0].traits.prefetch_concurrency or cache.tiers[0].traits.read_concurrency
                 figures.add(f"prefetch.read_ms.{size}", took / count * places * 1e3)
 
         for pair in range(plan.pairs):

@@ -229,7 +229,7 @@ class ConfigFields:
     disk_io_threads: int = _key(
         Whole(1, 256, "threads"),
         4,
-        "reading threads; writing threads: twice that, or one with 1",
+        "reading threads, a quarter for prefetches; writing threads: twice that, or one with 1",
         tier="disk",
         extra=True,
     )

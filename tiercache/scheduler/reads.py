@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -156,8 +156,7 @@ class TierReader:
     """Reads from one tier, within its breaker, its latency estimate and its concurrency limit.
 
     Demand reads get places first. While a demand read has a place, at most one prefetch at a time begins: all reads
-    share the tier's bandwidth, so each prefetch slows the demand read. If a tier separates prefetches, those in flight
-    give way, and demand reads have places of their own.
+    share the tier's bandwidth, so each prefetch slows the demand read.
     """
 
     def __init__(
@@ -184,7 +183,6 @@ class TierReader:
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
         self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
-        self._apart = tier.traits.prefetches_apart and not cpu.on_device and self.mapped is None
         self.taken = {READ: 0, PREFETCH: 0}
         """Places in use, by purpose."""
         self.wait_queue = WaitQueue(self._take_place, lambda _, purpose: self._leave(purpose))
@@ -223,7 +221,7 @@ class TierReader:
         if self.tier.traffic.detached:
             return False
         now_s = asyncio.get_running_loop().time()
-        oldest_s = now_s - next((transfer.began_s for transfer in self._timed()), now_s)
+        oldest_s = now_s - next((transfer.began_s for transfer in self._transfers.values()), now_s)
         worthwhile = self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s, oldest_s)
         return worthwhile and self.breaker.would_allow(now_s)
 
@@ -233,10 +231,6 @@ class TierReader:
         If that is the probe of an open breaker, its end must be reported to the breaker.
         """
         return self.would_serve(chunks) and self.breaker.allows(asyncio.get_running_loop().time(), question=question)
-
-    def _timed(self) -> Iterator[_Transfer]:
-        """Yield the transfers whose duration describes the tier, excluding those that give way."""
-        return (each for each in self._transfers.values() if each.request.purpose is READ or not self._apart)
 
     def lasting_s(self, chunks: int) -> float | None:
         """Return the seconds that a demand read of `chunks` chunks should take after those in flight; None if unknown."""
@@ -392,32 +386,25 @@ class TierReader:
         view = self.cpu.pool.view(slot)
         if self.cpu.on_device and isinstance(tier, DeviceTier):
             return tier.read_device(key, view)
-        return tier.prefetch(key, view) if purpose is PREFETCH else tier.read(key, view)
+        return tier.read(key, view)
 
     async def _place(self, request: InFlight) -> bool:
         began_s = asyncio.get_running_loop().time()
         came = await self.wait_queue.wait(request.purpose, lambda: self._until_s(request.deadline_s, began_s))
-        if came is None and request.purpose is READ and self._is_full:
+        if came is None and request.purpose is READ and len(self._transfers) >= self.places:
             # All places were in use for a whole deadline: the tier hangs, though this read never reached it. A prefetch
             # proves nothing, since demand reads go before it; nor does a place whose owner waits for memory.
             self._timed_out(began_s)
         return came is not None
 
-    @property
-    def _is_full(self) -> bool:
-        """True if as many reads are in flight as the tier allows."""
-        return sum(1 for _ in self._timed()) >= self.places or len(self._transfers) >= self.cpu.budget.reads_at_once
-
     def _take_place(self, purpose: Purpose, *_: object) -> bool | None:
         """Take a place for `purpose`; None if there is none."""
-        demand = self.taken[READ] or self.wait_queue.waiting[READ]
-        places, taken = self.places, sum(self.taken.values())
-        if purpose is READ and self._apart:
-            if taken >= self.cpu.budget.reads_at_once:
-                return None
-            taken = self.taken[READ]
-        if taken >= places or (purpose is PREFETCH and demand and self.taken[PREFETCH]):
+        if sum(self.taken.values()) >= self.places:
             return None
+        if purpose is PREFETCH and self.taken[PREFETCH]:
+            most = self.tier.traits.prefetch_concurrency
+            if self.taken[READ] or self.wait_queue.waiting[READ] or (most and self.taken[PREFETCH] >= most):
+                return None
         self.taken[purpose] += 1
         return True
 
@@ -483,7 +470,7 @@ class TierReader:
                 self.breaker.succeeded(now_s, took_s)
             if outcome is not None and in_time:
                 self.reads.seconds.add(took_s)
-            if outcome is not None and transfer in self._timed():
+            if outcome is not None:
                 self.estimate.add(took_s, now_s)
             return outcome
         self.reads.failed += 1
@@ -655,12 +642,8 @@ class Reader:
         read = self.in_flight.get(key)
         if read is not None and self.cpu.tombstones.forgot(key, read.epoch):
             read = None  # its chunk is not published
-        if read is not None and read.purpose is PREFETCH and purpose is READ:
-            if self.on_demand is not None:
-                self.on_demand(key)
-            if read.begun:
-                for tier in self.tiers:
-                    tier.tier.hurry(key)
+        if read is not None and read.purpose is PREFETCH and purpose is READ and self.on_demand is not None:
+            self.on_demand(key)
         if read is not None and (read.begun or purpose is PREFETCH or read.purpose is READ):
             self.counters.joined += 1
             read.deadline_s = max(read.deadline_s, deadline_s)

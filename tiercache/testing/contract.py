@@ -74,15 +74,6 @@ class TierContract:
             assert await tier.read(key, into) == length
             assert np.array_equal(into[:length], payload[:length])
 
-    async def test_prefetches_what_it_would_read(self, tier: Tier) -> None:
-        key, payload = chunk(1)
-        assert await tier.write(key, payload, self.chunk_bytes)
-        into = page_aligned(self.chunk_bytes)
-        tier.hurry(key)
-        assert await tier.prefetch(key, into) == self.chunk_bytes
-        assert np.array_equal(into, payload)
-        assert await tier.prefetch(chunk(2)[0], into) is None
-
     async def test_missing_chunk_is_a_miss_and_no_error(self, tier: Tier) -> None:
         key, _ = chunk(1)
         assert not tier.contains(key)

@@ -91,10 +91,6 @@ class FaultyTier(WrappedTier):
         await self._enter(self.fail_reads)
         return await super().read(key, into)
 
-    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        await self._enter(self.fail_reads)
-        return await super().prefetch(key, into)
-
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         await self._enter(self.fail_writes)
         return await super().write(key, payload, payload_bytes)

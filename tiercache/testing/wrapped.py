@@ -68,12 +68,6 @@ class WrappedTier(DeviceTier):
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         return await self.tier.read(key, into)
 
-    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self.tier.prefetch(key, into)
-
-    def hurry(self, key: ChunkKey) -> None:
-        self.tier.hurry(key)
-
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         return await self.tier.write(key, payload, payload_bytes)
 

@@ -28,8 +28,8 @@ class Traits:
     """True if other processes may add and remove chunks, so that a `probe` for an unknown key is worthwhile."""
     read_concurrency: int = 4
     write_concurrency: int = 4
-    prefetches_apart: bool = False
-    """True if prefetches have separate places, as many as reads, and give way to reads: see `Tier.prefetch`."""
+    prefetch_concurrency: int | None = None
+    """Limit of prefetches among the concurrent reads; None: they may use all places that demand reads leave."""
 
 
 @dataclass
@@ -188,13 +188,6 @@ class Tier(ABC):
         verification fails; by then the chunk has been removed from the tier, or is no longer offered if the tier is
         read-only. Raises TierUnavailable or OSError if the tier failed.
         """
-
-    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Read as `read` does, for a chunk without a waiter: it may take a little longer so that reads go first."""
-        return await self.read(key, into)
-
-    def hurry(self, key: ChunkKey) -> None:  # noqa: B027 - most tiers prefetch as they read
-        """Called when a prefetch in flight has gained a waiter."""
 
     @abstractmethod
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:

@@ -310,6 +310,7 @@ class MappingIO(PosixIO):
 
     def __init__(self, directories: Directories) -> None:
         super().__init__(directories)
+        self.prefetch_places = None
         self.mappings = Mappings(lambda files: directories.metadata.later(files.clear))
         self._doubted: dict[ChunkKey, None] = {}
         """Mapped chunks whose names have to be checked."""
@@ -319,26 +320,15 @@ class MappingIO(PosixIO):
         settings = self._directories.settings
         await self._directories.metadata.submit(require_memory, settings.directories[0], settings.cap_bytes)
 
-    def map(
-        self, files: ChunkFiles, key: ChunkKey, mapped: list[Mapped], *, ahead: bool = False
-    ) -> asyncio.Future[int | None]:
-        """Map and verify a chunk, with the result of `read`, and append it to `mapped`.
-
-        With `ahead`, the thread first waits a bounded time for maps without it.
-        """
+    def map(self, files: ChunkFiles, key: ChunkKey, mapped: list[Mapped]) -> asyncio.Future[int | None]:
+        """Map and verify a chunk, with the result of `read`, and append it to `mapped`."""
 
         def by(path: str) -> int:
             chunk = map_chunk_file(path, key, self._directories.fingerprint, files.access)
             mapped.append(chunk)
             return chunk.payload_bytes
 
-        def map_ahead(pause: Callable[[], None]) -> int | None:
-            pause()
-            return files.read_by(key, by)
-
-        if ahead:
-            return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(map_ahead, pause))
-        return self._precedence.read(self._readers.submit(files.read_by, key, by))
+        return self._readers.submit(files.read_by, key, by)
 
     def listed(self, kept: Sequence[ChunkKey]) -> None:
         self.check(kept)
@@ -463,7 +453,7 @@ class SharedMemoryTier(FileTier):
         mapped: list[Mapped] = []
 
         def begin(files: ChunkFiles) -> asyncio.Future[int | None]:
-            return self._io.map(files, key, mapped, ahead=ahead)
+            return self._io.map(files, key, mapped)
 
         length = await (self._read_from(directory, key, begin) if ahead else self._read(key, begin))
         if length is None:

@@ -6,28 +6,12 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, get, put
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.hf3fs import Hf3fsTier
-
-
-async def test_prefetches_go_through_rings_as_reads_do(
-    tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator
-) -> None:
-    await put(tier, memory, *range(1, 21))
-    before = emulator.control.statistics().transferred_bytes
-    for number in range(1, 21):
-        key, payload = chunk(number)
-        into = memory.make()
-        assert await tier.prefetch(key, into) == CHUNK_BYTES
-        assert np.array_equal(into, payload)
-        memory.give_back(into)
-    assert emulator.control.statistics().transferred_bytes - before >= 20 * CHUNK_BYTES
 
 
 async def test_32_writes_are_in_flight(opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator) -> None:

@@ -62,10 +62,6 @@ class BehindWeather(WrappedTier):
         await self._arrive()
         return await super().read(key, into)
 
-    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        await self._arrive()
-        return await super().prefetch(key, into)
-
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         await self._arrive()
         stored = await super().write(key, payload, payload_bytes)

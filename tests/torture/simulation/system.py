@@ -89,8 +89,6 @@ class System:
                 stack.enter_context(changed(module, function, answer))
             # An arena is rounded up to huge pages: a handful of slots would be 512.
             stack.enter_context(changed(sys.modules["tiercache.memory.arena"], "HUGE_PAGE_BYTES", _PAGE_BYTES))
-            # Nor are its chunks as long as parts of real ones.
-            stack.enter_context(changed(sys.modules["tiercache.tiers.files.format"], "PART_BYTES", _PAGE_BYTES))
             yield
 
     def _instead_of(self, value: Any) -> Any:

@@ -251,18 +251,16 @@ class ChunkFiles:
         """Return True if a subdirectory belongs to us."""
         return self.access.owns(status) or status.st_uid == self.identity.user
 
-    def read(self, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None) -> int | None:
+    def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Read and verify a chunk. Return its length; None if the file is missing or the directory was deleted.
 
         Raises CorruptChunk (the file is in quarantine then), FileNotFoundError if the directory is temporarily missing.
-        `read_chunk_file` defines `pause`.
         """
 
         def reader(path: str) -> int:
             began_s = time.monotonic()
-            header = read_chunk_file(path, key, self.fingerprint, into, direct=self.direct, pause=pause)
-            if pause is None:
-                self.compression.received(header.payload_bytes, time.monotonic() - began_s)
+            header = read_chunk_file(path, key, self.fingerprint, into, direct=self.direct)
+            self.compression.received(header.payload_bytes, time.monotonic() - began_s)
             return unpacked(header, into)
 
         return self.read_by(key, reader)

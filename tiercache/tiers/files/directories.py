@@ -180,10 +180,10 @@ class ChunkIO(ABC):
 
     places: int
     """Concurrent reads. Set by `open`."""
+    prefetch_places: int | None = None
+    """See `Traits.prefetch_concurrency`."""
     sees_remounts = False
     """True if the backend itself detects another mount in place of its own and calls `Directories.remount`."""
-    prefetches_apart = False
-    """See `Traits.prefetches_apart`."""
     perhaps_files = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
     """Read errors that the file or the device may have caused."""
 
@@ -214,13 +214,6 @@ class ChunkIO(ABC):
     @abstractmethod
     def read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
         """Read a chunk like `ChunkFiles.read`."""
-
-    def prefetch(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        """Read with less priority; the call may pause during reads."""
-        return self.read(files, key, into)
-
-    def hurry(self, key: ChunkKey) -> None:  # noqa: B027
-        """See `Tier.hurry`."""
 
     @abstractmethod
     def write(

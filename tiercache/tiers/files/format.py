@@ -102,9 +102,6 @@ class DeviceTurns:
                 self._places.release()
 
 
-PART_BYTES, _PARTS = 1 << 20, 8
-"""A pausing read takes parts of an eighth of its chunk, at least a mebibyte. Smaller parts cost throughput."""
-
 _thread = threading.local()
 
 
@@ -148,17 +145,11 @@ def created(path: Path | str, flags: int, length_bytes: int) -> Iterator[int]:
 
 
 def read_chunk_file(
-    path: Path | str,
-    key: bytes,
-    fingerprint: bytes | None,
-    into: np.ndarray,
-    *,
-    direct: bool,
-    pause: Callable[[], None] | None = None,
+    path: Path | str, key: bytes, fingerprint: bytes | None, into: np.ndarray, *, direct: bool
 ) -> Header:
     """Read the chunk at `path` into `into` (uint8, page-aligned) and verify it. Return its header, for `unpacked`.
 
-    `fingerprint` None accepts any layout. The payload is left as stored. `pause` is called between the parts of a read.
+    `fingerprint` None accepts any layout. The payload is left as stored.
 
     Raises FileNotFoundError, NotAFile, and CorruptChunk with the expected and the found value. After an exception the
     content of `into` is undefined.
@@ -168,13 +159,9 @@ def read_chunk_file(
         length_bytes = status.st_size
         payload_room = min(aligned(max(0, length_bytes - HEADER_BYTES)), into.nbytes)
         buffer = _buffer()
-        part_bytes = payload_room if pause is None else max(PART_BYTES, aligned(payload_room // _PARTS))
-        got = os.preadv(descriptor, [memoryview(buffer), into[: min(part_bytes, payload_room)].data], 0)
+        got = os.preadv(descriptor, [memoryview(buffer), into[:payload_room].data], 0)
         while HEADER_BYTES <= got < min(length_bytes, HEADER_BYTES + payload_room):
-            if pause is not None:
-                pause()
-            start = got - HEADER_BYTES
-            more = os.preadv(descriptor, [into[start : min(start + part_bytes, payload_room)].data], got)
+            more = os.preadv(descriptor, [into[got - HEADER_BYTES : payload_room].data], got)
             if more <= 0:
                 break
             got += more

@@ -285,12 +285,6 @@ class FileTier(DeviceTier):
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         return await self._read(key, lambda files: self.directories.io.read(files, key, into))
 
-    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._read(key, lambda files: self.directories.io.prefetch(files, key, into))
-
-    def hurry(self, key: ChunkKey) -> None:
-        self.directories.io.hurry(key)
-
     async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
         return await self._read(key, lambda files: self.directories.io.read_device(files, key, into))
 
@@ -352,15 +346,11 @@ class FileTier(DeviceTier):
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         io = self.directories.io
-        return await self._write(
-            key, payload_bytes, lambda files: io.write(files, key, payload, payload_bytes)
-        )
+        return await self._write(key, payload_bytes, lambda files: io.write(files, key, payload, payload_bytes))
 
     async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
         io = self.directories.io
-        return await self._write(
-            key, payload_bytes, lambda files: io.write_device(files, key, payload, payload_bytes)
-        )
+        return await self._write(key, payload_bytes, lambda files: io.write_device(files, key, payload, payload_bytes))
 
     async def _write(self, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
         if not self.writes:
@@ -505,7 +495,7 @@ class FileTier(DeviceTier):
             shared=True,
             read_concurrency=io.places,
             write_concurrency=io.write_places,
-            prefetches_apart=io.prefetches_apart,
+            prefetch_concurrency=io.prefetch_places,
         )
 
 

@@ -75,45 +75,15 @@ def test_probe_that_never_reports_does_not_block_for_ever() -> None:
     assert breaker.allows(6.1)
 
 
-def test_answers_close_what_questions_opened_and_only_let_an_operation_probe_what_operations_opened() -> None:
+def test_answer_to_a_lookup_lets_an_operation_probe() -> None:
     breaker = Breaker(SETTINGS)
-    for _ in range(3):
-        breaker.failed(0.0, question=True)
-    assert breaker.allows(1.0, question=True)
-    breaker.answered(1.1)
-    assert breaker.state is BreakerState.CLOSED
-    for outcome in (breaker.failed, breaker.answered, breaker.failed, breaker.answered, breaker.failed):
-        outcome(2.0)
-    assert breaker.state is BreakerState.OPEN, "answers do not make up for operations that fail"
-    assert breaker.allows(3.0, question=True)
-    breaker.answered(3.1)
+    breaker.trip(0.0)
+    assert breaker.allows(1.0)
+    breaker.abandoned(1.1, began_s=1.0)
     assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.allows(3.2, question=True) and breaker.allows(3.2, question=True), "known to answer"
-    assert breaker.allows(3.2) and not breaker.allows(3.3), "one operation probes"
-    assert not breaker.allows(3.3, question=True)
-    breaker.failed(3.4)
-    assert not breaker.allows(5.3) and breaker.allows(5.5), "the pause has doubled"
-
-
-def test_probes_that_answers_let_through_do_not_make_the_pause_longer() -> None:
-    breaker = Breaker(SETTINGS)
-    breaker.trip(0.0)
-    for now_s in (1.1, 1.2, 1.3, 1.4):
-        breaker.answered(now_s)
-        assert breaker.allows(now_s)
-        breaker.failed(now_s, began_s=now_s)
-    assert not breaker.allows(3.3) and breaker.allows(3.5), "it was doubled once, by the one that had waited for it"
-
-
-def test_question_that_hangs_after_others_were_answered_opens_it_again() -> None:
-    breaker = Breaker(SETTINGS)
-    breaker.trip(0.0)
-    assert breaker.allows(1.0, question=True)
-    breaker.answered(1.1)
-    assert breaker.allows(1.2, question=True)
-    breaker.failed(1.4, began_s=1.2, question=True)
-    assert breaker.state is BreakerState.OPEN
-    assert not breaker.allows(3.3, question=True)
+    assert breaker.allows(1.2) and not breaker.allows(1.3), "one operation probes"
+    breaker.failed(1.4, began_s=1.2)
+    assert not breaker.allows(3.3) and breaker.allows(3.5), "the pause has doubled"
 
 
 def test_probe_that_is_called_off_leaves_its_place_to_the_next() -> None:

@@ -137,7 +137,9 @@ async def test_hung_tier_is_left_alone_probed_by_one_and_taken_back(bench: Bench
     hung.gate.set()
     await asyncio.sleep(60.0)
     assert (await reader.lookup(keys_of(1)))[0] == 1
-    assert reader.breakers() == {"a": "closed"}
+    assert reader.breakers() == {"a": "half-open"}
+    release(await reader.fetch(keys_of(1)[0], now() + 5.0))
+    assert reader.breakers() == {"a": "closed"}, "a read has succeeded"
 
 
 async def test_get_goes_on_with_the_next_tier_when_patience_ends(bench: Bench) -> None:

@@ -27,7 +27,7 @@ class BreakerSettings:
 
 
 class Breaker:
-    """Counts the outcomes of operations, and of questions: lookups, whose answers prove nothing about operations."""
+    """Counts the outcomes of operations. A lookup that fails is one that failed; its answer proves nothing about others."""
 
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self.settings = settings or BreakerSettings()
@@ -39,23 +39,13 @@ class Breaker:
         self._probe_at_s = 0.0
         self._probed_s = 0.0
         """The time at which the latest probe was let through."""
-        self._operation_failed = False
-        """True if an operation was among the failures, and not only questions."""
-        self._answered = False
-        """True if a question was answered since the breaker opened. The next probe is then an operation."""
 
-    def allows(self, now_s: float, *, question: bool = False) -> bool:
-        """Return True if an operation may start.
-
-        When the pause of an open breaker is over, one caller may probe. Further questions are allowed once a question
-        was answered; they do not take the probe.
-        """
+    def allows(self, now_s: float) -> bool:
+        """Return True if an operation may start. When the pause of an open breaker is over, one caller may probe."""
         if self.state is BreakerState.CLOSED:
             return True
         if now_s < self._probe_at_s:
             return False
-        if question and self._answered:
-            return True
         # A probe that never reports back (it hangs) must not leave the breaker half-open for ever.
         self.state = BreakerState.HALF_OPEN
         self._probed_s = now_s
@@ -81,26 +71,11 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self._failures = 0
         self._pause_s = self.settings.first_pause_s
-        self._operation_failed = self._answered = False
 
-    def answered(self, now_s: float) -> None:
-        """Record the answer to a question.
-
-        Closes a breaker that only questions have opened. If operations had failed, the next operation may probe, and
-        the length of the pause stays.
-        """
-        if not self._operation_failed:
-            self.succeeded(now_s)
-        elif self.state is not BreakerState.CLOSED:
-            self.state = BreakerState.HALF_OPEN
-            self._answered = True
-            self._probe_at_s = now_s
-
-    def failed(self, now_s: float, *, began_s: float | None = None, question: bool = False) -> None:
+    def failed(self, now_s: float, *, began_s: float | None = None) -> None:
         """Record a failure. `began_s` is the start of the operation, if the caller knows it."""
         if self.state is BreakerState.OPEN or (began_s is not None and began_s < self._opened_s):
             return  # operations that hang fail together: those that began before the breaker opened count once
-        self._operation_failed = self._operation_failed or not question
         self._failures += 1
         if self.state is BreakerState.CLOSED and self._failures < self.settings.failures_to_open:
             return
@@ -110,17 +85,16 @@ class Breaker:
         """Open at once: the failure is known to last (the device is full, the directory is read-only)."""
         if began_s is not None and began_s <= self._opened_s:
             return  # as in `failed`; no operation begins after the opening in the same moment
-        self._operation_failed = True
         self._open_again(now_s)
 
     def _open_again(self, now_s: float) -> None:
-        """Open, and double the pause if it was over, but not if an answered question allowed the probe earlier."""
+        """Open, and double the pause if it was over."""
         if self.state is not BreakerState.CLOSED and now_s >= self._opened_s + self._pause_s:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)
         self._open(now_s)
 
     def abandoned(self, now_s: float, began_s: float) -> None:
-        """Record that the operation that began at `began_s` was cancelled and proved nothing.
+        """Record that the operation that began at `began_s` proved nothing: it was cancelled, or a lookup was answered.
 
         If it was the probe, the next operation may probe at once.
         """
@@ -132,6 +106,5 @@ class Breaker:
             self.opened_count += 1
         self.state = BreakerState.OPEN
         self._failures = 0
-        self._answered = False
         self._opened_s = now_s
         self._probe_at_s = now_s + self._pause_s

@@ -225,12 +225,12 @@ class TierReader:
         worthwhile = self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s, oldest_s)
         return worthwhile and self.breaker.would_allow(now_s)
 
-    def serves(self, chunks: int, *, question: bool = False) -> bool:
+    def serves(self, chunks: int) -> bool:
         """Return the result of `would_serve`, for a read or a lookup that begins now.
 
         If that is the probe of an open breaker, its end must be reported to the breaker.
         """
-        return self.would_serve(chunks) and self.breaker.allows(asyncio.get_running_loop().time(), question=question)
+        return self.would_serve(chunks) and self.breaker.allows(asyncio.get_running_loop().time())
 
     def lasting_s(self, chunks: int) -> float | None:
         """Return the seconds that a demand read of `chunks` chunks should take after those in flight; None if unknown."""
@@ -240,7 +240,7 @@ class TierReader:
         """Return the time at which to continue with the next tier."""
         return min(deadline_s, began_s + self.patience_s)
 
-    def _timed_out(self, began_s: float, enough_s: float = _LEAST_S, *, question: bool = False) -> None:
+    def _timed_out(self, began_s: float, enough_s: float = _LEAST_S) -> None:
         """Report to the breaker that there was no answer since `began_s`.
 
         A wait shorter than a second (or `enough_s`, if that is less) does not count against the tier.
@@ -248,7 +248,7 @@ class TierReader:
         now_s = asyncio.get_running_loop().time()
         least_s = min(enough_s, _LEAST_S, self.patience_s)
         if now_s - began_s >= 0.99 * least_s:  # a timer may be early by its resolution
-            self.breaker.failed(now_s, began_s=began_s, question=question)
+            self.breaker.failed(now_s, began_s=began_s)
         else:
             self._proved_nothing(began_s)
 
@@ -278,19 +278,18 @@ class TierReader:
     async def _ask(
         self, question: Callable[[], Awaitable[_Answer]], deadline_s: float, began_s: float
     ) -> _Answer | None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(self._until_s(deadline_s, began_s)):
                 found = await question()
         except TimeoutError:
             # Lookups end at this deadline, so a longer limit would never be reached.
-            self._timed_out(began_s, self.settings.probe_deadline_s, question=True)
+            self._timed_out(began_s, self.settings.probe_deadline_s)
             return None
         except Exception as error:
-            self.breaker.failed(loop.time(), began_s=began_s, question=True)
+            self.breaker.failed(asyncio.get_running_loop().time(), began_s=began_s)
             logger.warning("%s: a lookup failed: %s", self.name, error)
             return None
-        self.breaker.answered(loop.time())
+        self._proved_nothing(began_s)
         return found
 
     # Reads
@@ -784,7 +783,7 @@ class Reader:
         try:
             while position < len(keys):
                 for tier in due:
-                    if tier.serves(len(keys) - position, question=True):
+                    if tier.serves(len(keys) - position):
                         asked[tier.ask(partial(tier.tier.probe, keys[position:]), deadline_s)] = tier, position
                 answers = await self._answers(asked, deadline_s)
                 if not answers:
@@ -807,7 +806,7 @@ class Reader:
         deadline_s = deadline_s or loop.time() + self.settings.probe_deadline_s
         unknown = self._unknown(keys)
         due = [tier for tier in self.tiers if tier.tier.traits.shared] if unknown and deadline_s > loop.time() else []
-        serving = [tier for tier in due if tier.serves(len(unknown), question=True)]
+        serving = [tier for tier in due if tier.serves(len(unknown))]
         asked = {tier.ask(partial(tier.tier.probe_each, unknown), deadline_s): tier for tier in serving}
         try:
             while unknown and await self._answers(asked, deadline_s):

@@ -38,7 +38,7 @@ class Watch:
 
 
 class _BreakerWatch:
-    """Each way in which a breaker may change: what an answer to a question proves, and how long a pause may be."""
+    """How long a pause of a breaker may be."""
 
     def __init__(self, name: str, breaker: Breaker, fail: Callable[[Violation], None]) -> None:
         self.name = name
@@ -46,18 +46,8 @@ class _BreakerWatch:
         self._fail = fail
         self._first_s = 0.0
         """When it left the closed state."""
-        self._answered, self._open = breaker.answered, breaker._open
-        breaker.answered = self.answered  # type: ignore[method-assign]
+        self._open = breaker._open
         breaker._open = self.open  # type: ignore[method-assign]
-
-    def answered(self, now_s: float) -> None:
-        breaker = self.breaker
-        by_operations = breaker.state is not BreakerState.CLOSED and breaker._operation_failed
-        self._answered(now_s)
-        if by_operations and breaker.state is BreakerState.CLOSED:
-            self._fail(
-                Violation(f"{self.name}: operations have opened the breaker, and an answer to a question closed it")
-            )
 
     def open(self, now_s: float) -> None:
         """A pause grows with the time for which the tier has been bad, and not with how many have found that out."""

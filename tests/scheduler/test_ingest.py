@@ -13,7 +13,7 @@ import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench
 from tiercache.core.keys import ChunkKey
-from tiercache.memory.slots import Purpose
+from tiercache.memory.slots import WRITE, Purpose
 from tiercache.payloads import PlainCopy, Source, source_of
 from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
@@ -190,10 +190,6 @@ async def test_a_hot_chunk_that_is_forgotten_while_others_of_its_put_are_copied_
     assert bench.is_whole()
 
 
-def no_source(slot: np.ndarray) -> None:
-    raise AssertionError("what is filled is not filled again")
-
-
 @pytest.mark.parametrize("known", [{}, {chunk(3)[0]: chunk(2)[0]}], ids=["single", "a prefix"])
 async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(
     bench: Bench, known: dict[ChunkKey, ChunkKey]
@@ -201,7 +197,8 @@ async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(
     keys = [chunk(number)[0] for number in (2, 3, 4)]
     slots = bench.cpu.try_reserve_all(keys)
     with bench.make_hot(3) as first:
-        bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in slots.items()}, known, {})
+        for key, slot in slots.items():
+            bench.cpu.publish(key, slot, CHUNK_BYTES, WRITE, known.get(key)).release()
         lease = bench.cpu.lease(keys[1])
         assert lease is not None
         with lease:

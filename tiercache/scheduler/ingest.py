@@ -225,14 +225,9 @@ class Ingest:
                 cpu.abandon(fills[key][0], WRITE)
             fills = {key: fill for key, fill in fills.items() if key not in forgotten}
         put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot chunks may have been forgotten meanwhile
-        if (
-            self._fan_out.writers or not cpu.keep or len(fills) == 1
-        ):  # for one chunk `publish_all` costs more than a lease
-            for key, (slot, length, _) in fills.items():
-                parent, time, stays = put.parents.get(key), put.times.get(key), key in put.hot_only
-                leases.append(cpu.publish(key, slot, length, WRITE, parent, time, hot_only=stays))
-        else:
-            cpu.publish_all(fills, put.parents, put.times)
+        for key, (slot, length, _) in fills.items():
+            parent, time, stays = put.parents.get(key), put.times.get(key), key in put.hot_only
+            leases.append(cpu.publish(key, slot, length, WRITE, parent, time, hot_only=stays))
         batch.published = True
         if leases:
             await self._fan_out.offer(leases, put.wait_budget)

@@ -10,7 +10,7 @@ and prefetches use at most a part of each quota and of the whole hot cache, so t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from heapq import nlargest
 from operator import attrgetter
@@ -31,7 +31,6 @@ from tiercache.memory.slots import (
     PREFETCH,
     READ,
     WRITE,
-    Fill,
     Lease,
     LeaseOwner,
     Pool,
@@ -367,25 +366,6 @@ class CpuTier(LeaseOwner, Tier):
         self._statistics.written_bytes += payload_bytes
         self._changed(key)
         return Lease(self, entry, purpose)
-
-    def publish_all(
-        self, fills: Mapping[ChunkKey, Fill], parents: Mapping[ChunkKey, ChunkKey], times: Mapping[ChunkKey, int]
-    ) -> None:
-        """Publish the filled slots of a put, without leases: no tier writes them, so they may be evicted at once."""
-        for key, (slot, payload_bytes, _) in fills.items():
-            if key in self._entries:
-                self._free(slot)
-                continue
-            if self._quotas is not None:
-                self._quotas.own(slot, tenant_of(key))
-            self._order.insert(Resident(key, slot, payload_bytes), parents.get(key), times.get(key), in_order=True)
-            self._statistics.writes += 1
-            self._statistics.written_bytes += payload_bytes
-            self._changed(key)
-        self.budget.held[WRITE] -= len(fills)
-        if self._excess:
-            self._evict_excess()
-        self.wait_queue.serve()
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         """Release a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""

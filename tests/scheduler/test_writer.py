@@ -10,7 +10,6 @@ from tests.scheduler.conftest import Bench, flushed
 from tests.scheduler.held import CHUNK_BYTES as HELD_BYTES
 from tests.scheduler.held import NEW, OLD, key, opened, settle, tier
 from tiercache import TierCache
-from tiercache.core.queue import WaitBudget
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.testing import chunk
@@ -22,9 +21,9 @@ def writer_of(bench: Bench, **settings: object) -> TierWriter:
     return TierWriter(bench.tier, WriterSettings(**{**defaults, **settings}))  # type: ignore[arg-type]
 
 
-def wait_budget(wait_s: float = 100.0) -> WaitBudget:
-    """Of a put whose deadline is so far away."""
-    return WaitBudget(asyncio.get_running_loop().time() + wait_s)
+def after(wait_s: float) -> float:
+    """The loop time at which a put waits no longer."""
+    return asyncio.get_running_loop().time() + wait_s
 
 
 async def occupy(bench: Bench, writer: TierWriter) -> None:
@@ -68,10 +67,10 @@ async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench)
     writer = writer_of(bench, on_full="wait", wait_s=1.0)
     await occupy(bench, writer)
     began = asyncio.get_running_loop().time()
-    await writer.enqueue(deque([bench.make_hot(7)]), wait_budget())
+    await writer.enqueue(deque([bench.make_hot(7)]), after(1.0))
     assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.2)
     assert writer.statistics().skipped == 1
-    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(8)]), wait_budget()))
+    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(8)]), after(1.0)))
     await asyncio.sleep(0)
     bench.tier.gate.set()
     await waiting
@@ -199,7 +198,7 @@ async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: B
     loop = asyncio.get_running_loop()
     await asyncio.sleep(1.0)
     began_s = loop.time()
-    await writer.enqueue(deque([bench.make_hot(7)]), wait_budget())
+    await writer.enqueue(deque([bench.make_hot(7)]), after(10.0))
     assert loop.time() - began_s < 0.5, (
         "a put that waited would wait for this tier in vain, and the other tiers with it"
     )

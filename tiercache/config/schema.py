@@ -268,7 +268,7 @@ class ConfigFields:
     queue_wait_s: float = _key(
         Number(unit="seconds"),
         1.0,
-        "longest wait of one put for full write queues, all of its chunks and all tiers together",
+        "time from the start of a put after which it no longer waits for full write queues",
         tier="disk",
         ours=True,
     )

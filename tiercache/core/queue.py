@@ -1,4 +1,4 @@
-"""A queue with a bound in bytes and in items, and a limit on the time that a put waits for room."""
+"""A queue with a bound in bytes and in items."""
 
 from __future__ import annotations
 
@@ -72,26 +72,3 @@ class BoundedQueue(Generic[V]):
         self._items.clear()
         self.queued_bytes = 0
         return values
-
-
-class WaitBudget:
-    """The seconds that one put may wait for room in write queues, for all of its chunks and all tiers together.
-
-    Times are seconds of one clock.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        """`deadline_s` is the deadline of the put, which no wait outlasts."""
-        self.deadline_s = deadline_s
-        self.waited_s = 0.0
-
-    def until_s(self, now_s: float, wait_s: float) -> float:
-        """Return the end of a wait that begins now, with `wait_s` as the limit for the whole put.
-
-        The result is at most `now_s` if the put has reached the limit.
-        """
-        return min(self.deadline_s, now_s + wait_s - self.waited_s)
-
-    def waited(self, began_s: float, now_s: float) -> None:
-        """Count a wait. Concurrent waits count once."""
-        self.waited_s += now_s - began_s

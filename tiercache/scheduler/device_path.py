@@ -17,7 +17,6 @@ import numpy as np
 
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey, each_once
-from tiercache.core.queue import WaitBudget
 from tiercache.device.device import Device
 from tiercache.device.driver import Event, Tensor, host_tensor
 from tiercache.device.paged import DevicePayload
@@ -96,11 +95,13 @@ class DevicePath:
         chunks = each_once(chunks)
         pool = self.device.pool
         size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, ceil(_BATCH_BYTES / pool.slot_bytes)))
-        wait_budget = WaitBudget(deadline_s)
+        began_s = asyncio.get_running_loop().time()
         # This also covers the staging tier, since a chunk is forgotten in both at the same time.
         epoch = self.cpu.tombstones.epoch
         tasks = [
-            asyncio.ensure_future(self._put_batch(chunks[start : start + size], epoch, after, wait_budget, hot_only))
+            asyncio.ensure_future(
+                self._put_batch(chunks[start : start + size], epoch, after, began_s, deadline_s, hot_only)
+            )
             for start in range(0, len(chunks), size)
         ]
         await all_or_none(tasks)
@@ -111,20 +112,21 @@ class DevicePath:
         chunks: Sequence[tuple[ChunkKey, DevicePayload]],
         epoch: int,
         after: Event | None,
-        wait_budget: WaitBudget,
+        began_s: float,
+        deadline_s: float,
         hot_only: Collection[ChunkKey],
     ) -> int:
         batch = _Batch()
         copying: list[asyncio.Future[None]] = []
         try:
-            await turn_by(wait_budget.deadline_s, self._puts)
+            await turn_by(deadline_s, self._puts)
         except TimeoutError:
             self.skipped += len(chunks)
             return 0
         try:
             try:
                 for key, payload in chunks:
-                    await self._admit(key, payload, batch, wait_budget.deadline_s, hot_only=key in hot_only)
+                    await self._admit(key, payload, batch, deadline_s, hot_only=key in hot_only)
                 if batch.storing:
                     copying.append(self.device.run(self.device.storing, self._enqueue_put, batch, after))
                     await self.device.ended(copying[0])
@@ -147,7 +149,7 @@ class DevicePath:
             if chunk.staged is not None:
                 batch.staged.append(self.staging.publish(chunk.key, chunk.staged, length, Purpose.WRITE))
         stored = batch.present + len(batch.storing)
-        await self._fan_out.offer(batch.leases, wait_budget, batch.staged)
+        await self._fan_out.offer(batch.leases, began_s, deadline_s, batch.staged)
         return stored
 
     async def _admit(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiercache.core.keys import ChunkKey, each_once
-from tiercache.core.queue import WaitBudget
 from tiercache.memory.slots import WRITE, Fill, Lease, Slot, fill_slot
 from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, wait_uncancelled
 from tiercache.payloads import PlainCopy, Source
@@ -33,7 +32,8 @@ class _Put:
 
     epoch: int
     """The epoch of the tombstones at the start of the put."""
-    wait_budget: WaitBudget
+    began_s: float
+    deadline_s: float
     parents: Mapping[ChunkKey, ChunkKey]
     """The parent of each chunk, if the chunks are a prefix."""
     times: Mapping[ChunkKey, int]
@@ -92,7 +92,8 @@ class Ingest:
         time = self.cpu.access(latest_first, prefix=prefix)
         put = _Put(
             self.cpu.tombstones.epoch,
-            WaitBudget(asyncio.get_running_loop().time() + wait_s),
+            began_s := asyncio.get_running_loop().time(),
+            began_s + wait_s,
             dict(zip(keys[1:], keys, strict=False)) if prefix else {},
             dict(zip(latest_first, range(time, time - len(keys), -1), strict=True)),
             hot_only,
@@ -137,7 +138,7 @@ class Ingest:
                     if self.copiers.withdraw(copy):
                         retrieve_exception(copy)
                 if not isinstance(error, GeneratorExit):  # a closed coroutine cannot wait
-                    left_s = put.wait_budget.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
+                    left_s = put.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
                     cancelled = await wait_uncancelled(copies, min(GIVE_UP_S, left_s))
             finally:
                 for each in begun:
@@ -179,7 +180,7 @@ class Ingest:
     async def _begin_late(self, item: Item, put: _Put) -> _Batch:
         """Begin a batch with one chunk, waiting for a slot as long as the put may. Without a slot the chunk is skipped."""
         key = item[0]
-        slot = await self.cpu.reserve(WRITE, put.wait_budget.deadline_s - asyncio.get_running_loop().time(), key)
+        slot = await self.cpu.reserve(WRITE, put.deadline_s - asyncio.get_running_loop().time(), key)
         batch = self._begin([item], {} if slot is None else {key: slot}, put)
         if batch is None:
             put.skipped += 1
@@ -218,7 +219,7 @@ class Ingest:
         Raises NotBegun if no thread was free for them by the deadline.
         """
         for copy in batch.copies:
-            await self.copiers.ended_by(copy, put.wait_budget.deadline_s)
+            await self.copiers.ended_by(copy, put.deadline_s)
         cpu, fills, leases = self.cpu, batch.fills, batch.leases
         if forgotten := cpu.tombstones.forgotten(fills, put.epoch):
             for key in forgotten:
@@ -230,7 +231,7 @@ class Ingest:
             leases.append(cpu.publish(key, slot, length, WRITE, parent, time, hot_only=stays))
         batch.published = True
         if leases:
-            await self._fan_out.offer(leases, put.wait_budget)
+            await self._fan_out.offer(leases, put.began_s, put.deadline_s)
 
     def _drop(self, batch: _Batch) -> None:
         """Discard a batch. Slots that a hung thread may still write to are released when it ends."""

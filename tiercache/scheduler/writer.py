@@ -18,7 +18,7 @@ from typing import Any
 from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
 from tiercache.core.estimate import SECONDS, Distribution
 from tiercache.core.keys import ChunkKey
-from tiercache.core.queue import BoundedQueue, WaitBudget
+from tiercache.core.queue import BoundedQueue
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.memory.slots import Lease
 from tiercache.memory.workers import all_or_none, was_cancelled
@@ -42,8 +42,8 @@ class WriterSettings:
     on_full: str = "wait"
     """wait, skip or replace.
 
-    With wait, a `put` waits up to `wait_s` for room, for all of its chunks together, then skips. With skip, the chunk
-    is not written to this tier. With replace, the oldest queued chunk is dropped instead.
+    With wait, a `put` waits for room until `wait_s` after its start, then skips. With skip, the chunk is not written to
+    this tier. With replace, the oldest queued chunk is dropped instead.
     """
     wait_s: float = 1.0
     deadline_s: float = 30.0
@@ -161,14 +161,13 @@ class TierWriter:
         lease.release()
         return True
 
-    async def enqueue(self, leases: deque[Lease], wait_budget: WaitBudget) -> None:
-        """Queue `leases` in order, waiting for room as configured within `wait_budget`; skip the others.
+    async def enqueue(self, leases: deque[Lease], until_s: float) -> None:
+        """Queue `leases` in order, waiting for room as configured until the loop time `until_s`; skip the others.
 
         Calls are served in order of arrival. Takes the leases out of the deque, and owns all of them in any case,
         cancellation included.
         """
         loop = asyncio.get_running_loop()
-        until_s = wait_budget.until_s(loop.time(), self.settings.wait_s)
         self._waiting += 1
         try:
             async with asyncio.timeout_at(until_s), self._line:
@@ -445,12 +444,14 @@ class FanOut:
         self.writers = writers
         self._keeps = keeps
 
-    async def offer(self, leases: Sequence[Lease], wait_budget: WaitBudget, staged: Sequence[Lease] = ()) -> None:
+    async def offer(
+        self, leases: Sequence[Lease], began_s: float, deadline_s: float, staged: Sequence[Lease] = ()
+    ) -> None:
         """Queue chunks for every tier that lacks them, except `hot_only` ones. Consumes the leases, also when cancelled.
 
         Each writer gets its own lease: on device memory if a chunk is `staged` there and the tier writes from it. All
-        writers are offered everything before any wait, and full queues are awaited concurrently, within the put's
-        `wait_budget`. A writer skips chunks that do not fit then.
+        writers are offered everything before any wait, and full queues are awaited concurrently, until `deadline_s` of
+        the put or `wait_s` after its start `began_s`. A writer skips chunks that do not fit then.
         """
         waiting: dict[TierWriter, deque[Lease]] = {}
         nearest = list({lease.key: lease for lease in (*leases, *staged)}.values()) if staged else leases
@@ -465,12 +466,12 @@ class FanOut:
                 lease.release()
             leases = staged = ()
             if waiting:
-                loop = asyncio.get_running_loop()
-                began_s = loop.time()
                 await all_or_none(
-                    [asyncio.ensure_future(writer.enqueue(own, wait_budget)) for writer, own in waiting.items()]
+                    [
+                        asyncio.ensure_future(writer.enqueue(own, min(deadline_s, began_s + writer.settings.wait_s)))
+                        for writer, own in waiting.items()
+                    ]
                 )
-                wait_budget.waited(began_s, loop.time())
         finally:
             for lease in (*leases, *staged):
                 lease.release()

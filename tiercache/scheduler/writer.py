@@ -81,8 +81,6 @@ class _Write:
     """The loop time at which the tier began this attempt."""
     timer: asyncio.TimerHandle | None = None
     """Runs while the tier writes."""
-    wanted: bool = False
-    """True if an access has made the tier want the chunk since the last attempt."""
     ended: bool = False
 
 
@@ -140,8 +138,7 @@ class TierWriter:
             lease.release()
             return True
         if self.holds(key):
-            if self.tier.used([key]) and key in self._latest:  # the tier may be about to decline it
-                self._latest[key].wanted = True
+            self.tier.used([key])
             lease.release()
             return True
         if self._waiting and not first:
@@ -345,10 +342,8 @@ class TierWriter:
                 counters.written += 1
                 counters.seconds.add(took_s)
                 return True
-            if not write.wanted or attempt + 1 == _ATTEMPTS:
-                counters.declined += 1
-                return True
-            write.wanted = False
+            counters.declined += 1
+            return True
         if self._is_refused():
             self._drop_queue()
         return False

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
+from tiercache.core.breaker import Breaker, BreakerState
 from tiercache.core.queue import BoundedQueue
 from tiercache.memory.slots import Purpose, SlotBudget
 
-SETTINGS = BreakerSettings(failures_to_open=3, slow_s=5.0, first_pause_s=1.0, longest_pause_s=4.0)
+SLOW_S = 5.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 60), st.booleans()), max_size=60))
@@ -17,11 +17,10 @@ def test_queue_never_exceeds_its_bounds(offers: list[tuple[int, int, bool]]) -> 
     for number, size, replace in offers:
         if bytes([number]) in queue:
             continue
-        offer = queue.offer(bytes([number]), number, size, replace_oldest=replace)
-        inside = inside[len(offer.displaced) :]
-        assert offer.accepted or not replace
-        if offer.accepted:
-            inside.append(number)
+        displaced = queue.offer(bytes([number]), number, size, replace_oldest=replace)
+        assert displaced is not None or not replace
+        if displaced is not None:
+            inside = [*inside[len(displaced) :], number]
         assert len(queue) == len(inside) <= 5
         assert queue.queued_bytes <= 100
     assert queue.drain() == inside
@@ -30,14 +29,14 @@ def test_queue_never_exceeds_its_bounds(offers: list[tuple[int, int, bool]]) -> 
 
 def test_item_larger_than_the_bound_passes_alone() -> None:
     queue: BoundedQueue[str] = BoundedQueue(max_bytes=10, max_items=5)
-    assert queue.offer(b"a", "a", 50).accepted
-    assert not queue.offer(b"b", "b", 1).accepted
+    assert queue.offer(b"a", "a", 50) == []
+    assert queue.offer(b"b", "b", 1) is None
     assert queue.take() == (b"a", "a")
-    assert queue.offer(b"b", "b", 1).accepted
+    assert queue.offer(b"b", "b", 1) == []
 
 
 def test_breaker_opens_after_consecutive_failures_only() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = Breaker(SLOW_S)
     for outcome in ("fail", "fail", "succeed", "fail", "fail"):
         breaker.failed(0.0) if outcome == "fail" else breaker.succeeded(0.0)
         assert breaker.allows(0.0)
@@ -47,14 +46,14 @@ def test_breaker_opens_after_consecutive_failures_only() -> None:
 
 
 def test_slow_success_counts_as_a_failure() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = Breaker(SLOW_S)
     for _ in range(3):
         breaker.succeeded(0.0, took_s=6.0)
     assert breaker.state is BreakerState.OPEN
 
 
 def test_one_probe_at_a_time_then_closed_or_a_longer_pause() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = Breaker(SLOW_S)
     breaker.trip(0.0)
     assert not breaker.allows(0.9)
     assert breaker.allows(1.0)
@@ -64,11 +63,10 @@ def test_one_probe_at_a_time_then_closed_or_a_longer_pause() -> None:
     assert breaker.allows(3.3)
     breaker.succeeded(3.4)
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.opened_count == 1
 
 
 def test_probe_that_never_reports_does_not_block_for_ever() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = Breaker(SLOW_S)
     breaker.trip(0.0)
     assert breaker.allows(1.0)
     assert not breaker.allows(5.9)
@@ -76,7 +74,7 @@ def test_probe_that_never_reports_does_not_block_for_ever() -> None:
 
 
 def test_answer_to_a_lookup_lets_an_operation_probe() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = Breaker(SLOW_S)
     breaker.trip(0.0)
     assert breaker.allows(1.0)
     breaker.abandoned(1.1, began_s=1.0)
@@ -87,7 +85,7 @@ def test_answer_to_a_lookup_lets_an_operation_probe() -> None:
 
 
 def test_probe_that_is_called_off_leaves_its_place_to_the_next() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = Breaker(SLOW_S)
     breaker.trip(0.0)
     assert breaker.allows(1.0)
     breaker.abandoned(1.5, began_s=0.0)
@@ -97,18 +95,18 @@ def test_probe_that_is_called_off_leaves_its_place_to_the_next() -> None:
 
 
 def test_pause_has_a_ceiling() -> None:
-    breaker = Breaker(SETTINGS)
+    breaker = Breaker(SLOW_S)
     now_s = 0.0
     breaker.trip(now_s)
     for _ in range(10):
         now_s += 100.0
         assert breaker.allows(now_s)
         breaker.failed(now_s)
-    assert breaker.allows(now_s + 4.0)
+    assert breaker.allows(now_s + 60.0)
 
 
 def test_many_that_find_the_device_full_together_are_one_bad_sign() -> None:
-    breaker = Breaker(BreakerSettings(first_pause_s=1.0))
+    breaker = Breaker(SLOW_S)
     for ended_s in (2.0, 2.1, 2.2):
         breaker.trip(ended_s, began_s=1.0)
     assert not breaker.allows(2.9)

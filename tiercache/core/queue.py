@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tiercache.core.keys import ChunkKey
 
 V = TypeVar("V")
-
-
-@dataclass(frozen=True)
-class Offer(Generic[V]):
-    """The answer to `BoundedQueue.offer`: True if the item was added, and the displaced items."""
-
-    accepted: bool
-    displaced: tuple[V, ...] = ()
 
 
 class BoundedQueue(Generic[V]):
@@ -43,16 +34,19 @@ class BoundedQueue(Generic[V]):
             return True
         return len(self._items) < self.max_items and self.queued_bytes + item_bytes <= self.max_bytes
 
-    def offer(self, key: ChunkKey, value: V, item_bytes: int, *, replace_oldest: bool = False) -> Offer[V]:
-        """Append `value` if there is room. With `replace_oldest`, displace the oldest items to make room."""
+    def offer(self, key: ChunkKey, value: V, item_bytes: int, *, replace_oldest: bool = False) -> list[V] | None:
+        """Append `value`, and return the displaced items; None if there is no room.
+
+        With `replace_oldest`, the oldest items are displaced to make room.
+        """
         displaced = []
         while not self.has_room(item_bytes):
             if not replace_oldest:
-                return Offer(False)
+                return None
             displaced.append(self.take()[1])
         self._items[key] = (value, item_bytes)
         self.queued_bytes += item_bytes
-        return Offer(True, tuple(displaced))
+        return displaced
 
     def take(self) -> tuple[ChunkKey, V]:
         """Remove and return the oldest item. Raises KeyError when the queue is empty."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
+from tiercache.core.breaker import Breaker, BreakerState
 from tiercache.core.estimate import SECONDS, Distribution, TransferEstimate, worth_waiting_s
 from tiercache.core.index import counts_in
 from tiercache.core.keys import ChunkKey
@@ -181,7 +181,7 @@ class TierReader:
         self.counters = counters
         self.in_flight = in_flight
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
-        self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
+        self.breaker = Breaker(settings.deadline_s)
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
         self.taken = {READ: 0, PREFETCH: 0}
         """Places in use, by purpose."""

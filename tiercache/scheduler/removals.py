@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
-from tiercache.core.breaker import Breaker, BreakerSettings
+from tiercache.core.breaker import Breaker
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, TierCacheError, TierUnavailable
 from tiercache.memory.workers import was_cancelled
@@ -43,7 +43,7 @@ class Removals:
     def __init__(self, tier: Tier, deadline_s: float) -> None:
         """`deadline_s` is the time after which a removal counts as slow."""
         self.tier = tier
-        self.breaker = Breaker(BreakerSettings(slow_s=deadline_s))
+        self.breaker = Breaker(deadline_s)
         self._attempts: dict[ChunkKey, Attempt | None] = tier.traffic.removing
         """Keys to remove, each with its attempt that has not ended, or None if the latest attempt has failed."""
         self._due: deque[ChunkKey] = deque()

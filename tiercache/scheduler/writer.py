@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
+from tiercache.core.breaker import Breaker, BreakerState
 from tiercache.core.estimate import SECONDS, Distribution
 from tiercache.core.keys import ChunkKey
 from tiercache.core.queue import BoundedQueue
@@ -90,7 +90,7 @@ class TierWriter:
     def __init__(self, tier: Tier, settings: WriterSettings) -> None:
         self.tier = tier
         self.settings = settings
-        self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
+        self.breaker = Breaker(settings.deadline_s)
         self.counters = WriterStatistics()
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, _QUEUE_ITEMS)
         self._writing: set[_Write] = set()
@@ -144,11 +144,11 @@ class TierWriter:
         if self._waiting and not first:
             return False
         settings = self.settings
-        offer = self._queue.offer(key, lease, lease.payload_bytes, replace_oldest=settings.on_full == "replace")
-        for displaced in offer.displaced:
-            self.counters.replaced += 1
-            displaced.release()
-        if offer.accepted:
+        displaced = self._queue.offer(key, lease, lease.payload_bytes, replace_oldest=settings.on_full == "replace")
+        if displaced is not None:
+            self.counters.replaced += len(displaced)
+            for replaced in displaced:
+                replaced.release()
             self._idle.clear()
             self._start_writes()
             return True

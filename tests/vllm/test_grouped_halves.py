@@ -19,7 +19,6 @@ from tiercache.config import Config
 from tiercache.control.messages import Prefix
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm import lookup
 from tiercache.integrations.vllm.blocks import make_mover
 from tiercache.integrations.vllm.lookup import AnnouncedPrompts, LookupClient
 from tiercache.integrations.vllm.metadata import StepWork
@@ -63,13 +62,6 @@ class Engine(Scheduled):
     def close(self) -> None:
         self.client.close()
         self.worker.close()
-
-    @property
-    def claims(self) -> int:
-        """Chunks that are held for requests, when the cache's thread has done what it was told."""
-        claims = self.worker._lookups.claims
-        assert claims is not None
-        return int(self.on_loop(lambda: len(claims.leases)))
 
     def leases(self) -> int:
         return int(self.on_loop(lambda: sum(self.thread.cache.cpu.budget.held)))
@@ -129,11 +121,6 @@ class Engine(Scheduled):
             self.steps()
             assert self.until(lambda: self.worker.finished()[0])
 
-    def gives_up(self, request: Any) -> None:
-        """Before it is admitted."""
-        assert not self.side.finished(request, ((), ()))[0]
-        self.steps()
-
 
 @pytest.fixture
 def made(opened: Callable[..., Any]) -> Callable[..., Engine]:
@@ -143,11 +130,6 @@ def made(opened: Callable[..., Any]) -> Callable[..., Engine]:
 @pytest.fixture(params=["auto", "cpu"])
 def engine(request: pytest.FixtureRequest, made: Callable[..., Engine]) -> Engine:
     return made(device=request.param)
-
-
-@pytest.fixture
-def on_disk(made: Callable[..., Engine], tmp_path: Path) -> Engine:
-    return made(local_disk=str(tmp_path), max_local_disk_size=1.0)
 
 
 # Loading
@@ -160,7 +142,7 @@ def test_a_hit_fills_the_blocks_that_the_window_keeps_and_all_others(engine: Eng
     assert torch.equal(engine.content(30, 31, 32), window[:, 5:])
     assert torch.equal(engine.content(*range(40, 48)), full)
     assert torch.equal(engine.content(0), before), "the null block belongs to nobody"
-    assert engine.until(lambda: engine.claims == 0)
+    assert engine.until(lambda: engine.leases() == 0)
 
 
 def test_the_last_token_is_left_to_compute_and_windows_are_there_for_the_rest(made: Callable[..., Engine]) -> None:
@@ -179,7 +161,7 @@ def test_a_load_that_fails_begins_again_and_is_not_tried_again(engine: Engine) -
     engine.steps()
     assert engine.receives() == {"r"}
     assert engine.worker.take_bad_blocks() == set(), "vLLM takes no bad blocks where there are several groups"
-    assert engine.until(lambda: engine.claims == 0)
+    assert engine.until(lambda: engine.leases() == 0)
     request.num_computed_tokens = 0
     assert engine.admits(request, *COMPUTED) == (0, False)
     assert len(engine.steps((request, 132)).saves[0].transfers) == 8, "what was computed is stored anew"
@@ -200,78 +182,8 @@ def test_a_load_that_does_not_fill_the_blocks_of_the_engine_fails(
 def test_without_a_hot_cache_it_is_promised_as_it_was_found(made: Callable[..., Engine], tmp_path: Path) -> None:
     engine = made(local_cpu=False, local_disk=str(tmp_path), max_local_disk_size=1.0)
     window, _ = engine.computes_and_saves()
-    assert engine.worker._lookups.claims is None
     engine.loads(engine.arrives(132))
     assert torch.equal(engine.content(30, 31, 32), window[:, 5:])
-
-
-# Holding what is promised
-
-
-def test_what_is_promised_is_held_until_it_is_loaded(on_disk: Engine, tmp_path: Path) -> None:
-    engine = on_disk
-    window, _ = engine.computes_and_saves()
-    engine.only_on_disk()
-    request = engine.arrives(132)
-    assert engine.finds(request) == (128, True)
-    assert engine.claims == 6, "four chunks of the layers that see everything, and two of the window"
-    assert engine.leases() == 6
-    for path in tmp_path.glob("??/*"):
-        path.unlink()
-    engine.loads(request)
-    assert torch.equal(engine.content(30, 31, 32), window[:, 5:])
-    assert engine.until(lambda: engine.claims == 0 and engine.leases() == 0)
-
-
-def test_a_damaged_chunk_is_not_promised(on_disk: Engine, tmp_path: Path) -> None:
-    engine = on_disk
-    engine.computes_and_saves()
-    engine.only_on_disk()
-    (path,) = tmp_path.glob(f"??/{engine.keys(*chunks((0, 3)))[0].hex()}")
-    with path.open("r+b") as file:
-        file.seek(4096 + 100)
-        file.write(b"\xff\x00" * 8)
-    assert engine.finds(engine.arrives(132)) == (96, True)
-
-
-@pytest.mark.parametrize("how", ["aborted", "nothing to load", "asked again"])
-def test_a_request_that_does_not_load_lets_go(made: Callable[..., Engine], how: str) -> None:
-    engine = made()
-    engine.computes_and_saves()
-    request = engine.arrives(132)
-    assert engine.finds(request) == (128, True) and engine.claims == 6
-    if how == "nothing to load":
-        assert engine.admits(request, [0] * 5 + [6, 7, 8, 9], COMPUTED[1], computed=128) == (0, False)
-        engine.steps((request, 4))
-    else:
-        if how == "asked again":
-            engine.side.after_allocation(request, ((), ()), 0)
-            assert engine.finds(request) == (128, True) and engine.claims == 6
-        engine.gives_up(request)
-        assert not engine.side.has_news
-    assert engine.until(lambda: engine.claims == 0 and engine.leases() == 0)
-
-
-def test_two_requests_hold_the_same_chunks_and_the_last_lets_go(made: Callable[..., Engine]) -> None:
-    engine = made()
-    engine.computes_and_saves()
-    one, other = engine.arrives(132, "one"), engine.arrives(132, "other")
-    assert engine.finds(one) == engine.finds(other) == (128, True)
-    assert engine.claims == 6
-    engine.gives_up(one)
-    assert engine.claims == 6
-    engine.gives_up(other)
-    assert engine.until(lambda: engine.claims == 0)
-
-
-def test_more_than_may_be_held_is_promised_as_it_was_found(
-    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = made()
-    engine.computes_and_saves()
-    monkeypatch.setattr(lookup, "_MOST_OF_THE_HOT_CACHE", 3 / engine.thread.cache.cpu.budget.slots)
-    assert engine.finds(engine.arrives(132)) == (128, True)
-    assert engine.claims == 3
 
 
 # Saving

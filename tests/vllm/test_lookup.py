@@ -167,14 +167,10 @@ def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> N
     full = [(1, chunk) for chunk in range(4)]
     client = LookupClient(engine, 2, GROUPS)
     with (
-        GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3)) as first,
-        GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2)) as second,
+        GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3)),
+        GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2)),
     ):
-        assert answer_of(begun(client, NAMES, "r")).blocks == 4
-        assert [first.held(), second.held()] == [4, 4]
-        for worker in (first, second):
-            worker.server.release("r")
-            assert worker.held() == 0
+        assert answer_of(begun(client, NAMES)).blocks == 4
     client.close()
 
 

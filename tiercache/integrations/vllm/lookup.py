@@ -5,12 +5,9 @@ socket to each worker. With several workers the answer is the hit that all of th
 because each wake-up of another thread makes the scheduler's thread compete for Python's lock. What the scheduler lets go
 goes the same way, so that it comes after its question.
 
-`LookupServer` answers in a worker. `Claims` keep the promised chunks in the hot cache (or mapped) until they are loaded.
-With several groups a load that fails in part sends its request back to the first token, so a lookup promises only chunks
-that were read and verified. At most a part of the hot cache is held; chunks beyond it may have to be read again.
-
-A synchronous load must not fail at all, because other requests that share its blocks go on with them (see
-`SchedulerSide`). So a load is synchronous only if all of its chunks are held, and it reads from these leases.
+`LookupServer` answers in a worker. A synchronous load must not fail at all, because other requests that share its blocks
+go on with them (see `SchedulerSide`). So a load is synchronous only if all of its chunks were read, verified, and held in
+the hot cache (or mapped) by `Claims`, and it reads from these leases. At most a part of the hot cache is held.
 
 `AnnouncedPrompts` finds the chunks that a request for a prompt announced by its token ids will need.
 """
@@ -51,12 +48,10 @@ from tiercache.integrations.vllm.planning import (
     held_names,
     keys_of,
     names_of,
-    needed_chunks,
     window_chunks,
 )
 from tiercache.integrations.vllm.siblings import Siblings
 from tiercache.memory.slots import Lease
-from tiercache.tiers.base import Tier
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -185,9 +180,8 @@ class LookupServer:
         """Running lookups, by claim."""
         local[self._key] = self
         cache = thread.cache
-        # With several groups, every chunk must pass through the hot cache to be held.
-        useful = not cache.config.enable_async_loading if geometry.plain else not self._direct
-        self.claims = Claims(cache, geometry) if useful and cache.ahead.promotes else None
+        synchronous = geometry.plain and not cache.config.enable_async_loading
+        self.claims = Claims(cache) if synchronous and cache.ahead.promotes else None
         self._siblings = None
         if geometry.plain and geometry.blocks_per_chunk > 1:
             most = min(_MOST_SIBLINGS, 2 * cache.cpu.pool.count)
@@ -208,12 +202,6 @@ class LookupServer:
             logger.warning("a lookup failed: %r", error)
             return Match(failed=True)
 
-    @property
-    def _direct(self) -> list[Tier]:
-        """Return the tiers that read directly into the device."""
-        cache = self.thread.cache
-        return [tier for tier in cache.tiers if tier.serves_device] if cache.parts.on_device is not None else []
-
     async def _find(self, names: Sequence[bytes], claim: str, *, again: bool) -> Match:
         cache, geometry, claims = self.thread.cache, self._geometry, self.claims
         until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
@@ -224,12 +212,11 @@ class LookupServer:
                 cache.parts.advisor.asked_partial(found, (len(names) - whole) * geometry.block_tokens)
         if self._siblings is not None:
             await self._add_sibling(self._siblings, names, match, found)
-        if claims is not None and not geometry.plain:
-            return await claims.claim(claim, names, match, until_s) if match.blocks else match
-        direct = self._direct
+        # What a tier reads directly into the device does not pass through the hot cache.
+        direct = [tier for tier in cache.tiers if tier.serves_device] if cache.parts.on_device is not None else []
         for_host = [key for key in found if not any(tier.contains(key) for tier in direct)]
         if claims is not None and found and len(for_host) == len(found):
-            held = await claims.claim_prefix(claim, found, until_s)
+            held = await claims.claim(claim, found, until_s)
             if held is not None:
                 if held < len(found):
                     match = match.shortened(held * geometry.blocks_per_chunk, geometry)
@@ -527,10 +514,9 @@ class _Claim:
 class Claims:
     """Leases on chunks for the requests that looked them up. Call all methods on the cache's event loop."""
 
-    def __init__(self, cache: TierCache, geometry: BlockGeometry) -> None:
+    def __init__(self, cache: TierCache) -> None:
         self._cache = cache
         self._reader = cache.parts.reader
-        self._geometry = geometry
         self._claims: dict[str, _Claim] = {}
         self._times: dict[ChunkKey, int] = {}
         """The number of claims on each chunk."""
@@ -540,7 +526,7 @@ class Claims:
     def _most(self) -> int:
         return int(self._cache.cpu.budget.slots * _MOST_OF_THE_HOT_CACHE)
 
-    async def claim_prefix(self, name: str, keys: Sequence[ChunkKey], until_s: float) -> int | None:
+    async def claim(self, name: str, keys: Sequence[ChunkKey], until_s: float) -> int | None:
         """Bring consecutive chunks into the hot cache and hold them for the request. Return how many of the first are held.
 
         That is not all of them if a chunk cannot be read, or if computing has become quicker than waiting. Returns None and
@@ -562,31 +548,10 @@ class Claims:
         if len(taken) < len(keys) and (self._reader.has_at_hand(keys[len(taken)]) or loop.time() >= until_s):
             self._let_go(taken)
             return None
-        self._remember(name, taken)
+        if taken:
+            expiry = loop.call_later(_LONGEST_S, self.release, name)
+            self._claims[name] = _Claim(taken, expiry)
         return len(taken)
-
-    async def claim(self, name: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
-        """Bring the chunks of `match` into the hot cache and hold them for the request. Return the match that is there.
-
-        Chunks that are not there by `until_s` (a loop time) shorten the match. Holds nothing if cancelled.
-        """
-        self.release(name)
-        geometry = self._geometry
-        search = HitSearch(match.blocks // geometry.blocks_per_chunk, geometry)
-        taken: list[ChunkKey] = []
-        try:
-            while search.question:
-                keys = keys_of(self._cache.namespace, names_of(search.question, names, geometry), geometry)
-                search.answer(await self._take(keys, taken, until_s))
-        except BaseException:
-            self._let_go(taken)
-            raise
-        needed = set(
-            keys_of(self._cache.namespace, names_of(needed_chunks(search.chunks, geometry), names, geometry), geometry)
-        )
-        self._let_go([key for key in taken if key not in needed])
-        self._remember(name, [key for key in taken if key in needed])
-        return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
 
     def release(self, name: str) -> None:
         """Release the chunks held under this name."""
@@ -598,29 +563,6 @@ class Claims:
     def close(self) -> None:
         for name in list(self._claims):
             self.release(name)
-
-    def _remember(self, name: str, taken: list[ChunkKey]) -> None:
-        if taken:
-            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self.release, name)
-            self._claims[name] = _Claim(taken, expiry)
-
-    async def _take(self, keys: Sequence[ChunkKey], taken: list[ChunkKey], until_s: float) -> int:
-        """Return how many of the first `keys` may be promised. Add the keys now held to `taken`."""
-        room = max(0, self._most - len(self.leases))
-        new = [key for key in keys if key not in self.leases][:room]
-        left_s = until_s - asyncio.get_running_loop().time()
-        await self._cache.warm(new, deadline_s=max(0.0, left_s))
-        tried = set(new)
-        had = set(taken)
-        for position, key in enumerate(keys):
-            if key in had:
-                continue
-            if self._hold(key):
-                had.add(key)
-                taken.append(key)
-            elif key in tried and not self._reader.has_at_hand(key):
-                return position
-        return len(keys)
 
     def _hold(self, key: ChunkKey) -> bool:
         lease = self.leases.get(key)

@@ -28,10 +28,10 @@ CHUNK_BYTES = 4096
 
 
 class Worker(Cached):
-    def __init__(self, ranks: dict[str, int] | None = None, **settings: Any) -> None:
-        layout = Layout("m", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16, **(ranks or {}))
+    def __init__(self, **settings: Any) -> None:
+        layout = Layout("m", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
         self.thread = CacheThread(Config(max_local_cpu_size=0.01, **settings), layout)
-        self.residency = Residency(self.thread, layout, BlockGeometry(1, 1))
+        self.residency = Residency(self.thread, BlockGeometry(1, 1))
 
     def close(self) -> None:
         self.thread.close(5.0)
@@ -50,7 +50,7 @@ class Worker(Cached):
     def says(self) -> set[tuple[bytes, str, bool]]:
         self.on_loop(lambda: None)
         report = self.residency.take(is_storing=False)
-        return {change[:3] for change in report.changes} if report is not None else set()
+        return {tuple(change) for change in report.changes} if report is not None else set()
 
 
 @pytest.fixture
@@ -86,17 +86,6 @@ def test_a_hot_cache_that_keeps_nothing_is_no_place_for_chunks(made: Callable[..
     assert worker.says() == {(NAMES[0], "disk", True)}
 
 
-def test_a_change_says_whose_part_it_is(made: Callable[..., Worker]) -> None:
-    worker = made({"rank": 2, "world_size": 4, "replicas": 2})
-    name = next(name for name in NAMES[:2] if worker.thread.cache.layout.keeps(worker.keys(name)[0]))
-    worker.watches(name)
-    worker.stores(name)
-    worker.on_loop(lambda: None)
-    report = worker.residency.take(is_storing=False)
-    assert report is not None and report.rank == 2
-    assert set(report.changes) == {Change(name, "cpu", True, 2, 2, 4), Change(name, "disk", True, 2, 1, 2)}
-
-
 def test_a_worker_says_when_more_may_follow_and_when_no_more(made: Callable[..., Worker]) -> None:
     worker = made()
     assert worker.residency.take(is_storing=False) is None
@@ -130,8 +119,8 @@ def removed(medium: str, hashes: list[bytes]) -> BlockRemoved:
     return BlockRemoved(hashes, medium=medium, group_idx=0, locality="LOCAL")
 
 
-def change(path: tuple[int, ...], tier: str, there: bool, rank: int = 0, part: int = 0, parts: int = 1) -> Change:
-    return Change(block(*path), tier, there, rank, part, parts)
+def change(path: tuple[int, ...], tier: str, there: bool) -> Change:
+    return Change(block(*path), tier, there)
 
 
 FIRST, SECOND, THIRD = (1, 2), (1, 2, 3, 4), (9, 9)
@@ -165,17 +154,6 @@ def test_removals_of_one_medium_are_told_together() -> None:
     (removed,) = announced.take()
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == [block(1, 2, 3), block(1, 2, 3, 4), block(1), block(1, 2)]
-
-
-def test_every_rank_has_to_have_its_part_and_of_those_with_the_same_part_one_is_enough() -> None:
-    announced = knowing(FIRST)
-    assert kinds(announced, change(FIRST, "cpu", True, rank=1, part=1, parts=2)) == []
-    assert kinds(announced, change(FIRST, "cpu", True, rank=0, part=0, parts=2)) == [BlockStored]
-    assert kinds(announced, change(FIRST, "cpu", False, rank=1, part=1, parts=2)) == [BlockRemoved]
-    assert kinds(announced, change(FIRST, "cpu", False, rank=0, part=0, parts=2)) == []
-    assert kinds(announced, change(FIRST, "disk", True, rank=0), change(FIRST, "disk", True, rank=1)) == [BlockStored]
-    assert kinds(announced, change(FIRST, "disk", False, rank=0)) == []
-    assert kinds(announced, change(FIRST, "disk", False, rank=1)) == [BlockRemoved]
 
 
 def test_workers_watch_what_is_known_and_no_more(few: None) -> None:

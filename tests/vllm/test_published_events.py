@@ -185,14 +185,14 @@ def test_groups_of_layers_that_see_every_token_are_published(
     assert {block: gpu[block] for block in cpu} == cpu
 
 
-def test_what_every_rank_has_is_published_once_and_what_one_has_lost_is_taken_back(
+def test_what_the_ranks_have_is_published_once_and_what_the_first_has_lost_is_taken_back(
     tmp_path: Path, subscriber: Subscriber, imported: None
 ) -> None:
     engine = ranks_of(tiny_model(tmp_path / "model", "llama"), settings_of(tmp_path, **NO_TAILS))
-    steps = [GENERATE, ["on_workers", "flush"], HI_IN_TOKENS, ["now"], ["on_workers", "lose_tail", 1], HI_IN_TOKENS]
+    steps = [GENERATE, ["on_workers", "flush"], HI_IN_TOKENS, ["now"], ["on_workers", "lose_tail", 0], HI_IN_TOKENS]
     (_, _, _, stored_s, kept, _), _ = drive(engine | {"kv_events_config": subscriber.config}, steps)
     chunks = PROMPT_TOKENS // CHUNK_TOKENS
-    assert kept == [chunks, chunks - 1]
+    assert kept == [chunks - 1, chunks]
     now = there(subscriber.until(stored_s))
     assert len(now["CPU"]) == len(now["STORAGE"]) == chunks * CHUNK_TOKENS // BLOCK_TOKENS
     now = there(subscriber.until())

@@ -1,9 +1,9 @@
 """KV events: tell routers which blocks of the engine our tiers hold.
 
-The workers report which chunks come and go in which tier (`Residency`, `Change`). The scheduler's half knows the blocks
-of a chunk (`KnownChunk`) from the request that stored or loaded it. `AnnouncedBlocks` combines both into as few events as
-a router needs: a block is announced as stored in a medium when the first chunk that contains it is there on all ranks, and
-as removed when the last such chunk is gone.
+The worker of rank 0 reports which chunks come and go in which tier (`Residency`, `Change`), and stands for the other ranks,
+which store and evict alike. The scheduler's half knows the blocks of a chunk (`KnownChunk`) from the request that stored or
+loaded it. `AnnouncedBlocks` combines both into as few events as a router needs: a block is announced as stored in a medium
+when the first chunk that contains it is there, and as removed when the last such chunk is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
-from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.logs import survives
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, keys_of, suffix_of
 from tiercache.tiers.base import Tier
@@ -46,21 +45,16 @@ _LOCALITY = "LOCAL"
 
 
 class Change(NamedTuple):
-    """A chunk has come to a tier of a rank, or has gone from it."""
+    """A chunk has come to a tier, or has gone from it."""
 
     name: bytes
     tier: str
     there: bool
-    rank: int
-    part: int
-    """Index of the part that the rank has there, of the chunk's `parts`. Ranks that share a tier may have the same part."""
-    parts: int
 
 
 class Report(NamedTuple):
-    """The changes that one worker reports with a step."""
+    """The changes that the worker reports with a step."""
 
-    rank: int
     changes: list[Change]
     is_busy: bool
     """More changes may follow soon without a request, since chunks are being written."""
@@ -83,8 +77,8 @@ class KnownChunk:
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] = ()
     """Inputs of vLLM's hash of each block besides its tokens: images, cache salt, adapter. Empty if no block has any."""
-    ranks: dict[str, dict[int, int]] = field(default_factory=dict)
-    """The part that each rank has, by tier and rank."""
+    tiers: set[str] = field(default_factory=set)
+    """The tiers that have it."""
     media: set[str] = field(default_factory=set)
     """The media in which the chunk is announced."""
 
@@ -143,14 +137,8 @@ class AnnouncedBlocks:
             chunk = self._chunks.get(change.name)
             if chunk is None:
                 continue
-            ranks = chunk.ranks.setdefault(change.tier, {})
-            if change.there:
-                ranks[change.rank] = change.part
-            else:
-                ranks.pop(change.rank, None)
-                if not ranks:
-                    del chunk.ranks[change.tier]
-            self._settle(change.name, chunk, MEDIA[change.tier], change.parts)
+            (chunk.tiers.add if change.there else chunk.tiers.discard)(change.tier)
+            self._settle(change.name, chunk, MEDIA[change.tier])
 
     def forget_everything(self) -> None:
         """Forget all chunks and announce them as removed, since no request finds them any more."""
@@ -167,9 +155,9 @@ class AnnouncedBlocks:
         events, self._events = self._events, []
         return events
 
-    def _settle(self, name: bytes, chunk: KnownChunk, medium: str, parts: int) -> None:
-        """Announce a chunk that came or went. `parts` fits every tier of the medium: all file tiers have the same parts."""
-        there = any(MEDIA[tier] == medium and len(set(ranks.values())) == parts for tier, ranks in chunk.ranks.items())
+    def _settle(self, name: bytes, chunk: KnownChunk, medium: str) -> None:
+        """Announce a chunk that came or went."""
+        there = any(MEDIA[tier] == medium for tier in chunk.tiers)
         if there and medium not in chunk.media:
             shared = self._shared(name, chunk, medium)
             chunk.media.add(medium)
@@ -225,8 +213,8 @@ class KvEvents:
         self.announced = AnnouncedBlocks()
         self._geometry = geometry
         self._hash_tokens = hash_tokens
-        self._busy: set[int] = set()
-        """Ranks that may soon report more changes."""
+        self._is_busy = False
+        """The worker may soon report more changes."""
         self._reported_s = 0.0
 
     @property
@@ -236,13 +224,12 @@ class KvEvents:
         Events go out with steps, so changes after the last one would wait for the next request. False some time after the
         last report, in case a tier hangs.
         """
-        return bool(self._busy) and time.monotonic() - self._reported_s < _LINGER_S
+        return self._is_busy and time.monotonic() - self._reported_s < _LINGER_S
 
-    def reported(self, reports: Sequence[Report]) -> None:
+    def reported(self, report: Report) -> None:
         self._reported_s = time.monotonic()
-        for report in reports:
-            self.announced.changed(report.changes)
-            (self._busy.add if report.is_busy else self._busy.discard)(report.rank)
+        self.announced.changed(report.changes)
+        self._is_busy = report.is_busy
 
     @survives(lambda: None)
     def moves(self, request: Request, names: Sequence[bytes], first: int, transfers: Sequence[BlockTransfer]) -> None:
@@ -387,11 +374,10 @@ def local_tiers(cache: TierCache) -> list[Tier]:
 class Residency:
     """The worker's half of KV events: reports in which tiers of this rank the watched chunks are."""
 
-    def __init__(self, thread: CacheThread, layout: Layout, geometry: BlockGeometry) -> None:
+    def __init__(self, thread: CacheThread, geometry: BlockGeometry) -> None:
         cache = thread.cache
         self._namespace = cache.namespace
         self._geometry = geometry
-        self._layout = layout
         self._chunks = ChunkWatch(thread, lambda tier: tier.name)
         self._writers = [writer for writer in cache.parts.fan_out.writers if writer.tier in local_tiers(cache)]
         self._was_busy = False
@@ -414,11 +400,5 @@ class Residency:
         if not self._chunks.has_news and is_busy == self._was_busy:
             return None
         self._was_busy = is_busy
-        layout = self._layout
-        own = layout.rank, layout.world_size
-        shared = own if layout.parts else (layout.shard, layout.shards)
-        changes = [
-            Change(name, tier, there, layout.rank, *(own if tier == "cpu" else shared))
-            for (name, tier), there in self._chunks.take().items()
-        ]
-        return Report(layout.rank, changes, is_busy or self._chunks.has_news)
+        changes = [Change(name, tier, there) for (name, tier), there in self._chunks.take().items()]
+        return Report(changes, is_busy or self._chunks.has_news)

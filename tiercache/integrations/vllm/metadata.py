@@ -66,11 +66,12 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The number of `Save`s of each request, summed over workers."""
     loads: set[str]
     """Requests whose synchronous load has ended or failed. Every worker ends it in the same step."""
-    residency: list[Report] = field(default_factory=list)
+    residency: Report | None = None
+    """The report of rank 0."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
         saves = dict(self.saves)
         for request_id, count in other.saves.items():
             saves[request_id] = saves.get(request_id, 0) + count
-        return StepReport(saves, self.loads | other.loads, self.residency + other.residency)
+        return StepReport(saves, self.loads | other.loads, self.residency or other.residency)

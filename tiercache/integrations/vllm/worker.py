@@ -75,7 +75,7 @@ class WorkerSide:
         *,
         kv_events: bool = False,
     ) -> None:
-        """Open the cache. With `kv_events` the tiers of chunks are reported for routers."""
+        """Open the cache. With `kv_events` rank 0 reports the tiers of chunks for routers."""
         self.config = config
         self.geometry = geometry
         self.mover = mover
@@ -89,7 +89,7 @@ class WorkerSide:
             self.thread.close(0.0)
             raise
         self.figures = WorkerFigures(self.thread, f"{engine}/{layout.rank}")
-        self.residency = Residency(self.thread, layout, geometry) if kv_events else None
+        self.residency = Residency(self.thread, geometry) if kv_events and layout.rank == 0 else None
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
         self._turns = SessionTurns(self.thread, lambda names: keys_of(self._namespace, names, geometry))
@@ -183,7 +183,7 @@ class WorkerSide:
         residency = self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
         if not self._saves_ended and not self._loads_ended and residency is None:
             return None
-        progress = StepReport(dict(self._saves_ended), self._loads_ended, [residency] if residency else [])
+        progress = StepReport(dict(self._saves_ended), self._loads_ended, residency)
         self._saves_ended, self._loads_ended = Counter(), set()
         return progress
 

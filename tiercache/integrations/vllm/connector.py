@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -259,15 +257,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         events = self._scheduler.kv_events
         return self._scheduler.has_news or (events is not None and events.wants_step)
 
-    @survives(dict)
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Return tokens by the tier that had their chunks at the lookup. Tokens of the first tiers count first."""
-        assert self._scheduler is not None
-        sources: Counter[CacheHitSource] = Counter()
-        for tier, tokens in self._scheduler.tokens_by_tier(request, num_external_tokens).items():
-            sources[_source_of(tier)] += tokens
-        return dict(+sources)
-
     # Figures
 
     @survives(lambda: None)
@@ -309,15 +298,6 @@ def _saves_tails(config: Config, role: str) -> bool | None:
     """Return `save_unfull_chunk`; unset means False where no later request of this engine would find a tail."""
     unset = config.save_unfull_chunk is None
     return False if unset and (role != "kv_both" or not config.local_cpu) else config.save_unfull_chunk
-
-
-def _source_of(tier: str) -> CacheHitSource:
-    """Return vLLM's name for the source of a hit in `tier`. Only vLLM 0.32 and later have such names, and ask."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    if tier in ("cpu", "shared_memory"):
-        return CacheHitSource.HOST
-    return CacheHitSource.DISK if tier in ("disk", "gds", "weka") else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 # Inside a MultiConnector, vLLM looks up the class of the figures by its name alone.

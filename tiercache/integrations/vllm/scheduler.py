@@ -332,12 +332,6 @@ class SchedulerSide:
             if block != NULL_BLOCK
         )
 
-    def tokens_by_tier(self, request: Request, tokens: int) -> dict[str, int]:
-        """Return how many of the first `tokens` found tokens each tier has. Tokens are taken from the first tiers first."""
-        tracked = self._requests.get(request.request_id)
-        match = tracked.match if tracked is not None else None
-        return match.shortened(tokens // self.geometry.block_tokens, self.geometry).tokens_by_tier if match else {}
-
     # Saving
 
     def step_work(self, output: SchedulerOutput) -> StepWork:

@@ -1,4 +1,4 @@
-"""Values that are no chunks: they are told apart, and removed from the server."""
+"""Values that are no chunks: they are told apart, and removed from the server without anything that was stored meanwhile."""
 
 from __future__ import annotations
 
@@ -67,35 +67,47 @@ class Stepped(RemoteTier):
         return True
 
 
-async def test_a_bad_value_is_removed_and_the_chunk_can_be_stored_anew() -> None:
+@pytest.mark.parametrize("write_ends", ["before the read", "after the read"])
+async def test_what_is_stored_while_it_is_read_stays(write_ends: str) -> None:
     async with contextlib.aclosing(Stepped()) as tier:
         await tier.open()
         read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
-        for step in ("get", "get", "delete"):
-            (await tier.next(step)).set()
+        (await tier.next("get")).set()
+        second = await tier.next("get")
+        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        put = await tier.next("put")
+        if write_ends == "before the read":
+            put.set()
+            assert await write
+        second.set()
         with pytest.raises(CorruptChunk):
             await read
-        assert tier.value is None and await tier.probe([KEY]) == 0
+        put.set()
+        assert await write
+        assert tier.requests.empty(), "no removal"
+        assert tier.contains(KEY) and tier.value is not None
+        assert await tier.probe([KEY]) == 1
+
+
+async def test_a_put_beside_a_removal_is_declined_and_a_second_one_stored() -> None:
+    async with contextlib.aclosing(Stepped()) as tier:
+        await tier.open()
+        reads = [asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8))) for _ in range(2)]
+        for _ in range(4):
+            (await tier.next("get")).set()
+        removal = await tier.next("delete")
+        await asyncio.wait([reads[1]], timeout=60)
+        assert tier.requests.empty(), "no second removal"
+        assert not await tier.write(KEY, PADDED, 5000)
+        removal.set()
+        for read in reads:
+            with pytest.raises(CorruptChunk):
+                await read
+        assert await tier.probe([KEY]) == 0
         write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
         (await tier.next("put")).set()
         assert await write
         assert tier.contains(KEY)
-
-
-async def test_a_chunk_that_is_stored_during_the_removal_of_a_bad_value_is_not_taken_for_known() -> None:
-    async with contextlib.aclosing(Stepped()) as tier:
-        await tier.open()
-        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
-        for _ in range(2):
-            (await tier.next("get")).set()
-        removal = await tier.next("delete")
-        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
-        (await tier.next("put")).set()
-        assert await write
-        removal.set()
-        with pytest.raises(CorruptChunk):
-            await read
-        assert not tier.contains(KEY)
 
 
 class SteppedLookups(Stepped):

@@ -111,6 +111,8 @@ class RemoteTier(Tier):
         """Keys that this process recently saw on the server."""
         self._bad = RememberedKeys(_BAD_KEYS, _REMEMBERED_S)
         """Keys whose value recently failed verification; lookups do not report them."""
+        self._writing: set[ChunkKey] = set()
+        self._removing_bad: set[ChunkKey] = set()
         self._removed = Tombstones()
         """Removals, since a lookup or a read in flight may have found the value before."""
         self._operations: set[asyncio.Future[Any]] = set()
@@ -236,8 +238,11 @@ class RemoteTier(Tier):
             length = await self._get_with_retry(key, into)
         except CorruptChunk as error:
             self.counters.corrupt += 1
-            if self.writes and not isinstance(error, NotOurs):
-                await self._remove_bad(key)
+            # A write that has ended since the first attempt has discarded the key: the value is a new one.
+            if key not in self._writing and self._bad.discard(key):
+                self._bad.add(key, time.monotonic())
+                if self.writes and not isinstance(error, NotOurs):
+                    await self._remove_bad(key)
             raise
         self._bad.discard(key)
         if length is None:
@@ -254,11 +259,16 @@ class RemoteTier(Tier):
         self._check_open()
         if self.contains(key):
             return True
+        if key in self._removing_bad:  # the server might execute the two requests in any order
+            return False
+        self._writing.add(key)
         try:
             stored = await self._finish(self._put(key, payload[:payload_bytes]))
         except BaseException:
             self.counters.write_failures += 1
             raise
+        finally:
+            self._writing.discard(key)
         if stored:
             self._bad.discard(key)
             self.counters.writes += 1
@@ -294,16 +304,16 @@ class RemoteTier(Tier):
         return await self._finish(self._get(key, into))
 
     async def _remove_bad(self, key: ChunkKey) -> None:
-        """Delete a value that failed verification. A failure is only logged: it does not mean that reads fail.
-
-        A value that is stored meanwhile may be deleted in its place.
-        """
+        """Delete a value that failed verification. A failure is only logged: it does not mean that reads fail."""
+        if key in self._removing_bad:
+            return
+        self._removing_bad.add(key)
         try:
             await self._finish(self._delete(key))
         except (TierUnavailable, TierFull, OSError) as error:
             logger.info("%s: a bad value stays for now: %s", self.name, error)
         finally:
-            self.known.discard(key)
+            self._removing_bad.discard(key)
 
     def _check_open(self) -> None:
         if not self._open:

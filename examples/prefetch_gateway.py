@@ -136,7 +136,7 @@ def push_out(server: Server, others: list[str], place: Path) -> None:
     for message in others:
         server.forget_prefix_cache()
         ask(server, message, 2)
-    for path in (place / "kv").glob("??/*"):
+    for path in (place / "kv").glob("tiercache-chunks/??/*"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

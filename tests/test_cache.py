@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tests.tiers.others import running
 from tests.tiers.test_disk_healing import HOLDER
 from tiercache import Config, ConfigError, Layout, TierCache
@@ -478,7 +479,7 @@ async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(
         assert (await cache.flush()).complete
         file = Path(disk.path(key(1)))  # type: ignore[attr-defined]
         assert file.exists()
-        async with running("-c", HOLDER, tmp_path / ".tiercache" / "ledger"):
+        async with running("-c", HOLDER, chunks_of(tmp_path) / ".tiercache" / "ledger"):
             began_s = loop.time()
             await cache.forget([key(1)])
             assert loop.time() - began_s < 5.0

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tiercache import Config, ConfigError, Layout, TierCache
 from tiercache.tiers.files.tier import FileTier
 
@@ -35,7 +36,7 @@ def payload_of(number: int) -> np.ndarray:
 
 
 def lists(place: Path) -> list[Path]:
-    return sorted((place / ".tiercache").glob("recent-*"))
+    return sorted((chunks_of(place) / ".tiercache").glob("recent-*"))
 
 
 async def until_hot(cache: TierCache, keys: list[bytes]) -> None:

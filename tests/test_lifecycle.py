@@ -281,7 +281,7 @@ def test_start_that_nobody_runs_any_more_does_not_wait(tmp_path: Path) -> None:
         "async def main():\n"
         "    starting = TierCache(configured(Path(sys.argv[1])), LAYOUT).start()\n"
         "    waits_for = starting.send(None)\n"
-        "    while not Path(sys.argv[1], 'tiercache.json').exists():\n"
+        "    while not Path(sys.argv[1], 'tiercache-chunks', 'tiercache.json').exists():\n"
         "        if waits_for.done():\n"
         "            waits_for = starting.send(None)\n"
         "        await asyncio.sleep(0)\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, opened, payload
 from tests.test_tenants import chunks_on_disk, held, keys_of, on_disk, put
 from tiercache import Config, Lease, TierCache
@@ -155,13 +156,13 @@ async def test_a_smaller_disk_is_evicted_to_its_cap_by_both_processes_that_use_i
         await other.parts.tiers[0].refreshed()  # type: ignore[attr-defined]
         smaller = {"max_local_disk_size": chunks_on_disk(30)}
         await asyncio.gather(cache.reconfigure(smaller), other.reconfigure(smaller))
-        while sum(1 for _ in tmp_path.glob("[0-9a-f][0-9a-f]/*")) > 30:
+        while sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) > 30:
             await asyncio.sleep(0.01)
         cache.clear_hot()
         assert 15 <= await found(cache, keys) <= 30, "neither evicts what the other has evicted already"
         await fill(other, 32)
         assert (await other.flush()).complete
-        assert sum(1 for _ in tmp_path.glob("[0-9a-f][0-9a-f]/*")) <= 30
+        assert sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) <= 30
         await asyncio.gather(
             *(each.reconfigure({"max_local_disk_size": chunks_on_disk(300)}) for each in (cache, other))
         )
@@ -175,11 +176,11 @@ async def test_a_smaller_disk_has_a_smaller_quarantine(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         keys = await fill(cache, 8)
         assert (await cache.flush()).complete
-        for file in tmp_path.glob("[0-9a-f][0-9a-f]/*"):
+        for file in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*"):
             os.truncate(file, 4096)
         cache.clear_hot()
         assert await found(cache, keys) == 0
-        quarantine = tmp_path / "quarantine"
+        quarantine = chunks_of(tmp_path) / "quarantine"
         assert len(list(quarantine.iterdir())) == 8
         await cache.reconfigure({"max_local_disk_size": chunks_on_disk(1)})
         while len(list(quarantine.iterdir())) > 4:  # a quarter of the cap
@@ -223,7 +224,7 @@ async def test_a_detached_tier_is_neither_read_nor_written_and_has_its_chunks_ag
     async with opened(tmp_path) as cache:
         keys = await fill(cache, 10)
         await cache.detach("disk")
-        assert sum(1 for _ in tmp_path.glob("[0-9a-f][0-9a-f]/*")) == 10, "what was queued is written"
+        assert sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) == 10, "what was queued is written"
         cache.clear_hot()
         assert await found(cache, keys) == 0
         assert (await cache.lookup_keys(keys)).chunks == 0 and not any(await cache.lookup_each(keys))
@@ -279,7 +280,7 @@ async def test_chunks_forgotten_while_a_tier_is_detached_leave_it_when_it_is_att
             await cache.forget(keys[:2])
         await cache.attach("disk")
         assert await found(cache, keys[:2]) == 0
-        while sum(1 for _ in tmp_path.glob("[0-9a-f][0-9a-f]/*")) > 2:
+        while sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) > 2:
             await asyncio.sleep(0.05)
         cache.clear_hot()
         assert await found(cache, keys) == 2
@@ -416,7 +417,7 @@ async def test_shared_memory_is_resized_detached_and_attached(in_memory: Path) -
         await cache.forget(keys[:1])
         assert cache.lookup_hot(keys) == 0 and not cache.ahead.pinned
         await cache.reconfigure({"max_shared_memory_size": chunks_on_disk(10)})
-        while sum(1 for _ in in_memory.glob("[0-9a-f][0-9a-f]/*")) > 10:
+        while sum(1 for _ in chunks_of(in_memory).glob("[0-9a-f][0-9a-f]/*")) > 10:
             await asyncio.sleep(0.01)
         with pytest.raises(ConfigError, match="max_shared_memory_size: .* less than the"):
             await cache.reconfigure({"max_shared_memory_size": 1e9})
@@ -427,13 +428,13 @@ async def test_a_tier_that_cannot_be_opened_stays_detached(tmp_path: Path) -> No
     async with opened(directory) as cache:
         keys = await fill(cache, 2)
         await cache.detach("disk")
-        (directory / "tiercache.json").rename(tmp_path / "aside")
-        (directory / "tiercache.json").write_text("{}")
+        (chunks_of(directory) / "tiercache.json").rename(tmp_path / "aside")
+        (chunks_of(directory) / "tiercache.json").write_text("{}")
         with pytest.raises(ConfigError):
             await cache.attach("disk")
         cache.clear_hot()
         assert await found(cache, keys) == 0
-        (tmp_path / "aside").rename(directory / "tiercache.json")
+        (tmp_path / "aside").rename(chunks_of(directory) / "tiercache.json")
         await cache.attach("disk")
         assert await found(cache, keys) == 2
         with pytest.raises(ConfigError, match="cpu: there is no such tier below the hot cache; expected one of: disk"):

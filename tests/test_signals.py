@@ -69,7 +69,7 @@ def test_a_benchmark_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tiercache", "bench", "--only", "disk", "--directory", str(data)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         until_s = time.monotonic() + 60
-        while not list(data.glob("*/*/??/*")):
+        while not list(data.glob("*/*/tiercache-chunks/??/*")):
             assert process.poll() is None and time.monotonic() < until_s
             time.sleep(0.01)
         process.terminate()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.chunks import chunks_of
 from tests.scheduler.conftest import release
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, payload
 from tiercache import Lease, TierCache
@@ -66,7 +67,7 @@ def held(cache: TierCache, tier: str, salt: str) -> tuple[int, int]:
 
 def on_disk(directory: Path, salt: str) -> int:
     """Chunks of a tenant, by their names."""
-    return sum(name.name.endswith(tenant_tag(salt).hex()) for name in directory.glob("[0-9a-f][0-9a-f]/*"))
+    return sum(name.name.endswith(tenant_tag(salt).hex()) for name in chunks_of(directory).glob("[0-9a-f][0-9a-f]/*"))
 
 
 async def hold(cache: TierCache, keys: Sequence[bytes]) -> list[Lease]:

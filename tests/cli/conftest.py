@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tiercache import Config, Layout, TierCache
 
 LAYOUT = Layout("cli", chunk_tokens=64, bytes_per_token=1024)
@@ -23,7 +24,7 @@ def config_for(directory: Path) -> Config:
 
 
 def chunk_paths(directory: Path) -> list[Path]:
-    return sorted(directory.glob("??/*"))
+    return sorted(chunks_of(directory).glob("??/*"))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tests.cli.conftest import LAYOUT, chunk_paths, config_for, tiercache
 from tests.tiers.test_disk import flip
 from tiercache import Config, Layout, TierCache
@@ -183,9 +184,7 @@ def test_a_corrupt_payload_is_left_out(exported: Path, tmp_path: Path) -> None:
     ],
     ids=["magic", "key", "layout", "large", "absurd"],
 )
-def test_behind_a_damaged_or_foreign_header_the_import_goes_on(
-    exported: Path, tmp_path: Path, content: bytes
-) -> None:
+def test_behind_a_damaged_or_foreign_header_the_import_goes_on(exported: Path, tmp_path: Path, content: bytes) -> None:
     changed(exported, 3 * FILE_BYTES, content)
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 100, "--json")
     found = json.loads(run.stdout)
@@ -325,8 +324,8 @@ def test_an_export_replaces_no_file_and_leaves_none_behind(directory: Path, tmp_
     (tmp_path / "there").write_text("mine")
     assert tiercache("export", directory, "-o", tmp_path / "there").returncode == 2
     assert (tmp_path / "there").read_text() == "mine"
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "tiercache.json").write_text("{}")
+    chunks_of(tmp_path / "empty").mkdir(parents=True)
+    (chunks_of(tmp_path / "empty") / "tiercache.json").write_text("{}")
     run = tiercache("export", tmp_path / "empty", "-o", tmp_path / "none")
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert not (tmp_path / "none").exists()
@@ -345,7 +344,7 @@ def test_an_import_stops_at_the_cap(exported: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_where_chunks_are_not_counted(directory: Path, exported: Path, tmp_path: Path) -> None:
-    ledger = directory / ".tiercache" / "ledger"
+    ledger = chunks_of(directory) / ".tiercache" / "ledger"
     ledger.unlink()
     chunk_paths(directory)[0].unlink()
     run = tiercache("import", exported, directory, "--max-size", 0.1)

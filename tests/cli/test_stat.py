@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.cli.conftest import LAYOUT, chunk_paths, tiercache
 from tiercache.commands.stat import survey
 
@@ -20,7 +21,7 @@ def test_chunks_are_counted_by_layout(directory: Path) -> None:
 
 
 def test_a_missing_ledger_is_said_and_not_made(directory: Path) -> None:
-    ledger = directory / ".tiercache" / "ledger"
+    ledger = chunks_of(directory) / ".tiercache" / "ledger"
     ledger.unlink()
     assert survey(directory)["ledger_bytes"] is None
     assert not ledger.exists()
@@ -31,8 +32,8 @@ def test_what_is_no_chunk_is_counted_apart(directory: Path) -> None:
     first.write_bytes(b"")
     second.write_bytes(second.read_bytes()[:-4096])
     (first.parent / "README").write_text("not ours")
-    (directory / ".tiercache" / "tmp").mkdir(exist_ok=True)
-    (directory / ".tiercache" / "tmp" / "someone.7").write_bytes(bytes(8192))
+    (chunks_of(directory) / ".tiercache" / "tmp").mkdir(exist_ok=True)
+    (chunks_of(directory) / ".tiercache" / "tmp" / "someone.7").write_bytes(bytes(8192))
     (first.parent / f"{'a' * 32}.7").write_bytes(bytes(8192))
     before = survey(directory)["counted_bytes"]
     (directory / next(name for name in ("fe", "fd") if not (directory / name).exists())).write_bytes(bytes(8192))

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tests.cli.conftest import LAYOUT, chunk_paths, config_for, tiercache
 from tests.tiers.test_disk import flip
 from tiercache import TierCache
@@ -34,7 +35,7 @@ def test_whole_chunks_pass(directory: Path) -> None:
         (lambda path: path.write_bytes(b""), "header"),
         (lambda path: path.write_bytes(path.read_bytes()[:-4096]), "length"),
         (lambda path: path.write_bytes(path.read_bytes() + bytes(4096)), "length"),
-        (lambda path: path.write_bytes(chunk_paths(path.parents[1])[0].read_bytes()), "key"),
+        (lambda path: path.write_bytes(chunk_paths(path.parents[2])[0].read_bytes()), "key"),
     ],
     ids=["payload", "magic", "header", "empty", "cut", "longer", "another chunk"],
 )
@@ -46,7 +47,7 @@ def test_damage_is_found_and_quarantined(directory: Path, damage: Callable[[Path
     assert run.returncode == 1
     assert line.startswith(f"{path}: {field}: expected ")
     assert not path.exists()
-    assert [moved.name.partition(".")[0] for moved in (directory / "quarantine").iterdir()] == [path.name]
+    assert [moved.name.partition(".")[0] for moved in (chunks_of(directory) / "quarantine").iterdir()] == [path.name]
     assert tiercache("verify", directory).returncode == 0
 
 
@@ -107,12 +108,12 @@ def test_pipes_under_chunks_names_are_reported_and_not_waited_for(directory: Pat
 
 
 def test_verify_keeps_the_access_that_was_chosen(directory: Path) -> None:
-    for path in (directory / ".tiercache", directory / ".tiercache" / "tmp"):
+    for path in (chunks_of(directory) / ".tiercache", chunks_of(directory) / ".tiercache" / "tmp"):
         path.chmod(0o2770)
     flip(chunk_paths(directory)[0], 6000)
     assert tiercache("verify", directory).returncode == 1
-    assert (directory / ".tiercache").stat().st_mode & 0o7777 == 0o2770
-    assert (directory / "quarantine").stat().st_mode & 0o7777 == 0o2770
+    assert (chunks_of(directory) / ".tiercache").stat().st_mode & 0o7777 == 0o2770
+    assert (chunks_of(directory) / "quarantine").stat().st_mode & 0o7777 == 0o2770
 
 
 @pytest.mark.needs("root")
@@ -131,7 +132,7 @@ def test_a_part_that_this_user_cannot_read_is_no_success(directory: Path) -> Non
 @pytest.mark.parametrize("manifest", ['{"format": 99}', "[]"])
 def test_another_format_is_one_sentence(directory: Path, manifest: str) -> None:
     flip(chunk_paths(directory)[0], 5000)
-    (directory / "tiercache.json").write_text(manifest)
+    (chunks_of(directory) / "tiercache.json").write_text(manifest)
     run = tiercache("verify", directory)
     assert run.returncode == 2
     assert run.stderr.startswith(f"error: {directory} cannot be verified: {directory}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tests.gds.conftest import FINGERPRINT, Slots
 from tests.tiers.opened import open_tier
 from tests.tiers.test_contract import limits
@@ -96,7 +97,7 @@ async def test_damaged_file_is_refused_and_put_aside_and_stored_anew(
     with pytest.raises(CorruptChunk):
         await tier.read_device(key, slots.empty())
     assert not tier.contains(key)
-    assert len(list((tmp_path / "quarantine").iterdir())) == 1
+    assert len(list((chunks_of(tmp_path) / "quarantine").iterdir())) == 1
     assert await tier.read_device(key, slots.empty()) is None
     await store(tier, slots, 1)
     assert await is_hit(tier, slots, 1)

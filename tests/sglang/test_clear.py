@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.chunks import chunks_of
 from tests.sglang.process import in_sglang
 from tests.sglang.stack import engine, in_another_process, mla_pools, page_hashes, random_pages, tokens_of
 from tiercache.errors import TierUnavailable
@@ -49,12 +50,12 @@ def test_what_is_stored_after_a_clear_is_found_by_this_process_only(tmp_path: Pa
             assert torch.equal(attached_anew.load(tokens), pages)
 
     in_another_process(clear_and_store)
-    assert list(tmp_path.glob("??/*"))
+    assert list(chunks_of(tmp_path).glob("??/*"))
     with engine(tmp_path) as one:
         assert one.storage.batch_exists(page_hashes(tokens)) == 0
         one.store(tokens, random_pages(one.host, 2, seed=1))
         one.storage.clear()
-        assert not list(tmp_path.glob("??/*")), "clear removes what other processes stored after theirs"
+        assert not list(chunks_of(tmp_path).glob("??/*")), "clear removes what other processes stored after theirs"
 
 
 @in_sglang
@@ -69,7 +70,7 @@ def test_ranks_with_the_same_pages_share_nothing_after_a_clear(tmp_path: Path) -
         reader.storage.clear()
         assert writer.store(tokens, random_pages(writer.host, 2)) == len(tokens), "as ranks do that leave it to another"
         assert [rank.storage.batch_exists(page_hashes(tokens)) for rank in (writer, reader)] == [0, 0]
-    assert not list(tmp_path.glob("??/*")), "what nobody can find is not written"
+    assert not list(chunks_of(tmp_path).glob("??/*")), "what nobody can find is not written"
 
 
 @in_sglang
@@ -95,7 +96,7 @@ def test_clear_waits_for_pages_that_are_being_stored(tmp_path: Path) -> None:
                 pass  # until the clear has begun
             go_on.set()
             assert stored.result() == [True, True] and cleared.result() is True
-    assert not list(tmp_path.glob("??/*"))
+    assert not list(chunks_of(tmp_path).glob("??/*"))
 
 
 @in_sglang

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tests.tiers.opened import open_tier
 from tests.tiers.others import running
 from tiercache.core.header import Header, file_bytes, payload_checksum
@@ -118,7 +119,7 @@ async def test_damaged_file_is_a_miss_and_quarantined(tmp_path: Path, damage: st
         DAMAGES[damage](path)
         assert not await is_hit(tier, 1)
         assert not path.exists()
-        assert [found.name.split(".")[0] for found in (tmp_path / "quarantine").iterdir()] == [key.hex()]
+        assert [found.name.split(".")[0] for found in (chunks_of(tmp_path) / "quarantine").iterdir()] == [key.hex()]
         assert tier.statistics().corrupt == 1
         assert await is_hit(tier, 2), "its neighbour is not affected"
         assert await tier.write(key, payload, CHUNK_BYTES), "the chunk can be stored again"
@@ -138,7 +139,7 @@ async def test_file_damaged_between_two_lives_is_never_a_hit(tmp_path: Path, dam
 
 
 async def test_quarantine_is_bounded_and_counted_and_what_others_have_there_is_neither(tmp_path: Path) -> None:
-    quarantine = tmp_path / "quarantine"
+    quarantine = chunks_of(tmp_path) / "quarantine"
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 21))
         quarantine.mkdir()
@@ -152,11 +153,11 @@ async def test_quarantine_is_bounded_and_counted_and_what_others_have_there_is_n
             assert not await is_hit(tier, number)
         assert len(set(quarantine.iterdir()) - set(theirs)) == 8, "the last ones"
         theirs_bytes = sum(path.lstat().st_blocks * 512 for path in theirs)
-        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path) - theirs_bytes
+        assert tier.statistics().occupied_bytes == allocated_bytes(chunks_of(tmp_path)) - theirs_bytes
     assert set(theirs) <= set(quarantine.iterdir())
     async with opened(tmp_path) as tier:
         await tier.scanned()
-        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path) - theirs_bytes
+        assert tier.statistics().occupied_bytes == allocated_bytes(chunks_of(tmp_path)) - theirs_bytes
 
 
 async def test_quarantine_takes_a_quarter_of_a_small_cap_at_most(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ async def test_quarantine_takes_a_quarter_of_a_small_cap_at_most(tmp_path: Path)
             await fill(tier, range(number, number + 1))
             flip(Path(tier.path(chunk(number)[0])), 5000)
             assert not await is_hit(tier, number)
-        assert len(list((tmp_path / "quarantine").iterdir())) == 2
+        assert len(list((chunks_of(tmp_path) / "quarantine").iterdir())) == 2
         await fill(tier, range(11, 15))
         assert tier.statistics().evicted == 0
 
@@ -175,8 +176,8 @@ async def test_cap_is_physical_and_holds_while_everything_is_replaced(tmp_path: 
     async with opened(tmp_path, cap_chunks=8) as tier:
         for number in range(1, 60):
             await fill(tier, range(number, number + 1))
-            assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
-            assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
+            assert allocated_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
+            assert tier.statistics().occupied_bytes == allocated_bytes(chunks_of(tmp_path))
         assert tier.statistics().evicted >= 51
         assert await is_hit(tier, 59)
         assert not await is_hit(tier, 1)
@@ -195,7 +196,7 @@ async def test_cap_holds_where_a_file_system_says_only_later_what_a_file_takes(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fstat", fstat_late)
             await fill(tier, range(1, 21))
-        assert allocated_bytes(tmp_path) <= tier.statistics().occupied_bytes <= tier.settings.cap_bytes
+        assert allocated_bytes(chunks_of(tmp_path)) <= tier.statistics().occupied_bytes <= tier.settings.cap_bytes
 
 
 async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
@@ -209,13 +210,13 @@ async def test_missing_ledger_is_counted_anew_before_anything_is_written(
 ) -> None:
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 11))
-    (tmp_path / ".tiercache" / "ledger").unlink()
+    (chunks_of(tmp_path) / ".tiercache" / "ledger").unlink()
     async with opened(tmp_path) as tier:
         key, payload = chunk(50)
         assert await tier.write(key, payload, CHUNK_BYTES) is False, "the cap cannot be kept before the scan"
         assert "nothing is written before a scan" in caplog.text
         await tier.scanned()
-        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
+        assert tier.statistics().occupied_bytes == allocated_bytes(chunks_of(tmp_path))
         assert await tier.write(key, payload, CHUNK_BYTES)
 
 
@@ -225,7 +226,7 @@ async def test_strays_and_torn_files_are_removed_and_foreign_files_are_left_alon
         torn = Path(tier.path(chunk(1)[0]))
     os.truncate(torn, 5000)
     dead = "0123456789abcdef" * 2
-    stray = tmp_path / ".tiercache" / "tmp" / f"{dead}.7"
+    stray = chunks_of(tmp_path) / ".tiercache" / "tmp" / f"{dead}.7"
     stray.write_bytes(b"half a chunk")
     stray.with_name(f"{dead}.lock").touch()
     beside = torn.with_name(f"{dead}.8")
@@ -256,14 +257,14 @@ async def test_torn_file_that_a_scan_meets_before_a_read_is_removed_and_stored_a
         await tier.scanned()
         assert not path.exists()
         assert not await is_hit(tier, 1)
-        assert not (tmp_path / "quarantine").exists()
+        assert not (chunks_of(tmp_path) / "quarantine").exists()
         await fill(tier, range(1, 2))
         assert await is_hit(tier, 1)
 
 
 async def test_half_written_files_of_a_living_process_are_left_alone(tmp_path: Path) -> None:
     async with opened(tmp_path):
-        (lock,) = (tmp_path / ".tiercache" / "tmp").glob("*.lock")
+        (lock,) = (chunks_of(tmp_path) / ".tiercache" / "tmp").glob("*.lock")
         writing = lock.with_suffix(".3")
         writing.write_bytes(b"being written")
         async with opened(tmp_path):
@@ -277,14 +278,14 @@ async def test_the_directories_of_chunks_never_take_the_files_above_the_cap(tmp_
         cap_bytes = tier.directories.all[0].files.cap_bytes
         for number in range(160):
             assert await tier.write(bytes([number]) * 24, payload, CHUNK_BYTES)
-            assert allocated_bytes(tmp_path) <= cap_bytes
-        assert allocated_bytes(tmp_path) > cap_bytes - 4 * FILE_BYTES
+            assert allocated_bytes(chunks_of(tmp_path)) <= cap_bytes
+        assert allocated_bytes(chunks_of(tmp_path)) > cap_bytes - 4 * FILE_BYTES
 
 
 async def test_two_instances_in_one_directory_neither_fail_nor_exceed_the_cap(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=40) as one, opened(tmp_path, cap_chunks=40) as other:
         await asyncio.gather(fill(one, range(1, 31)), fill(other, range(1, 31)))
-        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(tmp_path)
+        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(chunks_of(tmp_path))
         for number in range(1, 31):
             assert await is_hit(one, number)
             assert await is_hit(other, number)
@@ -313,7 +314,7 @@ async def test_a_chunk_that_another_instance_has_stored_in_another_size_frees_wh
         else:
             await fill(one, range(11, 16))
         assert not Path(one.path(key)).exists()
-        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(tmp_path)
+        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(chunks_of(tmp_path))
 
 
 async def test_a_chunk_that_is_stored_after_the_eviction_of_its_older_file_is_known(tmp_path: Path) -> None:
@@ -351,7 +352,7 @@ async def test_chunk_evicted_by_another_instance_is_a_clean_miss(tmp_path: Path)
         await one.remove(chunk(1)[0])
         assert not await is_hit(other, 1)
         assert not other.contains(chunk(1)[0])
-        assert tier_total(other, one) == allocated_bytes(tmp_path)
+        assert tier_total(other, one) == allocated_bytes(chunks_of(tmp_path))
 
 
 async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_full(tmp_path: Path) -> None:
@@ -362,15 +363,15 @@ async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_fu
         other.directories.all[0].next_scan_s = 0.5
         for number in range(100, 110):
             assert await other.write(*chunk(number), CHUNK_BYTES)
-        assert allocated_bytes(tmp_path) <= other.settings.cap_bytes
+        assert allocated_bytes(chunks_of(tmp_path)) <= other.settings.cap_bytes
 
 
 @pytest.mark.parametrize("wrong", ["a file", "below a file", "newer format"])
 async def test_path_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path, wrong: str) -> None:
     directory = tmp_path / "place"
     if wrong == "newer format":
-        directory.mkdir()
-        (directory / "tiercache.json").write_text('{"format": 99}')
+        chunks_of(directory).mkdir(parents=True)
+        (chunks_of(directory) / "tiercache.json").write_text('{"format": 99}')
     else:
         directory.write_text("I am a file")
         directory = directory / "below" if wrong == "below a file" else directory
@@ -383,7 +384,7 @@ async def test_path_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path, wr
 async def test_bookkeeping_that_is_deleted_on_a_full_device_is_made_anew(small_device: Path) -> None:
     async with opened(small_device, cap_chunks=1000) as tier:
         await fill(tier, range(1, 200))
-        shutil.rmtree(small_device / ".tiercache")
+        shutil.rmtree(chunks_of(small_device) / ".tiercache")
         with contextlib.suppress(OSError), open(small_device / "of another program", "wb", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass
@@ -401,7 +402,7 @@ async def test_full_device_evicts_then_refuses_then_heals(small_device: Path) ->
         await fill(tier, range(1, 200))
         assert tier.statistics().evicted > 100, "no room on the device is a reason to evict"
         assert await is_hit(tier, 199)
-        assert tier_total(tier) == allocated_bytes(small_device)
+        assert tier_total(tier) == allocated_bytes(chunks_of(small_device))
         for number in range(1, 200):
             await tier.remove(chunk(number)[0])
         ballast = small_device / "ballast"
@@ -411,8 +412,8 @@ async def test_full_device_evicts_then_refuses_then_heals(small_device: Path) ->
         key, payload = chunk(1)
         with pytest.raises(TierFull):
             await tier.write(key, payload, CHUNK_BYTES)
-        assert tier_total(tier) == allocated_bytes(small_device) - ballast.stat().st_blocks * 512
-        assert not half_written(small_device)
+        assert tier_total(tier) == allocated_bytes(chunks_of(small_device))
+        assert not half_written(chunks_of(small_device))
         ballast.unlink()
         assert await tier.write(key, payload, CHUNK_BYTES), "the key that failed can be stored again"
         assert await is_hit(tier, 1)
@@ -468,8 +469,8 @@ async def test_killed_writer_leaves_nothing_wrong_and_what_was_durable(tmp_path:
                 durable.append(int(line))
         async with open_it(tmp_path, cap_chunks=100) as tier:
             await tier.scanned()
-            assert tier_total(tier) == allocated_bytes(tmp_path) <= tier.settings.cap_bytes
-            assert not half_written(tmp_path)
+            assert tier_total(tier) == allocated_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
+            assert not half_written(chunks_of(tmp_path))
             for number in range(max(next_number, durable[-1] - 40), durable[-1] + 1):
                 assert await is_hit(tier, number), "what was durable before the kill is found after it"
             for number in range(durable[-1] + 1, durable[-1] + 9):

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
 from tests.servers.processes import stop_process
@@ -69,7 +70,7 @@ async def test_processes_that_begin_together_in_a_fresh_directory_all_open_it(tm
         beginners = [await stack.enter_async_context(running("-c", BEGINNERS, tmp_path)) for _ in range(8)]
         for number in range(60):
             assert await asyncio.gather(*(each.do(str(number)) for each in beginners)) == ["open"] * 8
-            assert json.loads((tmp_path / str(number) / "tiercache.json").read_text())["format"] == 1
+            assert json.loads((chunks_of(tmp_path / str(number)) / "tiercache.json").read_text())["format"] == 1
 
 
 @pytest.mark.parametrize(
@@ -78,19 +79,20 @@ async def test_processes_that_begin_together_in_a_fresh_directory_all_open_it(tm
 async def test_a_manifest_that_a_crash_left_torn_heals(tmp_path: Path, torn: bytes) -> None:
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 3))
-    (tmp_path / "tiercache.json").write_bytes(torn)
+    (chunks_of(tmp_path) / "tiercache.json").write_bytes(torn)
     async with opened(tmp_path) as tier:
         assert await is_hit(tier, 2)
-    assert json.loads((tmp_path / "tiercache.json").read_text())["format"] == 1
+    assert json.loads((chunks_of(tmp_path) / "tiercache.json").read_text())["format"] == 1
 
 
 @pytest.mark.parametrize("content", [b"[]", b"my own notes", b'{"format": 2, "what', b"[" * 100_000])
 async def test_a_manifest_that_is_not_ours_is_left_alone(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "tiercache.json").write_bytes(content)
+    chunks_of(tmp_path).mkdir()
+    (chunks_of(tmp_path) / "tiercache.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"local_disk: .*tiercache\.json is not a manifest of ours"):
         async with opened(tmp_path):
             pass
-    assert (tmp_path / "tiercache.json").read_bytes() == content
+    assert (chunks_of(tmp_path) / "tiercache.json").read_bytes() == content
 
 
 KILLED_OPENER = """
@@ -117,7 +119,7 @@ async def test_killed_at_any_point_of_the_start_the_next_start_works_and_leaves_
         await asyncio.to_thread(subprocess.run, command, cwd=REPOSITORY, check=False)
         async with opened(place) as tier:
             await fill(tier, range(1, 3))
-            left = {path.name for path in (place / ".tiercache" / "tmp").iterdir() if path.suffix != ".new"}
+            left = {path.name for path in (chunks_of(place) / ".tiercache" / "tmp").iterdir() if path.suffix != ".new"}
             assert len(left) == 1, left
 
 
@@ -144,8 +146,8 @@ async def test_an_emptied_directory_is_filled_again(tmp_path: Path, cap_before: 
             stored += await tier.write(*chunk(number), CHUNK_BYTES)
         assert stored == 16
         assert sum([await is_hit(tier, number) for number in range(101, 117)]) >= 15
-        assert physical_bytes(tmp_path) <= tier.settings.cap_bytes
-        assert (tmp_path / "tiercache.json").exists()
+        assert physical_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
+        assert (chunks_of(tmp_path) / "tiercache.json").exists()
 
 
 async def test_the_cap_holds_when_the_ledger_is_deleted_while_two_instances_run(tmp_path: Path) -> None:
@@ -154,17 +156,17 @@ async def test_the_cap_holds_when_the_ledger_is_deleted_while_two_instances_run(
         await fill(one, range(1, 17))
         most = 0
         for start in (100, 200, 300):
-            shutil.rmtree(tmp_path / ".tiercache")
+            shutil.rmtree(chunks_of(tmp_path) / ".tiercache")
             for number in range(start, start + 40):
                 for tier in (one, other):
                     try:
                         await tier.write(*chunk(number + 1000 * (tier is other)), CHUNK_BYTES)
                     except TierUnavailable:
                         await tier.scanned()
-                    most = max(most, physical_bytes(tmp_path))
+                    most = max(most, physical_bytes(chunks_of(tmp_path)))
         assert most <= one.settings.cap_bytes
         assert await is_hit(one, 339) or await is_hit(other, 1339)
-        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(tmp_path)
+        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(chunks_of(tmp_path))
 
 
 async def test_a_write_that_met_the_loss_of_the_ledger_stores_nothing_before_the_chunks_are_counted(
@@ -178,7 +180,7 @@ async def test_a_write_that_met_the_loss_of_the_ledger_stores_nothing_before_the
 
         async def beside_another_write(*arguments: Any) -> Any:
             monkeypatch.setattr(tier.directories, "make_room", make_room)
-            (tmp_path / ".tiercache" / "ledger").unlink()
+            (chunks_of(tmp_path) / ".tiercache" / "ledger").unlink()
             with contextlib.suppress(TierUnavailable):
                 await tier.directories.reopen(directory, directory.files)
             assert not directory.files.capacity.trusted
@@ -195,12 +197,12 @@ async def test_a_file_time_in_the_future_does_not_raise_the_cap(tmp_path: Path) 
     async with opened(tmp_path, cap_chunks=16) as tier:
         await fill(tier, range(1, 17))
     in_ten_days = time.time() + 864_000
-    for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"):
+    for path in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*"):
         os.utime(path, (in_ten_days, in_ten_days))
     async with opened(tmp_path, cap_chunks=16) as tier:
         await tier.scanned()
         await fill(tier, range(101, 117))
-        assert physical_bytes(tmp_path) <= tier.settings.cap_bytes
+        assert physical_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
 
 
 async def test_a_file_that_a_failed_write_could_not_remove_is_removed_soon(
@@ -218,9 +220,10 @@ async def test_a_file_that_a_failed_write_could_not_remove_is_removed_soon(
             device.setattr(os, "unlink", fails)
             with pytest.raises(OSError, match="Input/output error"):
                 await tier.write(*chunk(3), CHUNK_BYTES)
-        assert half_written(tmp_path)
+        chunks = chunks_of(tmp_path)
+        assert half_written(chunks)
         async with asyncio.timeout(20):
-            while half_written(tmp_path) or tier_total(tier) != allocated_bytes(tmp_path):  # counted until it is removed
+            while half_written(chunks) or tier_total(tier) != allocated_bytes(chunks):  # counted until it is removed
                 await asyncio.sleep(0.05)
 
 
@@ -254,14 +257,14 @@ async def test_a_lowered_cap_is_kept_before_the_first_write_and_writes_go_on_mea
         while not tier.directories.all[0].scanned:
             await asyncio.sleep(0)
         await tier.scanned()
-        assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
+        assert allocated_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
     async with opened(tmp_path, cap_chunks=600) as tier:
         await fill(tier, range(1, 500))
     async with opened(tmp_path, cap_chunks=20) as tier:
         await fill(tier, range(1001, 1009))
         await tier.scanned()
         assert [number for number in range(1001, 1009) if not await is_hit(tier, number)] == []
-        assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
+        assert allocated_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
 
 
 # Single files
@@ -328,15 +331,15 @@ async def test_a_file_in_the_place_of_a_directory_of_chunks_costs_those_chunks(t
         assert place.read_text() == "somebody's"
         place.unlink()
         assert await tier.write(key, payload, CHUNK_BYTES)
-        assert not half_written(tmp_path)
+        assert not half_written(chunks_of(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["tiercache.json", ".tiercache/ledger"])
 async def test_a_pipe_in_the_place_of_a_file_of_ours_is_one_clear_sentence(
     tmp_path: Path, name: str, ticking: None
 ) -> None:
-    (tmp_path / ".tiercache").mkdir()
-    os.mkfifo(tmp_path / name)
+    (chunks_of(tmp_path) / ".tiercache").mkdir(parents=True)
+    os.mkfifo(chunks_of(tmp_path) / name)
     with pytest.raises(ConfigError, match=r"expected a regular file, found a pipe"):
         async with asyncio.timeout(20), opened(tmp_path):
             pass
@@ -352,7 +355,7 @@ async def test_unreadable_files_cost_themselves_and_can_be_stored_again(mount: F
         for _ in range(4):
             for number in range(1, 13):
                 assert await is_hit(tier, number) == (number not in bad), "a miss, and no failure of the tier"
-        assert tier.statistics().corrupt == len(bad) == len(list((mount.path / "quarantine").iterdir()))
+        assert tier.statistics().corrupt == len(bad) == len(list((chunks_of(mount.path) / "quarantine").iterdir()))
         mount.make_unreadable()
         await fill(tier, bad)
         assert all([await is_hit(tier, number) for number in range(1, 13)])
@@ -379,14 +382,14 @@ async def test_chunks_whose_keys_have_other_lengths_are_counted_and_evicted(tmp_
     async with opened(tmp_path) as tier:
         for key in keys:
             assert await tier.write(key, chunk(1)[1], CHUNK_BYTES)
-    (tmp_path / "00" / "00ff").write_text("not ours")
+    (chunks_of(tmp_path) / "00" / "00ff").write_text("not ours")
     async with opened(tmp_path, cap_chunks=8) as tier:
         await tier.scanned()
         assert tier.statistics().resident == len(keys)
         await fill(tier, range(1, 20))
         assert not any(Path(tier.path(key)).exists() for key in keys)
-        assert physical_bytes(tmp_path) <= tier.settings.cap_bytes
-        assert (tmp_path / "00" / "00ff").read_text() == "not ours"
+        assert physical_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
+        assert (chunks_of(tmp_path) / "00" / "00ff").read_text() == "not ours"
 
 
 # Locks, room and modes
@@ -404,7 +407,7 @@ async def test_a_peer_that_is_frozen_with_the_lock_costs_seconds_and_not_the_thr
     async with opened(tmp_path) as tier:
         await tier.scanned()
         await fill(tier, range(1, 3))
-        async with running("-c", HOLDER, tmp_path / ".tiercache" / "ledger") as peer, asyncio.timeout(25):
+        async with running("-c", HOLDER, chunks_of(tmp_path) / ".tiercache" / "ledger") as peer, asyncio.timeout(25):
             stop_process(peer.process.pid)
             with pytest.raises(TierUnavailable, match="kept its lock"):
                 await fill(tier, range(3, 4))
@@ -430,7 +433,7 @@ async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once
 
     async with opened(tmp_path) as tier:
         await tier.scanned()
-        with (tmp_path / ".tiercache" / "ledger").open("r+b") as frozen:
+        with (chunks_of(tmp_path) / ".tiercache" / "ledger").open("r+b") as frozen:
             flock(frozen, fcntl.LOCK_EX)
             monkeypatch.setattr(fcntl, "flock", watched)
             writing = asyncio.create_task(tier.write(*chunk(1), CHUNK_BYTES))
@@ -439,8 +442,8 @@ async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once
             assert not writing.done(), "it waits for the lock"
         await asyncio.wait([writing], timeout=20)
         assert isinstance(writing.exception(), CacheClosed)
-    assert not list((tmp_path / ".tiercache" / "tmp").iterdir()), "no lock"
-    assert not half_written(tmp_path)
+    assert not list((chunks_of(tmp_path) / ".tiercache" / "tmp").iterdir()), "no lock"
+    assert not half_written(chunks_of(tmp_path))
 
 
 @pytest.mark.needs("mount")
@@ -474,8 +477,8 @@ async def test_what_is_stored_is_nobody_elses_to_read(
                 if stat.S_IMODE(path.stat().st_mode) != (directory_mode if path.is_dir() else file_mode)
             }
             assert wrong == {}
-        for path in [place / ".tiercache", place / "00", place / ".tiercache" / "ledger"]:
-            path.chmod(0o755)  # as an earlier version left them
+        for name in ["", ".tiercache", "00", ".tiercache/ledger"]:
+            (chunks_of(place) / name).chmod(0o755)
 
 
 @pytest.mark.parametrize(("access", "file_mode"), [("owner", 0o600), ("group", 0o660)])
@@ -501,4 +504,4 @@ async def test_a_directory_that_was_there_keeps_its_mode(tmp_path: Path) -> None
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 2))
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
-    assert stat.S_IMODE((tmp_path / "00").stat().st_mode) == 0o700
+    assert stat.S_IMODE(chunks_of(tmp_path).stat().st_mode) == 0o700

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.tiers.kinds import opened
 from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
 from tests.tiers.test_foreign_files import seen, store
@@ -37,7 +38,7 @@ async def test_a_link_in_the_place_of_a_directory_of_chunks_costs_those_chunks(p
         pass
     target = place.parent / "target"
     put_files(target)
-    (place / "00").symlink_to(target)
+    (chunks_of(place) / "00").symlink_to(target)
     before, mode = seen(target), target.stat().st_mode
     async with opened(kind, place) as tier:
         await tier.scanned()
@@ -55,8 +56,8 @@ async def test_a_link_that_comes_under_a_running_tier_has_nothing_deleted_behind
     async with opened(kind, place) as tier:
         assert await store(tier, range(1, 7)) == 6
         elsewhere = place.parent / "elsewhere"
-        (place / "00").rename(elsewhere)
-        (place / "00").symlink_to(elsewhere)
+        (chunks_of(place) / "00").rename(elsewhere)
+        (chunks_of(place) / "00").symlink_to(elsewhere)
         before = seen(elsewhere)
         for number in (1, 2):
             await tier.remove(chunk(number)[0])
@@ -74,12 +75,12 @@ async def test_the_groups_modes_do_not_go_through_links(place: Path, kind: str) 
     targets = [place.parent / name for name in ("a", "b", "c")]
     for target, name in zip(targets, ("00", "quarantine", "77"), strict=True):
         put_files(target)
-        (place / name).symlink_to(target)
+        (chunks_of(place) / name).symlink_to(target)
     before = [(seen(target), target.stat().st_mode) for target in targets]
     async with opened("disk", place, file_access="group") as tier:
         await tier.scanned()
         await store(tier, range(1, 3))
-        assert (place / ".tiercache").stat().st_mode & 0o7777 == 0o2770
+        assert (chunks_of(place) / ".tiercache").stat().st_mode & 0o7777 == 0o2770
     assert [(seen(target), target.stat().st_mode) for target in targets] == before
 
 
@@ -89,7 +90,7 @@ async def test_a_link_in_the_place_of_quarantine_is_not_followed(place: Path, ki
         assert await store(tier, range(1, 13)) == 12
     target = place.parent / "target"
     put_files(target)
-    (place / "quarantine").symlink_to(target)
+    (chunks_of(place) / "quarantine").symlink_to(target)
     before, mode = seen(target), target.stat().st_mode
     async with opened(kind, place, cap_bytes=1 << 24) as tier:
         await tier.scanned()
@@ -113,30 +114,30 @@ async def test_deletions_by_others_are_told_beside_a_link(
     async with opened(kind, place) as tier:
         await store(tier, range(1, 4))
     if impostor == "link":
-        (place / "77").symlink_to(place.parent)
+        (chunks_of(place) / "77").symlink_to(place.parent)
     else:
-        (place / "77").write_text("theirs")
+        (chunks_of(place) / "77").write_text("theirs")
     gone = asyncio.Event()
     async with opened(kind, place) as tier:
         await tier.scanned()
         tier.tell(lambda key: gone.set() if not tier.contains(key) else None)
-        (place / "00" / chunk(2)[0].hex()).unlink()
+        (chunks_of(place) / "00" / chunk(2)[0].hex()).unlink()
         async with asyncio.timeout(60):
             await gone.wait()
         assert not tier.contains(chunk(2)[0])
     assert not [message for message in caplog.messages if "noticed only when" in message]
 
 
-@pytest.mark.parametrize("name", [".tiercache", ".tiercache/tmp"])
+@pytest.mark.parametrize("name", ["", ".tiercache", ".tiercache/tmp"])
 @pytest.mark.parametrize("kind", ["disk", "weka", "shared_memory"])
 async def test_a_link_in_the_place_of_the_bookkeeping_is_an_error(place: Path, kind: str, name: str) -> None:
     async with opened(kind, place) as tier:
         await store(tier, range(1, 3))
     target = place.parent / "target"
-    (place / name).rename(target)
-    (place / name).symlink_to(target)
+    (chunks_of(place) / name).rename(target)
+    (chunks_of(place) / name).symlink_to(target)
     before, mode = seen(target), target.stat().st_mode
-    with pytest.raises(ConfigError, match=rf"{place / name}"):
+    with pytest.raises(ConfigError, match=rf"{chunks_of(place) / name}"):
         async with opened(kind, place):
             pass
     assert (seen(target), target.stat().st_mode) == (before, mode)
@@ -153,9 +154,9 @@ async def test_a_link_that_takes_the_place_of_the_bookkeeping_has_nothing_remove
     before = seen(target)
     async with opened(kind, place) as tier:
         assert await store(tier, range(1, 13))
-        (place / ".tiercache" / "tmp").rename(place.parent / "elsewhere")
-        (place / ".tiercache" / "tmp").symlink_to(target)
-        shutil.rmtree(place / "00")
+        (chunks_of(place) / ".tiercache" / "tmp").rename(place.parent / "elsewhere")
+        (chunks_of(place) / ".tiercache" / "tmp").symlink_to(target)
+        shutil.rmtree(chunks_of(place) / "00")
         for start in range(20, 80, 20):
             with contextlib.suppress(OSError, TierCacheError):
                 await store(tier, range(start, start + 20))
@@ -167,7 +168,7 @@ async def test_a_link_that_takes_the_place_of_the_bookkeeping_has_nothing_remove
 
 @pytest.mark.parametrize("kind", ["disk", "weka"])
 async def test_files_of_others_among_the_bookkeeping_stay(place: Path, kind: str) -> None:
-    temporary = place / ".tiercache" / "tmp"
+    temporary = chunks_of(place) / ".tiercache" / "tmp"
     temporary.mkdir(parents=True)
     for name in ("yarn.lock", "a.new", "probe.1.2", "0.5"):
         (temporary / name).write_text("theirs")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
 from tests.tiers.kinds import opened
@@ -67,7 +68,7 @@ async def test_the_same_chunks_are_stored_again(place: Path, kind: str) -> None:
         assert not await is_hit(tier, 1)
         assert await is_written(tier, 1)
         assert await is_hit(tier, 1)
-        assert list(place.glob("00/*"))
+        assert list(chunks_of(place).glob("00/*"))
 
 
 @pytest.mark.parametrize("kind", ON_ANY_MOUNT)
@@ -81,7 +82,7 @@ async def test_directory_that_was_full_is_made_anew_and_filled(place: Path, kind
         for number in [] if known else range(1, 100):
             assert not await is_hit(tier, number)
         await goes_on(tier, range(101, 140))
-        assert physical_bytes(place) <= CAP_BYTES
+        assert physical_bytes(chunks_of(place)) <= CAP_BYTES
 
 
 async def test_target_of_a_link_is_made_anew(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ async def test_target_of_a_link_is_made_anew(tmp_path: Path) -> None:
     async with opened("disk", link) as tier:
         shutil.rmtree(target)
         assert await is_written(tier, 1)
-    assert link.is_symlink() and list(target.glob("00/*"))
+    assert link.is_symlink() and list(chunks_of(target).glob("00/*"))
 
 
 @pytest.mark.parametrize("kind", ON_ANY_MOUNT)
@@ -149,7 +150,7 @@ async def test_after_a_mount_that_died_is_mounted_again_nothing_of_the_old_one_i
             assert not await is_written(tier, 4)
         await asyncio.to_thread(mount.revive)
         await goes_on(tier, range(10, 90))
-        assert physical_bytes(mount.behind) <= CAP_BYTES, "and the cap holds, so the count is kept too"
+        assert physical_bytes(chunks_of(mount.behind)) <= CAP_BYTES, "and the cap holds, so the count is kept too"
         assert not dead_descriptors(), "nothing of the dead mount stays open"
         assert f"another mount is at {mount.path} now" in caplog.text
         assert "emptied" not in caplog.text, "its chunks are all there"
@@ -168,7 +169,7 @@ async def test_writes_that_waited_for_a_mount_that_hung_leave_a_volume_alone_tha
         mount.go_on()
         outcomes = await asyncio.gather(*writing, return_exceptions=True)
     assert [outcome for outcome in outcomes if not isinstance(outcome, CacheClosed)] == []
-    assert len(list(mount.behind.glob("[0-9a-f][0-9a-f]/*"))) == 1
-    left = [path.name for path in (mount.behind / ".tiercache" / "tmp").iterdir()]
+    assert len(list(chunks_of(mount.behind).glob("[0-9a-f][0-9a-f]/*"))) == 1
+    left = [path.name for path in (chunks_of(mount.behind) / ".tiercache" / "tmp").iterdir()]
     # What FUSE calls a deleted file that is open goes when the server hears that it was closed, which nobody waits for.
     assert [name for name in left if not name.startswith(".fuse_hidden")] == []

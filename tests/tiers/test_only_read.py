@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tests.remote.fs.test_fs import tier_on
 from tests.test_cache import CHUNK_BYTES, key, opened, payload
 from tests.tiers.test_disk import flip
@@ -61,15 +62,15 @@ def leave_things_behind(directory: Path, paths: dict[int, Path]) -> None:
     """What a process that writes clears away, or gives another mode."""
     flip(paths[1], 4096 + 17)
     paths[2].chmod(0o640)
-    (directory / "quarantine").mkdir(exist_ok=True)
+    (chunks_of(directory) / "quarantine").mkdir(exist_ok=True)
     for number in range(12):
-        (directory / "quarantine" / f"{key(number).hex()}.{number}").write_bytes(bytes(4096))
-    (directory / "quarantine").chmod(0o755)
+        (chunks_of(directory) / "quarantine" / f"{key(number).hex()}.{number}").write_bytes(bytes(4096))
+    (chunks_of(directory) / "quarantine").chmod(0o755)
     paths[3].parent.chmod(0o755)
     (paths[3].parent / key(99).hex()).write_bytes(b"torn")
     (paths[3].parent / f"{'ab' * 16}.7").write_bytes(b"half-written")
-    (directory / ".tiercache" / "tmp" / f"{'cd' * 16}.lock").write_bytes(b"")
-    (directory / ".tiercache" / "tmp" / f"{'cd' * 16}.1").write_bytes(b"half-written")
+    (chunks_of(directory) / ".tiercache" / "tmp" / f"{'cd' * 16}.lock").write_bytes(b"")
+    (chunks_of(directory) / ".tiercache" / "tmp" / f"{'cd' * 16}.1").write_bytes(b"half-written")
 
 
 class ReaderContract:
@@ -112,6 +113,16 @@ class ReaderContract:
             for number in STORED:
                 assert await cache.get_into([key(number)], [buffer]) == 1
                 assert np.array_equal(buffer, payload(number))
+
+    @pytest.mark.needs("root")
+    async def test_a_reader_that_came_first_reads_the_chunks_of_another_user(self, directory: Path) -> None:
+        directory.mkdir()
+        async with opened(**self.configured(directory, "read", 5)) as cache:
+            await write_chunks(self.configured, directory)
+            for path in (directory, *directory.rglob("*")):
+                os.chown(path, 65534, 65534)
+            await file_tier(cache).refreshed()
+            assert await cache.get_into([key(1)], [np.empty(CHUNK_BYTES, np.uint8)]) == 1
 
     async def test_a_reader_makes_no_directory(self, directory: Path) -> None:
         async with opened(**self.configured(directory, "read", 5)):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.tiers.kinds import make
 from tests.tiers.test_disk import fill, opened
 from tiercache.errors import ConfigError
@@ -35,11 +36,11 @@ async def test_one_directory_by_two_names_is_an_error_that_names_both(
     await tier.close()
 
 
-@pytest.mark.parametrize("ours", [[], ["lost+found"], [".tiercache"]], ids=["empty", "disk", "torn"])
-async def test_directory_without_files_of_others_is_taken_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: list[str]
+@pytest.mark.parametrize("there", [[], ["lost+found"], ["photos"]], ids=["empty", "disk", "in use"])
+async def test_a_directory_is_taken_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, there: list[str]
 ) -> None:
-    for name in ours:
+    for name in there:
         (tmp_path / name).mkdir()
     with caplog.at_level(logging.WARNING):
         async with opened(tmp_path):
@@ -52,7 +53,7 @@ async def test_directory_on_a_mount_that_is_read_only_is_a_wrong_setting(small_d
     async with opened(small_device) as tier:
         await fill(tier, range(1, 3))
     subprocess.run(["mount", "-o", "remount,ro", small_device], check=True)
-    with pytest.raises(ConfigError, match=f"local_disk: {small_device} cannot be used: .*Read-only"):
+    with pytest.raises(ConfigError, match=f"local_disk: {chunks_of(small_device)} cannot be used: .*Read-only"):
         async with opened(small_device):
             pass
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.chunks import chunks_of
 from tests.tiers.others import Other
 from tests.tiers.shared_memory import deleted_maps, is_right, key_of, mapped, opened, other, store, until
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, flip
@@ -53,7 +54,7 @@ async def test_what_was_damaged_before_it_is_mapped_is_a_miss_and_put_aside(in_m
         with pytest.raises(CorruptChunk):
             await tier.map(key_of(1), READ)
         assert not tier.contains(key_of(1)) and not path.exists()
-        assert len(list((in_memory / "quarantine").iterdir())) == 1
+        assert len(list((chunks_of(in_memory) / "quarantine").iterdir())) == 1
         await store(tier, 1)
         (await mapped(tier, 1)).release()
 
@@ -189,13 +190,13 @@ async def test_a_bad_chunk_is_put_aside_before_anybody_asks(in_memory: Path) -> 
         await ready_for_news(tier, writer)
         bad = bytearray(Path(tier.path(key_of(1))).read_bytes())
         bad[5000] ^= 1
-        made = in_memory / ".tiercache" / "tmp" / "made"
+        made = chunks_of(in_memory) / ".tiercache" / "tmp" / "made"
         made.write_bytes(bad)
         os.unlink(tier.path(key_of(1)))
         await until(lambda: not tier.contains(key_of(1)))
         made.rename(tier.path(key_of(1)))
         await until(lambda: tier.statistics().corrupt == 1)
-        await until(lambda: len(list((in_memory / "quarantine").iterdir())) == 1)
+        await until(lambda: len(list((chunks_of(in_memory) / "quarantine").iterdir())) == 1)
         assert key_of(1) not in tier.mappings and not tier.contains(key_of(1))
         assert await writer.do("store", 2) == "done"
         await until(lambda: key_of(2) in tier.mappings)
@@ -232,9 +233,9 @@ async def test_killed_in_mid_save_the_other_goes_on_and_the_next_one_hits(in_mem
             async with other(in_memory, cap_chunks=32) as victim:
                 assert await victim.do("right", 1, 2) == "done"
                 assert await victim.do("fill", beginning) == "filling"
-                await until(lambda: len(list((in_memory / "00").iterdir())) > 10)
+                await until(lambda: len(list((chunks_of(in_memory) / "00").iterdir())) > 10)
                 await victim.kill()
-            for path in list((in_memory / "00").iterdir()):
+            for path in list((chunks_of(in_memory) / "00").iterdir()):
                 lease = await tier.map(bytes.fromhex(path.name), READ)
                 if lease is not None:  # else it was evicted for another one
                     with lease:
@@ -243,10 +244,12 @@ async def test_killed_in_mid_save_the_other_goes_on_and_the_next_one_hits(in_mem
             await store(tier, 1, 2)
         async with other(in_memory, cap_chunks=32) as restarted:
             assert await restarted.do("right", 1, 2) == "done"
-            strays = [path for path in (in_memory / ".tiercache" / "tmp").iterdir() if path.suffix != ".lock"]
+            strays = [
+                path for path in (chunks_of(in_memory) / ".tiercache" / "tmp").iterdir() if path.suffix != ".lock"
+            ]
             assert not strays
             assert await restarted.do("store", *range(9000, 9040)) == "done"
-            occupied_bytes = sum(path.stat().st_blocks * 512 for path in (in_memory / "00").iterdir())
+            occupied_bytes = sum(path.stat().st_blocks * 512 for path in (chunks_of(in_memory) / "00").iterdir())
             assert occupied_bytes <= 32 * FILE_BYTES
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.tiers import test_contract
 from tests.tiers.test_disk import FILE_BYTES, fill, is_hit
 from tests.tiers.weka import JumpingPolicy, key_of, opened, until
@@ -132,7 +133,7 @@ async def store_for(tier: WekaTier, salt: str, numbers: range) -> None:
 
 
 def of_tenant(directory: Path, salt: str) -> int:
-    return sum(path.name.endswith(tenant_tag(salt).hex()) for path in directory.glob("00/*"))
+    return sum(path.name.endswith(tenant_tag(salt).hex()) for path in chunks_of(directory).glob("00/*"))
 
 
 async def test_what_several_instances_wrote_above_a_quota_is_deleted_once_it_is_known(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def on_loop(thread: Any, function: Callable[[], Any]) -> Any:
 
 
 def chunk_files(directory: str) -> list[Path]:
-    return sorted(path for path in Path(directory).glob("??/*") if path.is_file())
+    return sorted(path for path in Path(directory).glob("tiercache-chunks/??/*") if path.is_file())
 
 
 def in_worker(worker: Any, name: str, arguments: tuple[Any, ...]) -> Any:
@@ -461,8 +461,9 @@ class Driver:
             "from tiercache.tiers.files.capacity import counted_in\n"
             "from tiercache.tiers.files.directories import FileSettings\n"
             "root = pathlib.Path(sys.argv[1])\n"
-            "def occupied(): return sum(path.lstat().st_blocks * 512 for path in root.rglob('*'))\n"
-            "while counted_in(root / '.tiercache' / 'ledger') > occupied(): time.sleep(0.01)\n"
+            "chunks = root / 'tiercache-chunks'\n"
+            "def occupied(): return sum(path.lstat().st_blocks * 512 for path in chunks.rglob('*'))\n"
+            "while counted_in(chunks / '.tiercache' / 'ledger') > occupied(): time.sleep(0.01)\n"
             "async def main():\n"
             "    tier = DiskTier(FileSettings((root,), int(sys.argv[2])), b'f' * 16)\n"
             "    await tier.open()\n"

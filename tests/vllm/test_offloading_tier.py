@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from tests.chunks import chunks_of
 from tests.vllm.halves import Cached
 from tests.vllm.models import untrained_llama
 from tiercache.core.breaker import BreakerState
@@ -206,7 +207,7 @@ def make(opened: Callable[..., Any], model: Path, tmp_path: Path) -> Make:
 
 
 def chunk_files(directory: Path) -> list[Path]:
-    return sorted(path for path in (directory / "kv").glob("??/*") if path.is_file())
+    return sorted(path for path in chunks_of(directory / "kv").glob("??/*") if path.is_file())
 
 
 def stored(engine: Offloaded) -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.vllm.halves import NAMES, TOKENS, Scheduled, output_of
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
@@ -131,7 +132,7 @@ def test_a_chunk_that_cannot_be_read_makes_the_hit_shorter(with_disk: Engine, tm
     engine = with_disk
     engine.holds(6)
     engine.only_on_disk(NAMES[3])
-    (file,) = tmp_path.glob(f"??/{engine.keys(NAMES[3])[0].hex()}")
+    (file,) = chunks_of(tmp_path).glob(f"??/{engine.keys(NAMES[3])[0].hex()}")
     file.write_bytes(b"damaged" * 2000)
     assert engine.enters(engine.arrives(132)) == (32, False)
 

@@ -12,14 +12,14 @@ import aiofiles
 from aiofiles import ospath
 
 from tiercache.tiers.files.access import ABSENT
-from tiercache.tiers.files.directory import CHUNK_NAME, MANIFEST, TOP_LEVELS, found_place
+from tiercache.tiers.files.directory import CHUNK_NAME, MANIFEST, TOP_LEVELS, place_of
 
 
 async def problem_with(directory: Path) -> str | None:
     """Return a sentence if `directory` is not a tiercache directory, else None."""
     if not await ospath.isdir(directory):
         return f"{directory} is not a directory"
-    manifest = await asyncio.to_thread(found_place, directory) / MANIFEST
+    manifest = await asyncio.to_thread(place_of, directory) / MANIFEST
     if not await ospath.isfile(manifest):
         return f"{directory} is not a directory of chunks: it has no {MANIFEST}"
     try:
@@ -32,7 +32,7 @@ async def problem_with(directory: Path) -> str | None:
 
 def chunk_files(directory: Path) -> Iterator[Path]:
     """Yield the paths with names of chunks. Raises OSError if a directory cannot be read."""
-    place = found_place(directory)
+    place = place_of(directory)
     for top in TOP_LEVELS:
         with suppress(*ABSENT):
             yield from sorted(path for path in (place / top).iterdir() if CHUNK_NAME.fullmatch(path.name))

@@ -27,7 +27,7 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.tables import INDENT, Line, say
 from tiercache.tiers.files.access import mount_of
 from tiercache.tiers.files.capacity import counted_in
-from tiercache.tiers.files.directory import found_place
+from tiercache.tiers.files.directory import place_of
 from tiercache.tiers.files.format import supports_direct_io
 from tiercache.tiers.shared_memory import require_memory
 
@@ -213,7 +213,7 @@ def _room_bytes(directory: Path) -> int:
 
     Raises OSError if this user cannot write there.
     """
-    counted_bytes = counted_in(found_place(directory) / ".tiercache" / "ledger") or 0
+    counted_bytes = counted_in(place_of(directory) / ".tiercache" / "ledger") or 0
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     if not directory.is_dir():

@@ -30,7 +30,7 @@ from tiercache.core.keys import check_key
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.files.access import access_as_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import TOP_LEVELS, NameTaken, found_place, make_place, reads_directly
+from tiercache.tiers.files.directory import TOP_LEVELS, NameTaken, make_place, place_of, reads_directly
 from tiercache.tiers.files.format import write_chunk_file
 
 _STREAM = "-"
@@ -82,7 +82,7 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
     """Write the chunks of the layout whose fingerprint begins with `layout`. Raises OSError, and ValueError unless there is
     one such layout.
     """
-    found, place = Moved(str(directory)), found_place(directory)
+    found, place = Moved(str(directory)), place_of(directory)
     layouts = defaultdict[str, list[tuple[float, str]]](list)
     for top in TOP_LEVELS:
         for path, status, header in headers_in(place / top):
@@ -120,7 +120,7 @@ def _import(stream: BufferedReader, directory: Path, cap_bytes: int) -> Moved:
     block, seen = stream.read(HEADER_BYTES), 0
     fingerprint = Header.unpack(block).fingerprint
     found = Moved(str(directory), fingerprint.hex(), problem="the file is cut: it has no end; copy or export it again")
-    place = make_place(directory, access_as_found(found_place(directory) / ".tiercache"))
+    place = make_place(directory, access_as_found(place_of(directory) / ".tiercache"))
     with ExitStack() as stack:
         files = open_files(place, stack, cap_bytes, fingerprint)
         try:

@@ -22,7 +22,7 @@ from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.tables import show_figures
 from tiercache.tiers.files.access import ABSENT, open_regular
 from tiercache.tiers.files.capacity import counted_in
-from tiercache.tiers.files.directory import CHUNK_NAME, QUARANTINED_NAME, TOP_LEVELS, found_place
+from tiercache.tiers.files.directory import CHUNK_NAME, QUARANTINED_NAME, TOP_LEVELS, place_of
 from tiercache.tiers.files.owners import PENDING_NAME
 
 
@@ -46,7 +46,7 @@ def survey(directory: Path) -> dict[str, Any]:
     `counted_bytes` is the expected value of the capacity counter (chunks, quarantine and their directories);
     `ledger_bytes` is its actual value. They differ while a process writes, and after a crash until a recount.
     """
-    place, now_s = found_place(directory), time.time()
+    place, now_s = place_of(directory), time.time()
     layouts: dict[str, dict[str, int]] = defaultdict(lambda: {"chunks": 0, "payload_bytes": 0, "occupied_bytes": 0})
     foreign, counted_bytes = 0, sum(_own_bytes(place / top) for top in TOP_LEVELS)
     ages: list[float] = []

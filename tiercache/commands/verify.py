@@ -28,7 +28,7 @@ from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.tiers.compression import plain_bytes, unpacked
 from tiercache.tiers.files.access import access_as_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import found_place, has_our_header, reads_directly
+from tiercache.tiers.files.directory import has_our_header, place_of, reads_directly
 from tiercache.tiers.files.format import read_chunk_file
 
 _THREADS = 4
@@ -69,7 +69,7 @@ def verify_command(directory: Path, as_json: bool) -> int:
 
 def verify(directory: Path, console: Console) -> Verified:
     """Check all chunks of all layouts. Caches may use the directory meanwhile: a chunk that vanishes was evicted."""
-    found, direct = Verified(str(directory)), reads_directly(found_place(directory))
+    found, direct = Verified(str(directory)), reads_directly(place_of(directory))
     paths = list(chunk_files(directory))
     with ExitStack() as stack, ThreadPoolExecutor(_THREADS) as threads:
         files: ChunkFiles | None = None
@@ -82,7 +82,7 @@ def verify(directory: Path, console: Console) -> Verified:
                 found.checked_bytes += outcome
             elif isinstance(outcome, CorruptChunk):
                 # Opened for the first bad chunk only, so that a check without errors leaves no files.
-                files = files or open_files(found_place(directory), stack)
+                files = files or open_files(place_of(directory), stack)
                 if has_our_header(str(path)):
                     files.quarantine(bytes.fromhex(path.name))
                     found.bad.append(str(outcome))

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.hf3fs.tier.conftest import (
     HASTY,
     PATIENCE_S,
@@ -65,7 +66,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         await put(tier3, memory, 1)
         await get(tier3, memory, 1)
         await tier3.scanned()
-        manifest = mortal.backing / "chunks" / "tiercache.json"
+        manifest = chunks_of(mortal.backing / "chunks") / "tiercache.json"
         good = manifest.read_text()
         manifest.write_text('{"format": 99}')
         await asyncio.to_thread(mortal.restart)

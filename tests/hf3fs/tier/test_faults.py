@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chunks import chunks_of
 from tests.hf3fs.tier.conftest import (
     HASTY,
     PATIENCE_S,
@@ -139,7 +140,7 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
         assert not quarantined(tier)
         await tier.scanned()
         occupied = sum(os.stat(tier.path(chunk(number)[0])).st_blocks * 512 for number in range(1, 10))
-        directories = [entry for entry in os.scandir(mortal.mount / "chunks") if len(entry.name) == 2]
+        directories = [entry for entry in os.scandir(chunks_of(mortal.mount / "chunks")) if len(entry.name) == 2]
         occupied += sum(entry.stat().st_blocks * 512 for entry in directories)
         assert tier.statistics().occupied_bytes == occupied, "what died half-written is not counted"
 

@@ -10,6 +10,7 @@ from tests.torture.simulation.fittings import MEMORY
 from tests.torture.simulation.machine import place_of
 from tests.torture.simulation.plan import FILE_BYTES, Operation
 from tests.torture.simulation.stage import Stage
+from tiercache.tiers.files.directory import SUBDIRECTORY
 
 
 class Happenings:
@@ -47,11 +48,11 @@ class Happenings:
         for place in self.stage.of_files:
             disk, name = place.disk, operation.values["name"]
             with contextlib.suppress(OSError):
-                directory = disk.find_directory(f"{disk.root}/kv/.tiercache")
+                directory = disk.find_directory(f"{disk.root}/kv/{SUBDIRECTORY}/.tiercache")
                 if name in directory.names and name == "ledger":
                     disk.remove(directory, name, directory.names[name])
                 elif name != "ledger":
-                    disk.remove_all(f"{disk.root}/kv/.tiercache/{name}".rstrip("/"))
+                    disk.remove_all(f"{disk.root}/kv/{SUBDIRECTORY}/.tiercache/{name}".rstrip("/"))
         self.stage.happened(fails=True)
 
     async def prune(self, operation: Operation) -> None:

@@ -50,7 +50,7 @@ class Found:
 
 
 class Place:
-    """`<root>/kv` of a disk; `cap_bytes` is that of every process that runs."""
+    """`<root>/kv` of a disk, in whose subdirectory chunks lie; `cap_bytes` is that of every process that runs."""
 
     def __init__(self, disk: Disk, cap_bytes: int) -> None:
         self.disk = disk
@@ -107,14 +107,10 @@ class Place:
                 found.others.append(f".tiercache/{name}")
 
     def _root(self) -> Directory | None:
-        """Where chunks lie: what a power cut has left of a directory may lack its manifest, and is nobody's then."""
-        root = self.disk.top.names.get("kv")
-        if not isinstance(root, Directory):
-            return None
-        below = root.names.get(SUBDIRECTORY)
-        if "tiercache.json" not in root.names and isinstance(below, Directory) and "tiercache.json" in below.names:
-            return below
-        return root
+        """Return the directory of chunks."""
+        configured = self.disk.top.names.get("kv")
+        root = configured.names.get(SUBDIRECTORY) if isinstance(configured, Directory) else None
+        return root if isinstance(root, Directory) else None
 
     @property
     def is_gone(self) -> bool:

@@ -19,7 +19,6 @@ from tests.torture.simulation.oracle import Violation
 from tests.torture.simulation.plan import FILE_BYTES
 from tests.torture.simulation.stage import PROBES, Stage
 from tests.torture.simulation.works_again import works_again
-from tiercache.tiers.files.directory import SUBDIRECTORY
 from tiercache.tiers.files.tier import FileTier
 
 _WORKS_AGAIN_S = 70.0
@@ -37,19 +36,6 @@ async def _restart(stage: Stage, number: int) -> None:
     stage.nodes[number].process.die()
     stage.start(number)
     await asyncio.sleep(5.0)
-
-
-def _apart(stage: Stage) -> list[int]:
-    """Return the processes that use a directory itself while others use the subdirectory in it. This happens if one of
-    them opens it just when it was emptied and another one makes it anew; docs/reliability.md says so.
-    """
-    roots = {
-        number: {directory.files.root for directory in directories(node.cache)}
-        for number, node in stage.nodes.items()
-        if node.state == "open"
-    }
-    below = {root.parent for found in roots.values() for root in found if root.name == SUBDIRECTORY}
-    return [number for number, found in roots.items() if found & below]
 
 
 async def settle(stage: Stage) -> None:
@@ -70,8 +56,6 @@ async def settle(stage: Stage) -> None:
             node.process.die()
             stage.start(number)
             await asyncio.sleep(5.0)
-    for number in _apart(stage):
-        await _restart(stage, number)
     for number, node in stage.nodes.items():
         if node.state != "open":
             raise Violation(f"process {number} is {node.state} though nothing fails")

@@ -148,7 +148,7 @@ class ChunkFiles:
         there = frozenset(os.listdir(self.root))
         tops = [top for top in TOP_LEVELS if top in there]
         for name in (*tops, "quarantine"):
-            self.scanner.enforce_mode(name)
+            self.access.enforce(self.root / name)
         if not tops:
             if self._beside:
                 spread(self.root)
@@ -277,7 +277,7 @@ class ChunkFiles:
                     raise
                 return reader(path)  # the network may have flipped a bit
         except ABSENT:
-            if not self.identity.is_here_or_deleted():
+            if self.identity.is_away():
                 raise
             return None
         except CorruptChunk:
@@ -560,6 +560,12 @@ class OnlyRead(ChunkFiles):
 
     def is_wiped(self) -> bool:
         return False
+
+    def _owns(self, status: os.stat_result) -> bool:
+        if self.identity.user < 0:  # a writer may have created the directory since `open`
+            with suppress(OSError):
+                self.identity.note()
+        return super()._owns(status)
 
     def quarantine(self, key: ChunkKey) -> None:
         """Leave a bad chunk in place."""

@@ -30,7 +30,7 @@ from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
 from tiercache.tiers.files.chunk_files import ChunkFiles, OnlyRead
-from tiercache.tiers.files.directory import Deleted, Victims, WrongFormat, default_cap, found_place, make_place
+from tiercache.tiers.files.directory import Deleted, Victims, WrongFormat, default_cap, make_place, place_of
 from tiercache.tiers.files.scanning import Directory, scan
 
 logger = logging.getLogger("tiercache.disk")
@@ -149,7 +149,9 @@ class FileSettings:
     bytes_per_day: float = 0.0
     """Limit of bytes written per day; 0: no limit."""
     file_access: str = "owner"
-    """Permissions: "owner" (0600, directories 0700) or "group" (0660, 2770). An existing root keeps its mode."""
+    """Permissions: "owner" (0600, directories 0700) or "group" (0660, 2770). An existing configured directory
+    keeps its mode.
+    """
     chunk_bytes: int = 0
     """The largest payload. I/O backends with own buffers need it."""
     many_hosts: bool = False
@@ -245,8 +247,7 @@ class ChunkIO(ABC):
 _SCAN_WAIT_S = 2.0
 """Longest wait of a write for a scan that may find victims."""
 _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
-_DELETED = "%s was deleted by another program; it was created again"
-_EMPTIED = "%s was emptied or replaced by another program; opening it again"
+_LOST = "%s was emptied, deleted or replaced by another program; opening it again"
 _MOUNTED_ANEW = "another mount is at %s now; scanning it"
 _CATCH_UP_S = 1.0
 """Delay before failed work is retried and unused reservations are returned."""
@@ -556,9 +557,9 @@ class Directories:
         self.io.suspect()
         async with directory.replacing:
             if directory.files is stale:
-                was_deleted = await self.metadata.change(stale.identity.make_anew, stale.access)
+                await self.metadata.change(stale.identity.make_anew, stale.access)
                 mounted_anew = await self.metadata.submit(stale.is_mounted_anew)
-                logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
+                logger.warning(_MOUNTED_ANEW if mounted_anew else _LOST, stale.root.parent)
                 try:
                     fresh = await self._opened_anew(directory)
                 except ConfigError as error:
@@ -624,7 +625,7 @@ class Directories:
         """Return the root that stores the chunks of a configured directory."""
         with self._configured(directory):
             if self._only_reads:
-                return await self.metadata.submit(found_place, directory)
+                return await self.metadata.submit(place_of, directory)
             return await self.metadata.change(make_place, directory, ACCESS[self.settings.file_access])
 
     async def _opened_anew(self, directory: Directory) -> ChunkFiles:

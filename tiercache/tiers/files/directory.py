@@ -1,9 +1,8 @@
 """Parts of one directory of chunk files: location, manifest, identity, publication, quarantine and scan.
 
-A configured directory is used itself if it has our manifest or holds only our files. If it holds foreign files or others can
-change it, `make_place` creates a subdirectory. `publish` names finished files, `Quarantine` keeps bad ones, `Scanner`
-scans, and `Identity` detects that a directory was deleted or mounted again. Everything is synchronous and runs in worker
-threads.
+Chunks are in a subdirectory of the configured directory, which `make_place` creates. `publish` names finished files,
+`Quarantine` keeps bad ones, `Scanner` scans, and `Identity` detects that a directory was deleted or mounted again.
+Everything is synchronous and runs in worker threads.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import itertools
 import json
 import logging
 import math
@@ -35,7 +33,6 @@ from tiercache.errors import TierFull, TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
     ACCESS,
-    FILE_MODE,
     UNSUPPORTED,
     Access,
     NotAFile,
@@ -77,10 +74,11 @@ class Deleted:
 
 
 class Identity:
-    """Identity of the directory at `root` since `note`."""
+    """Identity of the directory at `root` since `note`, and of the configured directory above it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._configured = root.parent
         self._device = self._number = -1
         self._is_mount_point = False
         self.user = -1
@@ -91,57 +89,35 @@ class Identity:
         status = require_directory(self.root)
         self.user = status.st_uid
         self._device, self._number = status.st_dev, status.st_ino
-        self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
+        self._is_mount_point = os.stat(f"{self._configured}/..").st_dev != self._device
 
     def is_same(self, other: Identity) -> bool:
         """Return True if both are the same directory under any names."""
         return self._number >= 0 and (self._device, self._number) == (other._device, other._number)
 
-    def is_deleted(self) -> bool:
-        """Return True if the directory was deleted or moved: its parent exists on the recorded file system. Otherwise a
-        mount is missing and may come back. Raises OSError if the device fails.
+    def is_away(self) -> bool:
+        """Return True if the mount is missing, so that the directory may come back: a missing file then proves nothing.
+
+        A directory without its mount is gone together with its parent or with the recorded file system; a deleted one
+        is not. Raises OSError if the device fails.
         """
-        place = os.path.realpath(self.root)  # the root may be a link
-        with contextlib.suppress(*ABSENT):
-            os.stat(place)
-            return False
-        above = os.path.dirname(place)
-        if os.path.basename(place) == SUBDIRECTORY and not os.path.lexists(above):
-            above = os.path.dirname(above)  # the configured directory was deleted as well
         try:
-            return os.stat(above).st_dev == self._device
+            here, above = (os.stat(path).st_dev for path in (self._configured, f"{self._configured}/.."))
         except ABSENT:
-            return False
+            try:
+                return os.stat(self._configured.parent).st_dev != self._device
+            except ABSENT:
+                return True
+        return self._is_mount_point and here == above != self._device
 
-    def is_here_or_deleted(self) -> bool:
-        """Return False if the directory may come back: a missing file then proves nothing. Raises OSError."""
-        return self.root.is_dir() or self.is_deleted()
+    def make_anew(self, access: Access) -> None:
+        """Create the configured directory again if it was deleted.
 
-    def make_anew(self, access: Access) -> bool:
-        """Create the directory again if it was deleted; return True if it was. A subdirectory of ours is left to
-        `make_place`, since the reason for it may be gone as well.
-
-        Raises TierUnavailable if that fails, or if a mount is missing: writes would fill the device below it. Raises
-        OSError if the device fails.
+        Raises TierUnavailable if a mount is missing: writes would fill the device below it. Raises OSError.
         """
-        if self.root.is_dir():
-            if self._is_unmounted():
-                raise TierUnavailable(f"what was mounted at {self.root} is not there any more")
-            return False
-        if not self.is_deleted():
-            raise TierUnavailable(f"{self.root} is not there any more")
-        place = os.path.realpath(self.root)
-        try:
-            if os.path.basename(place) != SUBDIRECTORY:
-                access.make_directory(place)
-        except OSError as error:
-            raise TierUnavailable(f"{self.root} is not there any more, and cannot be made anew: {error}") from error
-        return True
-
-    def _is_unmounted(self) -> bool:
-        """Return True if only the mount point of a recorded mount is left. Raises OSError."""
-        here = os.stat(self.root).st_dev
-        return self._is_mount_point and here != self._device and here == os.stat(f"{self.root}/..").st_dev
+        if self.is_away():
+            raise TierUnavailable(f"{self._configured} is not there any more")
+        access.make_root(self._configured)
 
     def is_mounted_anew(self, descriptor: int) -> bool:
         """Return True if the path leads to another mount than `descriptor`."""
@@ -317,12 +293,7 @@ def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> Non
 
 CHUNK_NAME = re.compile(HEX_KEY)
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
-_OUR_NAME = re.compile(rf"(?:{HEX_KEY})(?:\.\d{{15,}})?|{PENDING_NAME.pattern}")
-"""Names of chunks, quarantined chunks and temporary files."""
-_LOOKED_INTO = 16
 _OUR_MODES = frozenset(access.file_mode for access in ACCESS.values())
-_OUR_DIRECTORY_MODES = frozenset({0o770, *(access.directory_mode for access in ACCESS.values())})
-"""Our directory modes; 0770 is for mounts without setgid."""
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 
 
@@ -400,14 +371,6 @@ class Scanner:
         above, name = os.path.split(path)
         with opened_directory(above) as directory:
             return _is_removable(name, directory)
-
-    def enforce_mode(self, name: str) -> None:
-        """Set the mode of a directory below the root if its mode or its chunks show that it is ours."""
-        with contextlib.suppress(OSError):
-            mode = stat.S_IMODE(os.lstat(self._root / name).st_mode)
-            is_ours = mode in _OUR_DIRECTORY_MODES or _contains_chunks(self._root, name, private=True)
-            if mode != self._access.directory_mode and is_ours:
-                self._access.enforce(self._root / name)
 
     def _distrust_names(self, name: str) -> None:
         if self._trusts_names:
@@ -568,30 +531,6 @@ def has_our_header(path: str) -> bool:
         return False
 
 
-def _contains_chunks(root: Path, name: str, *, private: bool) -> bool | None:
-    """Return True if the first files of a subdirectory are ours, None if it is empty or disappears. Headers must
-    verify. `private`: a `.tiercache` of ours is beside it, so damaged, quarantined and temporary files count too.
-    Raises OSError.
-    """
-    if name not in TOP_LEVELS and not (private and name == "quarantine"):
-        return False
-    try:
-        with opened_directory(root / name, to_list=True) as directory, os.scandir(directory) as entries:
-            first = [entry.name for entry in itertools.islice(entries, _LOOKED_INTO)]
-            return all(_has_our_content(each, directory, private) for each in first) if first else None
-    except FileNotFoundError:
-        return None
-    except (NotADirectoryError, PermissionError):
-        return False
-
-
-def _has_our_content(name: str, directory: int, private: bool) -> bool:
-    file = _Unread(name, directory)
-    if file.verifies or isinstance(file.error, FileNotFoundError):
-        return True
-    return private and bool(_OUR_NAME.fullmatch(name)) and file.is_ours
-
-
 def _is_chunk(name: str, top: str, header: _Unread) -> bool:
     """Return True for a chunk's name. Keys of other lengths also need a valid header."""
     if CHUNK_NAME.fullmatch(name):
@@ -719,88 +658,30 @@ def default_cap(directories: Sequence[Path], access: Access) -> int:
 
 
 SUBDIRECTORY = "tiercache-chunks"
-_NEUTRAL = re.compile(rf"lost\+found|\.tiercache|{re.escape(MANIFEST)}|probe\.\d+\.\d+")
-"""Names that file systems and tiercache create at the root."""
 
 
-def found_place(directory: Path) -> Path:
-    """Return the subdirectory if it holds our chunks, else `directory`. Changes nothing.
+def place_of(directory: Path) -> Path:
+    """Return the directory of the chunks of a configured directory: other programs may use that one too.
 
     Resolves links in the path. Raises OSError.
     """
-    root = Path(os.path.realpath(directory))
-    below = root / SUBDIRECTORY
-    return below if _is_claimed(below) else root
+    return Path(os.path.realpath(directory)) / SUBDIRECTORY
 
 
 def make_place(directory: Path, access: Access) -> Path:
-    """Create `directory`, or the subdirectory if `directory` cannot be used itself, and return it.
+    """Create the directory of the chunks of a configured directory, and return it.
 
-    Raises PermissionError if the subdirectory is another user's, WrongFormat if it is foreign, OSError.
+    Raises PermissionError if it is another user's, OSError.
     """
     warn_of_missing_mount(directory)
     access.make_root(directory)
-    root = Path(os.path.realpath(directory))
-    below = root / SUBDIRECTORY
-    if not _is_claimed(below):
-        reason = _why_not(root, access)
-        if not reason:
-            return root
-        with contextlib.suppress(*ABSENT):
-            if _of_others(below):
-                raise WrongFormat(
-                    f"{below} is not empty and has no {MANIFEST}: move it away, or name another directory"
-                )
-        logger.warning("%s %s; chunks are stored in %s", directory, reason, below)
-    access.make_directory(below)
-    access.enforce(below)
-    status = require_directory(below)
-    if not access.owns(status) and status.st_uid != _own_user(below):
-        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(below))
-    return below
-
-
-def _is_claimed(place: Path) -> bool:
-    """Return True if a directory has our manifest or our counter; manual clean-ups rarely delete both."""
-    return os.path.lexists(place / MANIFEST) or counted_in(place / ".tiercache" / "ledger") is not None
-
-
-def _why_not(root: Path, access: Access) -> str:
-    """Return why `root` cannot be used itself, or an empty string."""
-    status = os.stat(root)
-    if not access.owns(status) and status.st_uid != _own_user(root):
-        return f"belongs to user {status.st_uid}"
-    if not status.st_mode & stat.S_ISVTX:
-        if status.st_mode & stat.S_IWOTH:
-            return "may be written to by all users"
-        if status.st_mode & stat.S_IWGRP and access.file_mode == FILE_MODE:
-            return "may be written to by its group, and file_access is not group"
-    others = _of_others(root)
-    return f"holds foreign files, such as {', '.join(others[:3])}" if others else ""
-
-
-def _of_others(place: Path) -> list[str]:
-    """Return the foreign names in a directory; none if the directory is claimed.
-
-    Emptying a directory deletes its manifest, and running instances may store chunks before it is created again. All must
-    reach the same answer.
-    """
-    if _is_claimed(place):
-        return []
-    try:
-        private = require_directory(place / ".tiercache").st_uid == os.geteuid() and bool(
-            os.listdir(place / ".tiercache")
-        )
-    except OSError:
-        private = False
-    names = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name)]
-    found = {name: _contains_chunks(place, name, private=private) for name in names}
-    are_empty_ours = private or any(found.values())
-    others = [
-        name for name, ours in found.items()
-        if ours is False or (ours is None and not are_empty_ours and os.path.lexists(place / name))
-    ]  # fmt: skip
-    return [] if _is_claimed(place) else others  # another instance may have claimed it
+    place = place_of(directory)
+    access.make_directory(place)
+    access.enforce(place)
+    status = require_directory(place)
+    if not access.owns(status) and status.st_uid != _own_user(place):
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(place))
+    return place
 
 
 def _own_user(directory: Path) -> int:

@@ -187,7 +187,7 @@ class RingIO(ChunkIO):
         try:
             file = await self.file_threads.submit(self._open_to_read, files, path)
         except ABSENT:
-            if not await self._directories.metadata.submit(files.identity.is_here_or_deleted):
+            if await self._directories.metadata.submit(files.identity.is_away):
                 raise
             return None
         try:

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from tests.chunks import chunks_of
 from tests.torture.campaign.payloads import CHUNK_BYTES, KEYS_A_SLOT, SLOTS, TOP_DIRECTORIES
 from tests.torture.campaign.places.base import Occupied, Place
 from tiercache.core.header import file_bytes
@@ -61,7 +62,7 @@ class DirectoryPlace(Place):
         )
 
     def occupied(self) -> Occupied:
-        return occupied(self.chunks)
+        return occupied(chunks_of(self.chunks))
 
 
 def occupied(root: Path) -> Occupied:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.chunks import chunks_of
 from tests.hf3fs_emulator import Hf3fsEmulator, why_no_fuse
 from tests.torture.campaign.places.base import Occupied, Place, Skipped
 from tests.torture.campaign.places.directory import ROOMY_CAP_BYTES, occupied
@@ -71,4 +72,4 @@ class Hf3fsPlace(Place):
     def occupied(self) -> Occupied:
         """Of the files behind the mount, which does not always answer."""
         assert self._emulator is not None
-        return occupied(self._emulator.backing / "chunks")
+        return occupied(chunks_of(self._emulator.backing / "chunks"))

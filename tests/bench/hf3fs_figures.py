@@ -245,7 +245,7 @@ class Bench:
         self.tier = Hf3fsTier(settings, bytes(16))
         self.tier.use_arena(self._arena)
         for top in TOP_LEVELS:
-            (mount / mode / top).mkdir(parents=True, exist_ok=True)
+            (mount / mode / "tiercache-chunks" / top).mkdir(parents=True, exist_ok=True)
 
     async def write(self, keys: Sequence[ChunkKey], depth: int) -> tuple[float, list[float]]:
         """GB/s, and the loop's lags in seconds meanwhile."""

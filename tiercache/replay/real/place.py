@@ -17,7 +17,8 @@ from tiercache.core.layout import Layout
 from tiercache.memory.arena import HUGE_PAGE_BYTES
 from tiercache.memory.slots import FEWEST_SLOTS
 from tiercache.replay.setting import Setting, SettingError
-from tiercache.tiers.files.directory import TOP_LEVELS
+from tiercache.tiers.files.access import OWNER
+from tiercache.tiers.files.directory import TOP_LEVELS, make_place
 from tiercache.tiers.files.tier import FileTier
 
 DISK = "disk"
@@ -70,9 +71,6 @@ async def opened(
     }
     layout = Layout("replay", chunk_tokens=1, bytes_per_token=chunk_bytes)
     if setting.flash_blocks != 0:
-        first = values | {"local_disk": str(directory), "max_local_disk_size": 1.0}
-        async with TierCache.open(Config.load(environ={}, overrides=first), layout):
-            pass  # the directory has a manifest now, so directories made in it belong to the tier
         made_bytes = await asyncio.to_thread(_make_directories, directory)
         cap_bytes = made_bytes + (_flash_blocks(setting, unique_blocks) + 0.5) * file_bytes(chunk_bytes)
         values |= {
@@ -103,8 +101,8 @@ def _flash_blocks(setting: Setting, unique_blocks: int) -> int:
 
 def _make_directories(directory: Path) -> int:
     """Make all directories that the tier will need, so that they take no room from chunks later. Return their bytes."""
-    made_bytes = 0
+    made_bytes, place = 0, make_place(directory, OWNER)
     for top in TOP_LEVELS:
-        (directory / top).mkdir()
-        made_bytes += (directory / top).stat().st_blocks * 512
+        (place / top).mkdir()
+        made_bytes += (place / top).stat().st_blocks * 512
     return made_bytes

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.chunks import chunks_of
 from tests.remote.redis.servers import running
 from tiercache.cli import app
 from tiercache.commands.doctor import NOTE, OK, PROBLEM, Finding, examine

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.chunks import chunks_of
 from tests.vllm.halves import NAMES, TOKENS, Scheduled, output_of, spec_of
 from tiercache.config import Config
 from tiercache.control.messages import Prefix

@@ -677,10 +677,16 @@ class Reader:
         read.task = asyncio.create_task(self._read(read), name="tiercache-read")
 
     async def _read(self, read: InFlight) -> None:
-        """Read from the tiers in order, until one has the chunk."""
+        """Read from the tiers in order, then from tiers that have gained the chunk since, for later waiters."""
+        lacking = []
         try:
             for tier in self.tiers:
+                if not tier.tier.offers(read.key):
+                    lacking.append(tier)
                 await tier.read(read)
+            for tier in lacking:
+                if tier.tier.offers(read.key):
+                    await tier.read(read)
         except Exception:
             logger.exception("a read failed unexpectedly")
         finally:

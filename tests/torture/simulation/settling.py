@@ -92,8 +92,9 @@ async def _owed_by_files(stage: Stage) -> None:
     caps_bytes: Counter[str] = Counter()
     for place in stage.of_files:
         caps_bytes[place_of(place.disk)] += place.cap_bytes  # of two directories of a tier, each gets a part
-    # Few keys are spread unevenly over two directories, so twice as many as there is room for fill both.
-    most = 2 * int(max(caps_bytes.values()) / stage.share) // FILE_BYTES
+    most = int(max(caps_bytes.values()) / stage.share) // FILE_BYTES
+    if len(caps_bytes) < len(stage.of_files):
+        most *= 2  # few keys are spread unevenly over two directories, so twice as many as there is room for fill both
     await check_fills(nodes[-1], stage.of_files, range(first + 1, first + 2 + most))
 
 

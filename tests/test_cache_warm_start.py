@@ -117,7 +117,7 @@ async def test_what_was_read_at_the_close_stays_listed(tmp_path: Path, monkeypat
 
     (path,) = lists(tmp_path)
     before = path.stat().st_ino
-    monkeypatch.setattr(FileTier, "prefetch", hung)
+    monkeypatch.setattr(FileTier, "read", hung)
     async with opened(tmp_path) as cache:
         await begun.wait()
         closing = asyncio.create_task(cache.close())
@@ -152,13 +152,13 @@ async def test_a_smaller_cache_while_preloading_keeps_the_hottest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = await stored(tmp_path)
-    resized, read = asyncio.Event(), FileTier.prefetch
+    resized, read = asyncio.Event(), FileTier.read
 
     async def gated(tier: FileTier, key: bytes, into: np.ndarray) -> int | None:
         await resized.wait()
         return await read(tier, key, into)
 
-    monkeypatch.setattr(FileTier, "prefetch", gated)
+    monkeypatch.setattr(FileTier, "read", gated)
     async with opened(tmp_path) as cache:
         while not cache.parts.reader.in_flight:
             await asyncio.sleep(0)

@@ -35,7 +35,7 @@ def test_all_parts_survive_a_short_campaign(short_path: Path) -> None:
 def test_interrupted_campaign_ends_soon_and_leaves_nothing(short_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "tests.torture.campaign", str(short_path), "--minutes", "10", "--seed", "3"]
     campaign = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-    while not list(short_path.glob("campaign-3-*/disk/chunks/??")):  # at work
+    while not list(short_path.glob("campaign-3-*/disk/chunks/tiercache-chunks/??")):  # at work
         assert campaign.poll() is None
         time.sleep(0.05)
     os.kill(campaign.pid, number)
@@ -50,7 +50,7 @@ def test_interrupted_campaign_ends_soon_and_leaves_nothing(short_path: Path, num
 def test_killed_campaign_takes_its_workers_with_it(short_path: Path) -> None:
     command = [sys.executable, "-m", "tests.torture.campaign", str(short_path), "--minutes", "10", "--parts", "disk"]
     campaign = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-    while not list(short_path.glob("campaign-*/disk/chunks/??")):
+    while not list(short_path.glob("campaign-*/disk/chunks/tiercache-chunks/??")):
         assert campaign.poll() is None
         time.sleep(0.05)
     campaign.kill()

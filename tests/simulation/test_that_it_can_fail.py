@@ -33,7 +33,6 @@ def test_memory_that_does_not_forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_breaker_that_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "succeeded", lambda *_: None)
-    monkeypatch.setattr(Breaker, "answered", lambda *_: None)
     _, failure = _first_failure()
     assert "breaker" in str(failure)  # it is open at the end, or waits for a read that is over
 

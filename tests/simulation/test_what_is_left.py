@@ -37,7 +37,6 @@ def nothing_is_left_or_said_late() -> Iterator[None]:
 
 def test_of_a_run_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "succeeded", lambda *_: None)
-    monkeypatch.setattr(Breaker, "answered", lambda *_: None)
     outcome = next(outcome for seed in range(30) if (outcome := run_seed(seed)).failure is not None)
     assert "breaker" in outcome.said
     assert 'File "' in outcome.said

@@ -247,7 +247,7 @@ async def test_what_is_removed_is_gone_from_every_directory(tmp_path: Path) -> N
             await both.remove(chunk(number)[0])
         await both.scanned()
         assert [number for number in range(1, 21) if await is_hit(both, number)] == []
-    assert list(tmp_path.glob("*/[0-9a-f][0-9a-f]/*")) == []
+    assert list(tmp_path.glob("*/tiercache-chunks/[0-9a-f][0-9a-f]/*")) == []
 
 
 async def test_a_lowered_cap_is_kept_before_the_first_write_and_writes_go_on_meanwhile(tmp_path: Path) -> None:

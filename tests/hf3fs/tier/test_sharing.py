@@ -36,7 +36,7 @@ async def test_base_paths_share_evenly_and_find_all_after_one_is_added(
     three = [place / name for name in "abc"]
     async with opened(*three) as tier:
         keys = await write_small(tier, memory, range(CHUNKS))
-        where = Counter(Path(tier.path(key)).parents[1].name for key in keys)
+        where = Counter(Path(tier.path(key)).parents[2].name for key in keys)
         # The directory's name is another one each time: 99 fair draws are outside of this once in a million times.
         assert all(10 < where[name] < 57 for name in "abc"), where
     async with opened(*three, place / "d") as tier:
@@ -46,7 +46,7 @@ async def test_base_paths_share_evenly_and_find_all_after_one_is_added(
             assert await tier.read(key, into) == 100
             assert (into[:100] == number % 251).all()
         more = await write_small(tier, memory, range(CHUNKS, 2 * CHUNKS))
-        assert 5 < sum(Path(tier.path(key)).parents[1].name == "d" for key in more) < 47
+        assert 5 < sum(Path(tier.path(key)).parents[2].name == "d" for key in more) < 47
 
 
 async def test_writing_chunk_is_seen_by_nobody(

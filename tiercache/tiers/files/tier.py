@@ -31,7 +31,7 @@ from tiercache.tiers.base import DeviceTier, Tier, TierStatistics, Traits
 from tiercache.tiers.files.access import Mount, NotAFile, local_locks, mount_of
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, give_up_bytes
-from tiercache.tiers.files.directory import TOP_LEVELS, Deleted, NameTaken, reads_back
+from tiercache.tiers.files.directory import SUBDIRECTORY, TOP_LEVELS, Deleted, NameTaken, reads_back
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import ProbingLookup
 from tiercache.tiers.files.scanning import Directory
@@ -191,12 +191,12 @@ class FileTier(DeviceTier):
             if not isinstance(cause, OSError):
                 raise
             is_missing = isinstance(cause, FileNotFoundError)
-            # Another instance may make a missing directory, or delete our own files while they are made. A full mount
+            # Another instance may make a missing directory, and a user may delete ours while they are made. A full mount
             # may get free space again.
             if (
                 cause.errno in _AWAY
                 or cause.errno in NO_ROOM
-                or (is_missing and (not self.writes or "/.tiercache" in str(cause.filename)))
+                or (is_missing and (not self.writes or f"/{SUBDIRECTORY}" in str(cause.filename)))
             ):
                 raise TierUnavailable(f"{self.name}: {cause}") from error
             raise ConfigError(f"{self.option}: {cause}") from error

@@ -93,6 +93,13 @@ async def test_a_scan_costs_another_tenant_nothing(salt: str) -> None:
         assert cache.cpu.pool.free == SLOTS - 2 * QUOTA
 
 
+async def test_of_a_prefix_longer_than_a_quota_the_head_stays() -> None:
+    async with opened() as cache:
+        keys = keys_of(cache, "one", 30)
+        await put(cache, keys)
+        assert cache.lookup_hot(keys) >= QUOTA - 2, "two batches take the places of one chunk each"
+
+
 async def test_who_holds_all_of_his_quota_waits_and_nobody_waits_for_him() -> None:
     async with opened() as cache:
         own = keys_of(cache, "noisy", QUOTA)

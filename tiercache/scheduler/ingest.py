@@ -75,8 +75,11 @@ class Ingest:
 
     @property
     def _batch_items(self) -> int:
-        """Chunks per batch: tiers write during the copies, and two batches fit beside the slots kept for reads."""
-        return max(1, min(self.cpu.budget.slots // 8, max(1, _BATCH_BYTES // self.cpu.pool.slot_bytes)))
+        """Chunks per batch: tiers write during the copies, and two batches fit beside the slots kept for reads.
+
+        A batch takes its slots at once. It is small beside a quota, or the tail of a long prefix would evict its head.
+        """
+        return max(1, min(self.cpu.most_slots // 8, max(1, _BATCH_BYTES // self.cpu.pool.slot_bytes)))
 
     async def put(
         self, items: Sequence[Item], wait_s: float, *, prefix: bool = False, hot_only: Collection[ChunkKey] = ()

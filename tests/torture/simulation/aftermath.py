@@ -15,6 +15,7 @@ from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.index import RelistingLookup
 from tiercache.tiers.files.scanning import Directory
 from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.hf3fs.tier import RingIO
 from tiercache.tiers.shared_memory import MappingIO
 
 _SCANNED_S = 5.0
@@ -28,6 +29,8 @@ _RECOUNTED_S = 30.0
 _SWEPT_S = 6.0
 """How long an instance may keep a file mapped that another one has removed."""
 _LISTED_S = 120.0
+_NOTICED_S = 10.0
+"""How long a 3FS tier may take to notice that its daemon died, and to make new rings."""
 _LOWEST_FILL, _LOWEST_SHARED_FILL = 31 / 32, 0.85
 _PUTS_IN_QUIET = 12
 """A full directory may count a 32nd of the cap more than there is, and a shared one what its instances have reserved and do
@@ -91,6 +94,7 @@ async def check_promises(node: Node, others: Sequence[Node], places: Sequence[Pl
     """What one process stores is found by all; what it forgets is found by none, and can be stored by another."""
     await store(node, [key], places)
     for reader in (node, *others):
+        await reader.on_loop(lambda reader=reader: _rings_serve(reader, key))  # type: ignore[misc]
         await reader.on_loop(lambda reader=reader: _read(reader, key, there=True))  # type: ignore[misc]
     await node.on_loop(lambda: _forget(node, key))
     left = [place.disk.root for place in places if node.keys[key] in place.look().chunks]
@@ -160,6 +164,19 @@ async def _listed(node: Node) -> None:
 def _keeps_files_open(node: Node) -> bool:
     backends = [tier.directories.io for _, tier in file_tiers(node.cache)]
     return any(isinstance(io, MappingIO) for io in backends)
+
+
+async def _rings_serve(node: Node, key: int) -> None:
+    """Wait until a 3FS tier reads a chunk that is there. That the daemon of idle rings died is noticed by the next transfer
+    only, which fails."""
+    until_s = asyncio.get_running_loop().time() + _NOTICED_S
+    has_rings = any(isinstance(tier.directories.io, RingIO) for _, tier in file_tiers(node.cache))
+    while has_rings and asyncio.get_running_loop().time() < until_s:
+        node.cache.clear_hot()
+        async with node.cache.get(node.keys[key]) as lease:
+            if lease is not None:
+                return
+        await asyncio.sleep(1.0)
 
 
 async def _read(node: Node, key: int, *, there: bool) -> None:

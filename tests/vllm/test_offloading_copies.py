@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from tiercache.integrations.vllm_offloading.cpu_spec import HostCopies
+from tests.vllm.cpu_spec import HostCopies
 
 BLOCKS, PAGE, CHUNKS = 6, 4096, 4
 ALL_LAYERS = [[(0, PAGE), (1, PAGE), (2, 2 * PAGE)]]

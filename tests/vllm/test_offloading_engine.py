@@ -30,7 +30,7 @@ def offloading(directory: Path) -> dict[str, Any]:
     }
     extra = {
         "spec_name": "CpuTieringSpec",
-        "spec_module_path": "tiercache.integrations.vllm_offloading",
+        "spec_module_path": "tests.vllm.cpu_spec",
         "cpu_bytes_to_use": 64 << 20,
         "secondary_tiers": [tier],
     }

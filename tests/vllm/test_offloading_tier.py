@@ -21,12 +21,13 @@ from vllm.v1.kv_offload.config import (
 )
 
 from tests.chunks import chunks_of
+from tests.vllm.cpu_spec import CpuTieringSpec
 from tests.vllm.halves import Cached
 from tests.vllm.models import untrained_llama
 from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError
-from tiercache.integrations.vllm_offloading import CpuTieringSpec, tier
+from tiercache.integrations.vllm_offloading import tier
 from tiercache.integrations.vllm_offloading.requests import TieredRequest
 from tiercache.tiers.remote.base import RemoteTier
 
@@ -462,7 +463,7 @@ def test_vllm_exports_the_figures_also_for_a_second_engine(make: Make, model: Pa
     config = engine_of(model)
     config.kv_transfer_config.kv_connector_extra_config = engine.tier._offloading_spec.extra_config | {
         "spec_name": "CpuTieringSpec",
-        "spec_module_path": "tiercache.integrations.vllm_offloading",
+        "spec_module_path": "tests.vllm.cpu_spec",
     }
     kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
     for _ in range(2):

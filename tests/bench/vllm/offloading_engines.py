@@ -35,7 +35,7 @@ _IMPORTED = (
 """What an engine would import while it starts. It must start no thread: a fork would have only its locks."""
 _PATIENCE_S = 120.0
 _CPU_TIER_BYTES = 64 << 20
-_SPEC = {"spec_name": "CpuTieringSpec", "spec_module_path": "tiercache.integrations.vllm_offloading"}
+_SPEC = {"spec_name": "CpuTieringSpec", "spec_module_path": "tests.vllm.cpu_spec"}
 _OURS = {"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm_offloading"}
 
 

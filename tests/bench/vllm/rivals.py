@@ -56,9 +56,9 @@ _OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
-        # vLLM's own memory tier, which needs a specification of ours on a CPU.
+        # vLLM's own memory tier, which needs copies of ours on a CPU.
         "spec_name": "CpuTieringSpec",
-        "spec_module_path": "tiercache.integrations.vllm_offloading",
+        "spec_module_path": "tests.vllm.cpu_spec",
         "cpu_bytes_to_use": int(_HOT_GB * 2**30),
     },
 }

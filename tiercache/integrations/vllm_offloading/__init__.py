@@ -7,29 +7,25 @@ In `--kv-transfer-config`:
   "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000, "secondary_tiers": [
     {"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm_offloading", "config_file": "tiercache.yaml"}]}}
 ```
-
-vLLM's CPU platform has no tiering spec, so use `"spec_name": "CpuTieringSpec"` and
-`"spec_module_path": "tiercache.integrations.vllm_offloading"` there.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tiercache.integrations.needed import TESTED_OFFLOADING, needed_vllm
 
 if TYPE_CHECKING:
-    from tiercache.integrations.vllm_offloading.cpu_spec import CpuTieringSpec
     from tiercache.integrations.vllm_offloading.tier import TierCacheTier
 
-__all__ = ["CpuTieringSpec", "TierCacheTier"]
-_MODULES = {"CpuTieringSpec": "cpu_spec", "TierCacheTier": "tier"}
+__all__ = ["TierCacheTier"]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: importing vLLM takes many seconds, and the pure modules work without it."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with needed_vllm(name, TESTED_OFFLOADING):
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        from tiercache.integrations.vllm_offloading import tier
+
+    return tier.TierCacheTier

@@ -1,4 +1,4 @@
-"""vLLM's tiered offloading on its CPU platform, where vLLM's own copies need a GPU."""
+"""vLLM's tiered offloading on its CPU platform, where vLLM's own copies need a GPU. Tests and benchmarks use it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AT_ONCE_BYTES = 32 << 20
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Loaded by `"spec_name": "CpuTieringSpec", "spec_module_path": "tiercache.integrations.vllm_offloading"`.
+    """Loaded by `"spec_name": "CpuTieringSpec", "spec_module_path": "tests.vllm.cpu_spec"`.
 
     Copies blocks in a thread on the CPU platform, and is identical to vLLM's `TieringOffloadingSpec` on others. Raises
     ConfigError for `canonical_layout` on the CPU platform, since the copies do not support it.

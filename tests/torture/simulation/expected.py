@@ -249,6 +249,8 @@ class Expected:
         """Whether there is no doubt what a tier has."""
         if isinstance(tier, RemoteTier):
             return self.server is not None
+        if tier.traffic.detached:
+            return False  # its close may have ended its first scan
         if isinstance(tier, FileTier) and not all(directory.scanned for directory in tier.directories.all):
             return False  # it has just been attached
         return self.alone and not _evicted(tier)

@@ -285,8 +285,6 @@ IMPOSTORS = {
     "dangling link": lambda path: path.symlink_to("nowhere"),
     "directory": lambda path: path.mkdir(),
     "directory with something in it": lambda path: (path / "somebody's").mkdir(parents=True),
-    "small file": lambda path: path.write_bytes(b"theirs"),
-    "file as long as the chunk's": lambda path: path.write_bytes(b"theirs!!" * (FILE_BYTES // 8)),
 }
 
 
@@ -375,21 +373,6 @@ async def test_a_device_that_reads_nothing_is_a_failure_of_the_tier(mount: Fragi
         assert failures >= 5, "so the breaker opens"
         mount.make_unreadable()
         assert sum([await is_hit(tier, number) for number in range(1, 12)]) >= 9, "and the chunks are still there"
-
-
-async def test_chunks_whose_keys_have_other_lengths_are_counted_and_evicted(tmp_path: Path) -> None:
-    keys = [bytes(1), bytes(16), bytes(31) + b"x"]
-    async with opened(tmp_path) as tier:
-        for key in keys:
-            assert await tier.write(key, chunk(1)[1], CHUNK_BYTES)
-    (chunks_of(tmp_path) / "00" / "00ff").write_text("not ours")
-    async with opened(tmp_path, cap_chunks=8) as tier:
-        await tier.scanned()
-        assert tier.statistics().resident == len(keys)
-        await fill(tier, range(1, 20))
-        assert not any(Path(tier.path(key)).exists() for key in keys)
-        assert physical_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
-        assert (chunks_of(tmp_path) / "00" / "00ff").read_text() == "not ours"
 
 
 # Locks, room and modes

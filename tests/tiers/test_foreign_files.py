@@ -1,31 +1,24 @@
-"""Files of other programs in a tier's directory or among its chunks: nothing of them is touched or counted."""
+"""Files of other programs in a tier's directory: nothing of them is touched or counted."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.chunks import chunks_of
 from tests.tiers.kinds import FEW_BYTES, KINDS, opened
 from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
 from tiercache.commands.stat import survey
-from tiercache.commands.verify import verify
 from tiercache.errors import ConfigError, TierCacheError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.shared_memory import SharedMemoryTier
-
-BLANK = (b"", bytes(FILE_BYTES), bytes(10_000))
 
 
 async def store(tier: FileTier, numbers: range) -> int:
@@ -86,61 +79,6 @@ async def test_nothing_of_others_is_touched_or_counted(place: Path, kind: str, s
     found = survey(place)
     assert found["chunks"] and not found["foreign"]
     assert seen(place, without=chunks_of(place)) == before
-
-
-def put_names_of_chunks(place: Path) -> None:
-    """Files that have all of a chunk but its header."""
-    for number in range(60):
-        path = place / f"{number:02x}" / f"{number:02x}{number:046x}"
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        if not path.exists():
-            path.write_bytes(b"theirs!!" * (FILE_BYTES // 8))
-            path.chmod(0o600)
-
-
-def put_blank(place: Path, content: bytes) -> None:
-    for number in range(20):
-        name = f"{'abcd'[number % 2 * 2 :][:2]}{number:062x}"
-        for path in (place / name[:2] / name, place / "quarantine" / f"{name}.{1700000000000000000 + number}"):
-            path.parent.mkdir(mode=0o755, exist_ok=True)
-            path.write_bytes(content)
-            path.chmod(0o644)
-
-
-LATER: dict[str, Callable[[Path], None]] = {
-    "with other modes": put_foreign_files,
-    "with all but the header": put_names_of_chunks,
-    "of another content": partial(put_blank, content=b"theirs!!" * 1024),
-    **{f"of {len(content)} zeroes": partial(put_blank, content=content) for content in BLANK},
-}
-
-
-@pytest.mark.parametrize("kind", ["disk", "weka", "shared_memory"])
-@pytest.mark.parametrize("later", LATER)
-async def test_files_of_others_that_come_later_stay(place: Path, kind: str, later: str) -> None:
-    """They are taken for chunks by their names, and looked into before they are evicted, removed or moved aside."""
-    async with opened(kind, place) as tier:
-        await store(tier, range(1, 7))
-    ours = seen(place).keys()
-    LATER[later](chunks_of(place))
-    before = {path: status for path, status in seen(place).items() if path not in ours and Path(path).is_file()}
-    async with opened(kind, place) as tier:
-        await tier.scanned()
-        assert await is_hit(tier, 6)
-        for path in before:
-            with contextlib.suppress(ValueError):  # it has no name of a chunk
-                assert not await tier.remove(bytes.fromhex(Path(path).name))
-        for start in range(20, 100, 20):
-            await store(tier, range(start, start + 20))
-            await tier.scanned()
-            await tier.refreshed()
-        assert await store(tier, range(100, 101)), "what theirs take is not in the count any more"
-        assert await is_hit(tier, 100)
-        assert 0 < tier.statistics().resident <= 12
-        assert tier.statistics().occupied_bytes <= FEW_BYTES + 4096
-    verify(place, Console(quiet=True))
-    after = seen(place)
-    assert {path: after.get(path) for path in before} == before
 
 
 async def test_what_a_power_cut_left_of_a_chunk_is_removed(place: Path) -> None:
@@ -209,18 +147,6 @@ async def test_a_directory_of_another_user_is_used_by_a_subdirectory_of_ours(pla
     assert chunks_of(place).stat().st_mode & 0o777 == 0o700
 
 
-async def test_a_subdirectory_of_our_name_with_files_of_others_is_used_beside_them(place: Path) -> None:
-    chunks_of(place).mkdir()
-    put_foreign_files(chunks_of(place))
-    before = {path: status for path, status in seen(place).items() if Path(path).is_file()}
-    async with opened("disk", place) as tier:
-        await tier.scanned()
-        assert await store(tier, range(1, 41))
-        assert await is_hit(tier, 40)
-    after = seen(place)
-    assert {path: after.get(path) for path in before} == before
-
-
 @pytest.mark.parametrize("left", ["all", "chunks"])
 async def test_chunks_without_their_manifest_are_found(place: Path, left: str) -> None:
     """After the directory was emptied, running instances put chunks there before one of them makes the manifest."""
@@ -247,21 +173,6 @@ async def test_a_directory_of_ours_that_is_another_users_is_an_error(place: Path
     with pytest.raises(ConfigError, match=f"{place}.*belongs to user 65534.*{name}"):
         async with opened(kind, place):
             pass
-
-
-async def test_verify_leaves_files_of_others_where_they_are(place: Path) -> None:
-    async with opened("disk", place) as tier:
-        await store(tier, range(1, 4))
-        flip(Path(tier.path(chunk(3)[0])), FILE_BYTES - 9)
-    put_foreign_files(chunks_of(place), 6)
-    before = seen(place)
-    found = verify(place, Console(quiet=True))
-    assert (found.checked, len(found.bad), len(found.unreadable)) == (9, 1, 6)
-    after = seen(place)
-    gone = before.keys() - after.keys()
-    assert [Path(path).name for path in gone] == [chunk(3)[0].hex()]
-    files = [path for path in before.keys() - gone if Path(path).is_file() and Path(path).name != "ledger"]
-    assert all(after[path] == before[path] for path in files)
 
 
 @pytest.mark.needs("root")

@@ -13,6 +13,7 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import directory
 from tiercache.tiers.files.access import rename_new
+from tiercache.tiers.files.capacity import Capacity
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import Publish, link_new
 
@@ -67,20 +68,22 @@ def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[ChunkFiles,
     assert one.capacity.used_bytes == allocated_bytes(one.root)
 
 
-def test_a_chunk_deleted_while_its_header_was_to_be_read_can_be_published(
+def test_a_chunk_deleted_just_when_its_name_was_taken_can_be_published(
     two: tuple[ChunkFiles, ChunkFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = two
     key, payload = chunk(1)
     occupied_bytes = one.write(key, payload, CHUNK_BYTES)
-    has_our_header = directory.has_our_header
+    name = directory._name
 
-    def deleted(path: str) -> bool:
-        monkeypatch.setattr(directory, "has_our_header", has_our_header)
+    def deleted(temporary: str, path: str, capacity: Capacity) -> None:
+        monkeypatch.setattr(directory, "_name", name)
+        with pytest.raises(FileExistsError):
+            name(temporary, path, capacity)
         assert one.delete(key, occupied_bytes)
-        return has_our_header(path)
+        raise FileExistsError(path)
 
-    monkeypatch.setattr(directory, "has_our_header", deleted)
+    monkeypatch.setattr(directory, "_name", deleted)
     assert other.write(key, payload, CHUNK_BYTES) == occupied_bytes
     assert Path(one.path(key)).exists()
 

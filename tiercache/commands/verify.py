@@ -28,7 +28,7 @@ from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.tiers.compression import plain_bytes, unpacked
 from tiercache.tiers.files.access import access_as_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import has_our_header, place_of, reads_directly
+from tiercache.tiers.files.directory import place_of, reads_directly
 from tiercache.tiers.files.format import read_chunk_file
 
 _THREADS = 4
@@ -83,11 +83,8 @@ def verify(directory: Path, console: Console) -> Verified:
             elif isinstance(outcome, CorruptChunk):
                 # Opened for the first bad chunk only, so that a check without errors leaves no files.
                 files = files or open_files(place_of(directory), stack)
-                if has_our_header(str(path)):
-                    files.quarantine(bytes.fromhex(path.name))
-                    found.bad.append(str(outcome))
-                else:
-                    found.unreadable.append(f"{outcome}: it may belong to another program")
+                files.quarantine(bytes.fromhex(path.name))
+                found.bad.append(str(outcome))
             else:
                 found.unreadable.append(f"{path}: {outcome.strerror}")
     return found

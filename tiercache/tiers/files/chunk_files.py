@@ -187,9 +187,9 @@ class ChunkFiles:
             with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
                 for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
                     with suppress(FileNotFoundError):
-                        if self.scanner.remove(name, directory) is not None:
-                            logger.warning("%s: the device is full; chunk %s made room for our files", self.root, name)
-                            return True
+                        self.scanner.remove(name, directory)
+                        logger.warning("%s: the device is full; chunk %s made room for our files", self.root, name)
+                        return True
         return False
 
     def require_manifest(self) -> None:
@@ -287,7 +287,7 @@ class ChunkFiles:
     def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns | None = None) -> int:
         """Write and publish the chunk atomically within `turns`. Return the bytes that it occupies.
 
-        Raises TierFull above the cap, NameTaken if something foreign has the chunk's name, OSError (ENOSPC among others).
+        Raises TierFull above the cap, NameTaken if something else has the chunk's name, OSError (ENOSPC among others).
         """
         with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
             stored_bytes = stored.header.payload_bytes
@@ -462,9 +462,8 @@ class ChunkFiles:
         try:
             if self.is_wiped():
                 return  # the path may lead to a foreign directory now
-            if not self.scanner.is_ours(path):
-                return
-            self.quarantined.take(path)
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                self.quarantined.take(path)
         except FileNotFoundError:
             return  # another instance moved it
         except OSError as error:
@@ -491,7 +490,7 @@ class ChunkFiles:
                         if Header.unpack(file.read(PACKED_BYTES)).fingerprint == self.fingerprint:
                             found.add(bytes.fromhex(name))
                 except (FileNotFoundError, NotAFile, HeaderError):
-                    continue  # missing, foreign or damaged
+                    continue  # missing or damaged
         return found
 
     def begin_scan(self) -> tuple[Mark, list[str]]:
@@ -515,9 +514,7 @@ class ChunkFiles:
             raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self._private))
 
     def _delete_file(self, key: ChunkKey) -> int | None:
-        """Return the bytes that the chunk occupied, None if there was none. A foreign file of that name stays, and a scan
-        subtracts it from the counter.
-        """
+        """Return the bytes that the chunk occupied, None if there was none."""
         above, name = os.path.split(self.path(key))
         try:
             with opened_directory(above) as directory:

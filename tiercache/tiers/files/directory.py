@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import math
@@ -27,15 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
+from tiercache.core.header import file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
-    ACCESS,
     UNSUPPORTED,
     Access,
-    NotAFile,
     occupied_bytes,
     open_regular,
     opened_directory,
@@ -45,7 +42,7 @@ from tiercache.tiers.files.access import (
 )
 from tiercache.tiers.files.capacity import Capacity, counted_in
 from tiercache.tiers.files.format import NO_ROOM
-from tiercache.tiers.files.owners import PENDING_NAME, Owner
+from tiercache.tiers.files.owners import Owner
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -152,7 +149,7 @@ WAYS: tuple[Publish, ...] = (rename_new, link_new)
 
 
 class NameTaken(OSError):
-    """A foreign file has the name of this chunk or of its directory. Other chunks can be written."""
+    """Something else has the name of this chunk or of its directory. Other chunks can be written."""
 
 
 _DIRECTORY_BYTES = 4096
@@ -168,10 +165,9 @@ def publish(temporary: str, path: str, access: Access, capacity: Capacity) -> in
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):  # it was evicted meanwhile
                 status = os.lstat(path)
-                if has_our_header(path):
+                if stat.S_ISREG(status.st_mode):
                     return occupied_bytes(status)
-                os.lstat(path)
-                raise NameTaken(errno.EEXIST, "is not ours, and stays", path) from None
+                raise NameTaken(errno.EEXIST, "is not a file, and stays", path) from None
         except NotADirectoryError as error:
             raise NameTaken(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.path.dirname(path)) from error
         except FileNotFoundError:
@@ -223,7 +219,7 @@ def make_directory(path: str, access: Access, capacity: Capacity) -> None:
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
-"""A key and a time in nanoseconds. Other names are foreign."""
+"""A key and a time in nanoseconds. Files with other names are left alone."""
 _KEEPS = 8
 _SHARE = 4
 """The quarantine may occupy the cap divided by this."""
@@ -279,7 +275,7 @@ class Quarantine:
                 if QUARANTINED_NAME.fullmatch(name) and name.startswith(key):
                     with contextlib.suppress(OSError):
                         status = os.lstat(name, dir_fd=directory)
-                        if stat.S_ISREG(status.st_mode) and _is_removable(name, directory):
+                        if stat.S_ISREG(status.st_mode):
                             found.append((name, status))
             yield directory, found
 
@@ -292,8 +288,7 @@ def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> Non
 
 
 CHUNK_NAME = re.compile(HEX_KEY)
-_HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
-_OUR_MODES = frozenset(access.file_mode for access in ACCESS.values())
+"""A regular file with this name, in a directory of chunks, is a chunk."""
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 
 
@@ -314,7 +309,6 @@ class Scanned:
     counted_bytes: int = 0
     """Bytes of chunks and directories."""
     strays: int = 0
-    foreign: int = 0
     chunks: int = 0
     """Number of chunks in the results that were given to `count`."""
 
@@ -328,7 +322,6 @@ class Scanned:
         self.chunks += len(other.keys)
         self.counted_bytes += other.counted_bytes
         self.strays += other.strays
-        self.foreign += other.foreign
 
     def newest_first(self) -> np.ndarray:
         """Return the positions of the chunks, int64. For worker threads: NumPy sorts without Python's lock."""
@@ -346,47 +339,28 @@ class Scanner:
         self._access = access
         self._has_modes = changes
         """False if the mount has no modes: scans then open no files to set them."""
-        self._trusts_names = True
-        """False after a foreign file with a chunk's name was found: then headers are read."""
 
-    def trusts(self, status: os.stat_result) -> bool:
-        """Return True if the name alone identifies a chunk. `remove` reads the header in any case."""
-        has_our_mode = not self._has_modes or stat.S_IMODE(status.st_mode) == self._access.file_mode
-        return self._trusts_names and has_our_mode
+    def remove(self, name: str, directory: int) -> int:
+        """Unlink a chunk in an open directory. Return the bytes that it occupied.
 
-    def remove(self, name: str, directory: int) -> int | None:
-        """Unlink a chunk in an open directory. Return the bytes that it occupied; None for a foreign file, which stays.
-
-        Raises FileNotFoundError, OSError.
+        Raises FileNotFoundError, also for anything that is no regular file, and OSError.
         """
-        if not _is_removable(name, directory):
-            self._distrust_names(name)
-            return None
-        occupied = occupied_bytes(os.lstat(name, dir_fd=directory))
+        status = os.lstat(name, dir_fd=directory)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "is not a file, and stays", name)
         os.unlink(name, dir_fd=directory)
-        return occupied
-
-    def is_ours(self, path: str) -> bool:
-        """Return True if the file at a chunk's path may be moved. Raises FileNotFoundError, OSError."""
-        above, name = os.path.split(path)
-        with opened_directory(above) as directory:
-            return _is_removable(name, directory)
-
-    def _distrust_names(self, name: str) -> None:
-        if self._trusts_names:
-            logger.warning("%s: foreign files have names of chunks, such as %s; they stay", self._root, name)
-        self._trusts_names = False
+        return occupied_bytes(status)
 
     def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
         """Find the chunks in `<root>/<top>`. Torn chunks, and temporary files of dead owners, are removed as strays.
 
-        With `known` keys, only new names are examined, and no file is removed. Files with foreign names or headers are
-        left alone, and links are not followed.
+        With `known` keys, only new names are examined, and no file is removed. Files with other names are left alone, and
+        links are not followed.
         """
         found = Scanned()
         try:
             with opened_directory(self._root / top, to_list=True) as directory:
-                own_bytes = occupied_bytes(os.stat(directory))
+                found.counted_bytes = occupied_bytes(os.stat(directory))
                 with os.scandir(directory) as entries:
                     for entry in entries:
                         try:
@@ -396,33 +370,19 @@ class Scanner:
                                 if (key := bytes.fromhex(entry.name)) in known:
                                     found.kept.append(key)
                                     continue
-                            self._examine(entry, top, directory, found, is_complete=known is None)
+                            self._examine(entry, directory, found, is_complete=known is None)
                         except FileNotFoundError:
                             continue
-                if found.keys or not found.foreign:  # otherwise the directory is foreign
-                    found.counted_bytes += own_bytes
         except ABSENT:
             return found
         return found
 
-    def _examine(
-        self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned, *, is_complete: bool
-    ) -> None:
+    def _examine(self, entry: os.DirEntry[str], directory: int, found: Scanned, *, is_complete: bool) -> None:
         status = entry.stat(follow_symlinks=False)
-        is_file = stat.S_ISREG(status.st_mode)
-        header = _Unread(entry.name, directory)
-        if is_file and _is_chunk(entry.name, top, header):
+        if not stat.S_ISREG(status.st_mode):
+            return
+        if CHUNK_NAME.fullmatch(entry.name):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
-                is_trusted = self.trusts(status)
-                if is_trusted and is_complete and not found.keys and header.is_readable and not header.is_ours:
-                    # A complete scan always reads the first file of each directory.
-                    self._distrust_names(entry.name)
-                    is_trusted = False
-                if not is_trusted and not header.is_ours:
-                    found.foreign += 1
-                    if not header.is_readable:  # it may be ours, so the cap includes it
-                        found.counted_bytes += occupied_bytes(status)
-                    return
                 self._has_modes = self._has_modes and self._access.enforce(entry.name, status, directory)
                 size_bytes = occupied_bytes(status)
                 found.counted_bytes += size_bytes
@@ -431,111 +391,11 @@ class Scanner:
                 found.sizes.append(size_bytes)
                 return
             # Files are published whole, so this one was torn or cut.
-        elif not is_file or not self._owner.is_stray(entry.name):
-            found.foreign += not PENDING_NAME.fullmatch(entry.name)
+        elif not self._owner.is_stray(entry.name):
             return
-        if not header.is_ours:
-            found.foreign += 1
-        elif self._changes and is_complete:
+        if self._changes and is_complete:
             os.unlink(entry.name, dir_fd=directory)
             found.strays += 1
-
-
-class _Unread:
-    """The header of a file, read on first use."""
-
-    def __init__(self, name: str, directory: int) -> None:
-        self._name = name
-        self._directory = directory
-        self._mode = 0
-        self.error: OSError | None = None
-
-    @functools.cached_property
-    def _raw(self) -> bytes | None:
-        """The header's bytes; None if unreadable, with the reason in `error`."""
-        try:
-            descriptor = open_regular(self._name, os.O_RDONLY, self._directory)
-        except OSError as error:
-            self.error = error
-            return None
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
-            found = b""
-            while len(found) < PACKED_BYTES and (more := os.pread(descriptor, PACKED_BYTES - len(found), len(found))):
-                found += more
-            status = os.fstat(descriptor)
-            self._mode = stat.S_IMODE(status.st_mode)
-            if len(found) < min(PACKED_BYTES, status.st_size):
-                raise OSError(errno.EIO, "short read", self._name)
-            return found
-        except OSError as error:
-            self.error = error
-            return None
-        finally:
-            os.close(descriptor)
-
-    @property
-    def is_ours(self) -> bool:
-        """True if the header has our magic or the key of its name, or is blank (a power cut) in a file with our mode."""
-        raw = self._raw
-        if raw is None:
-            return False
-        key = self._name.partition(".")[0]  # a quarantined name has a number
-        names_itself = _HEX_NAME.fullmatch(key) and raw[KEY_AT:].startswith(bytes.fromhex(key))
-        return raw.startswith(MAGIC) or bool(names_itself) or (not raw.strip(b"\0") and self._has_our_mode)
-
-    @property
-    def _has_our_mode(self) -> bool:
-        """True for a mode that we set, or for that of the manifest on mounts without modes."""
-        if self._mode in _OUR_MODES:
-            return True
-        try:
-            manifest = os.lstat(f"../{MANIFEST}", dir_fd=self._directory)
-        except OSError:
-            return False
-        return self._mode == stat.S_IMODE(manifest.st_mode)
-
-    @property
-    def verifies(self) -> bool:
-        """True if the header is valid and has the key of the name."""
-        try:
-            return self._raw is not None and Header.unpack(self._raw).key.hex() == self._name
-        except HeaderError:
-            return False
-
-    @property
-    def is_readable(self) -> bool:
-        """True if a whole header was read."""
-        return self._raw is not None and len(self._raw) == PACKED_BYTES
-
-
-def _is_removable(name: str, directory: int) -> bool:
-    """Return True for our files and for unreadable ones. Raises FileNotFoundError, OSError."""
-    file = _Unread(name, directory)
-    if file.is_ours:
-        return True
-    if file.error is None or isinstance(file.error, NotAFile | PermissionError):
-        return False
-    if file.error.errno != errno.EIO:
-        raise file.error
-    return True
-
-
-def has_our_header(path: str) -> bool:
-    """Return True if the header, possibly damaged or blank, is ours."""
-    above, name = os.path.split(path)
-    try:
-        with opened_directory(above) as directory:
-            return _Unread(name, directory).is_ours
-    except ABSENT:
-        return False
-
-
-def _is_chunk(name: str, top: str, header: _Unread) -> bool:
-    """Return True for a chunk's name. Keys of other lengths also need a valid header."""
-    if CHUNK_NAME.fullmatch(name):
-        return True
-    return bool(_HEX_NAME.fullmatch(name)) and name.startswith(top) and header.verifies
 
 
 FORMAT = 1

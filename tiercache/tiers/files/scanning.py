@@ -181,10 +181,7 @@ async def scan(directory: Directory, workers: Workers, *, first: bool) -> Scanne
     directory.explained_bytes = max(0, outside_bytes)
     found.strays += files.strays_removed
     files.strays_removed = 0
-    logger.info(
-        "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
-        files.root, found.chunks, found.strays, found.foreign,
-    )  # fmt: skip
+    logger.info("%s: %d chunks found (%d strays removed)", files.root, found.chunks, found.strays)
     if changed_bytes and not first:
         logger.info("%s: the capacity counter was corrected by %d bytes", files.root, changed_bytes)
     return found

@@ -190,6 +190,8 @@ def test_several_problems_are_reported_together(problem_of) -> None:
         ("chunk_size: !!python/object:os.system {}", "not valid YAML"),
         ("local_cpu: true\nchunk_size: 2020-99-99", "line 2: the value of chunk_size cannot be read"),
         ("chunk_size: " + "9" * 5000, "line 1: the value of chunk_size cannot be read"),
+        ("local_cpu: !!bool maybe", "line 1: the value of local_cpu cannot be read"),
+        ("chunk_size: !!timestamp soon", "line 1: the value of chunk_size cannot be read"),
         ("local_disk: &a [*a]", "line 1: not valid YAML: found unconstructable recursive node"),
         ("a: " + "[" * 5000, "not valid YAML: its values are nested too deep"),
         ("a: " + "{a: " * 100_000, "not valid YAML: its values are nested too deep"),

@@ -126,8 +126,9 @@ def _yaml_setting(path: Path, loader: Any, key_node: Any, value_node: Any) -> Se
         value = loader.construct_object(value_node, deep=True)
         spelling = value_node.value if isinstance(value, (int, float)) else None
         return Setting(name, value, Origin("file", str(path), line), spelling)
-    except ValueError:
-        # YAML has types of its own, and a value may look like a date without being valid, or have thousands of digits.
+    except (ValueError, KeyError, AttributeError):
+        # YAML has types of its own, and a value may look like a date without being valid, have thousands of digits, or be
+        # none of the type that its tag names.
         raise ConfigError(f"{path}, line {line}: the value of {name} cannot be read") from None
 
 

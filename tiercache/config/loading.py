@@ -121,7 +121,7 @@ class Config(ConfigFields):
                 object.__setattr__(self, name, values[name])
         if not problems:
             plugins, flat = self.remote_storage_plugin_settings, self.remote_settings
-            problems = [sentence for _, sentence in combination_problems(values, plugins, flat, {})]
+            problems = list(combination_problems(values, plugins, flat, {}))
         if problems:
             raise _error_of(problems)
 
@@ -145,7 +145,6 @@ class _Resolution:
         self.plugins: dict[str, str] = {}
         self.flat: dict[str, str] = {}
         self.foreign: dict[str, Any] = {}
-        self.bad: set[str] = set()
 
     def add_layer(self, settings: Iterable[Setting]) -> None:
         seen: dict[str, tuple[Any, Origin, str]] = {}
@@ -160,14 +159,13 @@ class _Resolution:
                 value = key.parse(_meant(key, setting))
             except ValueError as error:
                 found = key.found(setting.value)
-                self._problem(key.name, f"{setting.name}: {error}, found {found} ({setting.origin})")
+                self.problems.append(f"{setting.name}: {error}, found {found} ({setting.origin})")
                 continue
             if key.name in seen and seen[key.name][0] != value:
                 first, first_origin, first_name = seen[key.name]
-                self._problem(
-                    key.name,
+                self.problems.append(
                     f"{first_name} and {setting.name} are the same key with different values: {key.found(first)}"
-                    f" ({first_origin}) and {key.found(value)} ({setting.origin}); keep {key.name}",
+                    f" ({first_origin}) and {key.found(value)} ({setting.origin}); keep {key.name}"
                 )
                 continue
             seen[key.name] = value, setting.origin, setting.name
@@ -177,9 +175,7 @@ class _Resolution:
 
     def fields(self) -> dict[str, Any]:
         """Return the checked fields of a `Config` that are not defaults. Raises ConfigError that names every problem."""
-        for names, problem in combination_problems(self.values, self.plugins, self.flat, self.foreign):
-            if not self.bad.intersection(names):
-                self.problems.append(problem)
+        self.problems += combination_problems(self.values, self.plugins, self.flat, self.foreign)
         if self.problems:
             raise _error_of(self.problems)
         warnings = self._warnings()
@@ -189,10 +185,6 @@ class _Resolution:
             "origins": self.origins,
             "warnings": tuple(warnings),
         }
-
-    def _problem(self, key: str, sentence: str) -> None:
-        self.bad.add(key)
-        self.problems.append(sentence)
 
     def _other(self, setting: Setting) -> None:
         name, value, origin = setting.name, setting.value, setting.origin

@@ -42,9 +42,6 @@ PLUGINS_ELSEWHERE = {
 """Further such types, of plug-ins without a URL scheme, with the alternative to use."""
 SCHEMES = tuple(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake"))
 
-Problem = tuple[tuple[str, ...], str]
-"""The keys that a problem is about, and a sentence for the operator."""
-
 
 @dataclass(frozen=True, slots=True)
 class Remote:
@@ -85,9 +82,12 @@ def remotes_of(config: ConfigFields) -> list[Remote]:
 
 def read_remotes(
     values: Mapping[str, Any], settings: Mapping[str, str], flat: Mapping[str, str]
-) -> tuple[list[Remote], list[Problem]]:
-    """Read the three keys in `values`, with `settings` of instances (NAME.option) and LMCache's `flat` keys."""
-    problems: list[Problem] = []
+) -> tuple[list[Remote], list[str]]:
+    """Read the three keys in `values`, with `settings` of instances (NAME.option) and LMCache's `flat` keys.
+
+    Returns the tiers, and a sentence for each problem.
+    """
+    problems: list[str] = []
     remotes: list[Remote] = []
     url = values.get("remote_url") or ""
     scheme = url.partition("://")[0]
@@ -149,9 +149,7 @@ def _type(name: str) -> str:
     return ALIASES.get(first, first)
 
 
-def _options(
-    name: str, settings: Mapping[str, str], flat: Mapping[str, str], problems: list[Problem]
-) -> dict[str, Any]:
+def _options(name: str, settings: Mapping[str, str], flat: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
     """Return the defaults, updated by LMCache's settings for the type, then by the instance's own."""
     type_name = _type(name)
     known = options_of(type_name)
@@ -170,13 +168,13 @@ def _options(
             values[option_name] = raw
         else:
             names = ", ".join(sorted(known))
-            problems.append(((key,), f"{key}: there is no such setting of {type_name}; known are {names}"))
+            problems.append(f"{key}: there is no such setting of {type_name}; known are {names}")
     return values
 
 
-def _parsed(option: Key, key: str, raw: str, problems: list[Problem]) -> dict[str, Any]:
+def _parsed(option: Key, key: str, raw: str, problems: list[str]) -> dict[str, Any]:
     try:
         return {option.name: option.parse(raw)}
     except ValueError as error:
-        problems.append(((key,), f"{key}: {error}, found {option.found(raw)}"))
+        problems.append(f"{key}: {error}, found {option.found(raw)}")
         return {}

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tiercache import Config, ConfigError
 from tiercache.cli import app
 from tiercache.config.changes import changes, merged
+from tiercache.config.machine import available_memory_bytes
 
 
 def test_config_diff_says_what_is_live(tmp_path: Path) -> None:
@@ -52,14 +53,16 @@ def test_only_an_address_of_redis_has_credentials_that_can_change() -> None:
 
 
 def test_memory_that_was_left_free_at_the_start_is_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     file = tmp_path / "tiercache.yaml"
     file.write_text("max_local_cpu_size: 8\nreserve_local_cpu_size: 2")
-    monkeypatch.setattr("tiercache.config.loading.available_memory_bytes", lambda: 5 << 30)
+    available_memory_bytes.cache_clear()
+    request.addfinalizer(available_memory_bytes.cache_clear)
+    monkeypatch.setattr("tiercache.config.machine.meminfo", lambda: {"MemAvailable": 5 << 20})
     config = Config.load(file, environ={})
     assert config.max_local_cpu_size == 3
-    monkeypatch.setattr("tiercache.config.loading.available_memory_bytes", lambda: 2 << 30)  # the cache has the rest
+    monkeypatch.setattr("tiercache.config.machine.meminfo", lambda: {"MemAvailable": 2 << 20})  # the cache has the rest
     assert changes(config, config.reloaded()) == []
     assert config.changed({"queue_wait_s": 2}).max_local_cpu_size == 3
     file.write_text("max_local_cpu_size: 2.5\nreserve_local_cpu_size: 2")

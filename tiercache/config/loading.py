@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -54,15 +53,12 @@ class Config(ConfigFields):
         environ: Mapping[str, str] | None = None,
         overrides: Mapping[str, Any] | None = None,
         quiet: bool = False,
-        measured: bool = True,
     ) -> Config:
         """Read the YAML file, then the environment, then `overrides`; later sources win.
 
         Without `path`, reads the file that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
         environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
-        `tiercache.` or `lmcache.`. Logs each of `warnings` unless `quiet`. `measured` is False if memory was
-        reserved for the hot cache before, so that `reserve_local_cpu_size` does not apply. Raises ConfigError that names
-        every problem.
+        `tiercache.` or `lmcache.`. Logs each of `warnings` unless `quiet`. Raises ConfigError that names every problem.
         """
         variables = os.environ if environ is None else environ
         problems: list[str] = []
@@ -73,10 +69,10 @@ class Config(ConfigFields):
         for prefix in PREFIXES:
             layers.append(_read(problems, partial(environment_settings, variables, prefix)))
         layers.append(_read(problems, partial(override_settings, overrides or {})))
-        resolved = _Resolution(problems, measured)
+        resolved = _Resolution(problems)
         for layer in layers:
             resolved.add_layer(layer)
-        again = partial(cls.load, environ=environ, overrides=overrides, quiet=quiet, measured=False)
+        again = partial(cls.load, environ=environ, overrides=overrides, quiet=quiet)
         config = cls(**resolved.fields())
         if file is not None:
             config = replace(config, loaded=replace(config, load_again=partial(again, file.absolute())))
@@ -85,14 +81,11 @@ class Config(ConfigFields):
         return config
 
     def reloaded(self) -> Config:
-        """Read the file again, and the environment and overrides of `load`. The hot cache gets no more memory than
-        `reserve_local_cpu_size` left for it. Raises ConfigError.
-        """
+        """Read the file again, and the environment and overrides of `load`. Raises ConfigError."""
         if self.loaded is None:
             raise ConfigError("reload: the configuration of this cache came from no file")
         config: Config = self.loaded.load_again().loaded
-        most_gb = self.loaded.max_local_cpu_size if config.reserve_local_cpu_size else math.inf
-        return replace(config, max_local_cpu_size=min(config.max_local_cpu_size, most_gb))
+        return config
 
     def changed(self, changes: Mapping[str, Any]) -> Config:
         """Return this configuration with other values, by key as in the file. Raises ConfigError that names all problems."""
@@ -101,7 +94,7 @@ class Config(ConfigFields):
         values |= self.remote_settings
         problems: list[str] = []
         given = _read(problems, partial(override_settings, changes))
-        resolved = _Resolution(problems, measured=False)
+        resolved = _Resolution(problems)
         resolved.add_layer(
             [Setting(name, value, self.origins.get(name, Origin("override", name))) for name, value in values.items()]
         )
@@ -137,9 +130,8 @@ def _read(problems: list[str], source: Callable[[], list[Setting]]) -> list[Sett
 class _Resolution:
     """Layers of settings; the last layer wins."""
 
-    def __init__(self, problems: list[str], measured: bool) -> None:
+    def __init__(self, problems: list[str]) -> None:
         self.problems = problems
-        self._measured = measured
         self.values: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
         self.plugins: dict[str, str] = {}
@@ -274,7 +266,7 @@ class _Resolution:
         """Lower the size of the arena to the available memory, so that the configuration states the real size."""
         reserve = self.values.get("reserve_local_cpu_size", 0.0)
         wanted = self.values.get("max_local_cpu_size", KEYS["max_local_cpu_size"].default)
-        available = available_memory_bytes() if reserve and self._measured else None
+        available = available_memory_bytes() if reserve else None
         if available is None:
             return []
         room = available / GB - reserve

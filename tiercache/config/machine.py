@@ -17,6 +17,9 @@ def meminfo() -> dict[str, int]:
 
 @cache
 def available_memory_bytes() -> int | None:
-    """Return the bytes that can be allocated without swapping, read once per process, or None if unknown."""
+    """Return the bytes that can be allocated without swapping, or None if unknown.
+
+    Reads them once per process: a cache that reads its configuration again has allocated much of them.
+    """
     available_kb = meminfo().get("MemAvailable")
     return None if available_kb is None else available_kb * 1024

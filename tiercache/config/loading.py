@@ -12,9 +12,9 @@ from typing import Any
 
 from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
-from tiercache.config.kinds import is_text
+from tiercache.config.kinds import Choice, Number, Switch, Whole, is_text
 from tiercache.config.machine import available_memory_bytes
-from tiercache.config.remote_options import ALL_FLAT, FLAT, NEVER_EMPTY, NO_TEXTS
+from tiercache.config.remote_options import ALL_FLAT, BY_NAME, FLAT
 from tiercache.config.remotes import (
     NOT_AVAILABLE,
     PLUGIN_PREFIX,
@@ -145,7 +145,7 @@ class _Resolution:
             if key is None:
                 self._other(setting)
                 continue
-            if setting.origin.source == "environment" and setting.value == "" and not _may_be_empty(key):
+            if _is_unset(key, setting):
                 continue
             try:
                 value = key.parse(_meant(key, setting))
@@ -184,14 +184,14 @@ class _Resolution:
             return
         of_instance = name.startswith(PLUGIN_PREFIX) and "." in name.removeprefix(PLUGIN_PREFIX)
         if of_instance or name in ALL_FLAT:
-            option = name.rpartition(".")[2]
-            if origin.source == "environment" and value == "" and option in NEVER_EMPTY:
+            option = BY_NAME.get(name.rpartition(".")[2])
+            if option is not None and _is_unset(option, setting):
                 return
             if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
                 value = ", ".join(value)
             if isinstance(value, (str, int, float)):
                 settings = self.plugins if of_instance else self.flat
-                spelling = None if option in NO_TEXTS else setting.spelling
+                spelling = setting.spelling if option is None or is_text(option.kind) else None
                 bare = name.removeprefix(PLUGIN_PREFIX)
                 settings.pop(bare, None)  # of several names for one option the one given last wins
                 settings[bare] = spelling or str(value)
@@ -296,9 +296,10 @@ def _meant(key: Key, setting: Setting) -> Any:
     return spelling or setting.value
 
 
-def _may_be_empty(key: Key) -> bool:
-    """Return True if an empty variable resets the key, as it does a path. Other keys ignore empty variables."""
-    return key.default is None or key.default in ("", ())
+def _is_unset(key: Key, setting: Setting) -> bool:
+    """Return True for an empty variable of a number, switch or choice. It resets other keys, such as paths."""
+    never_empty = isinstance(key.kind, (Choice, Number, Switch, Whole))
+    return never_empty and setting.value == "" and setting.origin.source == "environment"
 
 
 def _is_process_variable(variable: str) -> bool:

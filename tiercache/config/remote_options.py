@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from tiercache.config.kinds import Choice, Number, Optional, Switch, Text, Whole, Words, is_text
+from tiercache.config.kinds import Choice, Number, Optional, Switch, Text, Whole, Words
 from tiercache.config.schema import Key
 from tiercache.core.compression import MODES
 
@@ -153,20 +153,8 @@ FLAT: dict[str, frozenset[str]] = {
 }
 """LMCache's keys for all instances of a type."""
 ALL_FLAT = frozenset().union(*FLAT.values())
-NO_TEXTS = frozenset(
-    name
-    for option in chain(COMMON, *OPTIONS.values())
-    if not is_text(option.kind)
-    for name in (option.name, *option.aliases)
-)
-"""The names of options that are not texts."""
-NEVER_EMPTY = frozenset(
-    name
-    for option in chain(COMMON, *OPTIONS.values())
-    if isinstance(option.kind, (Choice, Number, Switch, Whole))
-    for name in (option.name, *option.aliases)
-)
-"""The names of options for which an empty text is no value. An empty variable of the environment does not set them."""
+BY_NAME = {name: option for option in chain(COMMON, *OPTIONS.values()) for name in (option.name, *option.aliases)}
+"""The options of all types. Those with one name in several types are of one kind."""
 
 
 def options_of(type_name: str) -> dict[str, Key]:

@@ -7,9 +7,7 @@ import errno
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ from tiercache.config import Config
 from tiercache.config.machine import meminfo
 from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.lifecycle import in_thread
 from tiercache.tables import INDENT, Line, say
 from tiercache.tiers.files.access import mount_of
 from tiercache.tiers.files.capacity import counted_in
@@ -69,17 +68,13 @@ def examine(path: Path) -> list[Finding]:
 
 def _answered(topic: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     """Return what `look` finds, or a problem if it takes too long: each call on a mount that hangs waits for ever."""
-    answer: Future[list[Finding]] = Future()
 
-    def run() -> None:
-        try:
-            answer.set_result(look())
-        except BaseException as error:
-            answer.set_exception(error)
+    async def answered() -> list[Finding]:
+        async with asyncio.timeout(_ANSWER_S):
+            return await in_thread(topic, look)
 
-    threading.Thread(target=run, daemon=True).start()
     try:
-        return answer.result(_ANSWER_S)
+        return asyncio.run(answered())
     except TimeoutError:
         found = f"no answer within {_ANSWER_S:g} s: a mount hangs"
         return [Finding(topic, PROBLEM, found, "look at its server or daemon, or name another directory")]

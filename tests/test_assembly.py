@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.device.twin import TwinDriver
 from tiercache import Config, Layout
 from tiercache.assembly import make_device, make_tiers
 from tiercache.core.header import file_bytes
 from tiercache.errors import ConfigError, DeviceError
-from tiercache.testing.twin import TwinDriver
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=64)
 

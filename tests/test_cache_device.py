@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device.twin import TwinDriver
 from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.device.paged import PagedChunk, PagedKv
 from tiercache.errors import ConfigError, LayoutError
-from tiercache.testing.twin import TwinDriver
 
 BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, HEADS, HEAD = 16, 64, 3, 2, 32
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD * 2

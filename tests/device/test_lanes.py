@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.device.twin import TwinDriver
 from tiercache.device.device import Device, Lane
 from tiercache.device.driver import Driver
 from tiercache.errors import DeviceError
-from tiercache.testing.twin import TwinDriver
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.device.twin import TwinDriver
 from tests.tiers.test_disk import FINGERPRINT
 from tiercache.core.header import aligned
 from tiercache.device.device import Device
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.twin import TwinDriver
 from tiercache.tiers import gds
 from tiercache.tiers.gds import DeviceFiles, GdsSettings, GdsTier, KvikioFiles, import_kvikio
 from tiercache.tiers.weka import WekaSettings, WekaTier

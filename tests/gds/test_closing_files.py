@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.device.twin import TwinDriver
 from tests.gds.conftest import FINGERPRINT, Slots
 from tiercache.device.driver import Stream
 from tiercache.errors import DeviceError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.twin import TwinDriver
 from tiercache.tiers.gds import DeviceFiles
 
 

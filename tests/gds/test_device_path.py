@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.device.twin import TwinDriver
 from tests.gds.conftest import FINGERPRINT
 from tests.scheduler.conftest import flushed
 from tiercache.core.keys import ChunkKey
@@ -24,7 +25,6 @@ from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.twin import TwinDriver
 from tiercache.tiers.cpu import CpuTier, StagingTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.testing.twin import TwinDriver
+from tests.device.twin import TwinDriver
 from tiercache.tiers import gds
 
 

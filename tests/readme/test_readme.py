@@ -521,7 +521,7 @@ async def main():
     ("docs/embedding.md", "Device memory"): """
 import asyncio, torch, tiercache
 import tiercache.device.driver
-from tiercache.testing.twin import TwinDriver
+from tests.device.twin import TwinDriver
 async def main():
     tiercache.device.driver.CudaDriver = lambda device: TwinDriver()
     config = tiercache.Config.load()
@@ -556,7 +556,7 @@ async def main():
 _API_OF_DEVICES = """
 import asyncio, torch, tiercache
 from tiercache.device.paged import PagedChunk, PagedKv
-from tiercache.testing.twin import TwinDriver
+from tests.device.twin import TwinDriver
 def CudaDriver(ordinal): return TwinDriver()
 async def main():
     layout = tiercache.Layout("my-model", chunk_tokens=256, bytes_per_token=8192)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device.twin import TwinDriver
 from tests.vllm.halves import NAMES, TOKENS, Cached, spec_of
 from tiercache.config import Config
 from tiercache.core.layout import Layout
@@ -24,7 +25,6 @@ from tiercache.integrations.vllm.metadata import Load, Save, StepWork
 from tiercache.integrations.vllm.names import BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup
 from tiercache.integrations.vllm.worker import WorkerSide
-from tiercache.testing.twin import TwinDriver
 
 GEOMETRY = BlockGeometry(TOKENS, blocks_per_chunk=2)
 BLOCKS, LAYERS, HEADS, HEAD_SIZE = 32, 3, 2, 8

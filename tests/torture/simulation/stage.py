@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from tests.device import twin
 from tests.torture.simulation import remote
 from tests.torture.simulation.coverage import Coverage
 from tests.torture.simulation.files import Disk, FileCalls
@@ -29,7 +30,6 @@ from tests.torture.simulation.world import World
 from tiercache.config import Config
 from tiercache.core.header import PACKED_BYTES
 from tiercache.core.layout import Layout
-from tiercache.testing.twin import STREAM_THREAD
 
 _URL = "simulated://server"
 PROBES = 200
@@ -81,7 +81,7 @@ class Stage:
             importlib.import_module(own)
         if setting.fittings.device_slots:
             importlib.import_module("torch")  # within the run it would keep simulated calls of `os` for good
-        self.system = System(self.world, self.calls, self._stumble, [own] if own else [])
+        self.system = System(self.world, self.calls, self._stumble, [twin.__name__, *filter(None, [own])])
         self.director = Process(self.world, 1)
         self.nodes: dict[int, Node] = {}
         self.all_nodes: list[Node] = []
@@ -274,7 +274,7 @@ class Stage:
             return
         strands = [s.name for s in self.world.strands if s.process is node.process and s is not loop.strand]
         problems = {
-            "threads": [name for name in strands if not name.startswith(STREAM_THREAD)],  # those are the accelerator's
+            "threads": [name for name in strands if not name.startswith(twin.STREAM_THREAD)],  # those are the accelerator's
             "descriptors": self.calls.descriptors_of(node.process),
             "errors of nobody": loop.errors,
             **self.machine.left_by(node.process),

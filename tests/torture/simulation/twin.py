@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.device.twin import TwinDriver, TwinEvent, TwinStream
 from tests.torture.simulation.oracle import Violation
 from tests.torture.simulation.process import Process
 from tests.torture.simulation.weather import Weather
@@ -17,7 +18,6 @@ from tests.torture.simulation.world import World
 from tiercache.device.driver import Event, Stream, Tensor
 from tiercache.device.paged import PagedChunk, PagedKv
 from tiercache.errors import DeviceError
-from tiercache.testing.twin import TwinDriver, TwinEvent, TwinStream
 
 _TOTAL_BYTES = 64 << 20
 _PLANES = 2

@@ -7,20 +7,11 @@ from typing import Any
 
 from tiercache.config.loading import Config
 from tiercache.config.plan import PlannedTier, plan_of
-from tiercache.config.remote_options import OPTIONS
+from tiercache.config.remote_options import BY_NAME
 from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import KEYS
 from tiercache.config.secrets import hidden
 from tiercache.config.sources import Origin
-
-_SECRET_OPTIONS = tuple(
-    f".{name}" if name == option.name else name
-    for options in OPTIONS.values()
-    for option in options
-    if option.secret and not option.name.endswith("url")
-    for name in (option.name, *option.aliases)
-)
-"""Names of secret options: settings of instances, and LMCache's flat keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +80,8 @@ def explain(config: Config) -> Explanation:
 
 def shown_setting(name: str, value: Any) -> Any:
     """Return the value of a remote tier's setting with secrets hidden."""
-    return hidden(name, value, secret=name.endswith(_SECRET_OPTIONS))
+    option = BY_NAME.get(name.rpartition(".")[2])
+    return hidden(name, value) if option is None else option.shown(value)
 
 
 def as_text(value: Any) -> str:

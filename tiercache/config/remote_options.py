@@ -35,7 +35,7 @@ _COMPRESSION = Key(
     "bit-exact compression of chunks: zstd is smallest, lz4 is faster; auto: zstd while it makes reads faster and writes no "
     "slower, as measured; none if numcodecs is missing",
 )
-_URL = Key("url", _TEXT, None, "address of the server; may contain credentials", secret=True)
+_URL = Key("url", _TEXT, None, "address of the server; may contain credentials")
 _PREFIX = Key("prefix", Text(), "tiercache", "beginning of the names of all values")
 
 OPTIONS: dict[str, tuple[Key, ...]] = {
@@ -47,7 +47,6 @@ OPTIONS: dict[str, tuple[Key, ...]] = {
             "redis://, rediss:// (TLS), valkey://, valkeys://, unix://path; redis-sentinel://host,host/service, "
             "redis-cluster://host,host; user:password@ and /database as usual",
             ("redis_url",),
-            secret=True,
         ),
         _PREFIX,
         Key("mode", Choice(("standalone", "cluster")), "standalone", "kind of the servers at redis:// and valkey://",
@@ -97,7 +96,7 @@ OPTIONS: dict[str, tuple[Key, ...]] = {
         Key("connection_type", Choice(("RDMA", "TCP")), "RDMA", "transport"),
     ),
     "s3": (
-        Key("url", _TEXT, None, "s3://bucket/prefix, or s3://bucket.endpoint as LMCache writes it", secret=True),
+        Key("url", _TEXT, None, "s3://bucket/prefix, or s3://bucket.endpoint as LMCache writes it"),
         Key("endpoint", _TEXT, None, "URL of a store that is not Amazon's"),
         Key("region", _TEXT, None, "region of the bucket; unset: from the environment", ("s3_region",)),
         Key("access_key_id", _TEXT, None, "access key; unset: from the environment, profile or instance",

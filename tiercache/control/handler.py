@@ -38,8 +38,6 @@ from tiercache.scheduler.prefetcher import PrefetchHandle
 
 _MOST_HANDLES = 4096
 _KEYS_AT_ONCE = 1024
-_FORGOTTEN_AT_ONCE = 8192
-"""Keys per removal, since tiers remove many keys at a time."""
 
 
 class Handler:
@@ -74,12 +72,13 @@ class Handler:
                 return _progress(command.handle, handle)
             case Pin():
                 return await self._pin(command)
-            case Unpin():
-                async for part in self._parts(await self._naming.all_keys(cache, command)):
+            case Unpin() | Forget():
+                keys = await self._naming.all_keys(cache, command)
+                async for part in self._parts(keys):
                     ahead.unpin(part)
+                if isinstance(command, Forget):
+                    await cache.forget(keys)
                 return {}
-            case Forget():
-                return await self._forget(command)
             case Lookup():
                 keys = await self._naming.keys(cache, command)
                 hit = await cache.lookup_keys(keys, counts=False)
@@ -117,25 +116,12 @@ class Handler:
             pinned += cache.ahead.pin(part, command.ttl_s)
         return {"asked": len(keys), "pinned": pinned}
 
-    async def _forget(self, command: Forget) -> dict[str, Any]:
-        """Remove all parts, and raise the first error at the end."""
-        failed: Exception | None = None
-        async for part in self._parts(await self._naming.all_keys(self._cache, command), _FORGOTTEN_AT_ONCE):
-            self._cache.ahead.unpin(part)
-            try:
-                await self._cache.forget(part)
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        return {}
-
-    async def _parts(self, keys: list[ChunkKey], at_once: int = _KEYS_AT_ONCE) -> AsyncIterator[list[ChunkKey]]:
+    async def _parts(self, keys: list[ChunkKey]) -> AsyncIterator[list[ChunkKey]]:
         """Yield parts that each fit into one round of the loop."""
-        for start in range(0, len(keys), at_once):
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
             if start:
                 await self.turn()
-            yield keys[start : start + at_once]
+            yield keys[start : start + _KEYS_AT_ONCE]
 
     async def _prefetch(self, command: Prefetch) -> dict[str, Any]:
         name = command.handle or secrets.token_hex(12)

@@ -289,6 +289,26 @@ async def test_hung_tier_makes_an_answer_late_and_no_more(
     assert (await ask(place, Lookup(tokens=TOKENS)))["found"] == CHUNKS
 
 
+async def test_large_messages_that_wait_keep_no_other_from_its_answer(
+    cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = asyncio.Semaphore(0)
+
+    async def hang(*_: Any) -> None:
+        entered.release()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(cache, "forget", hang)
+    tokens = list(range(30_000))
+    hung = [asyncio.create_task(ask(place, Forget(tokens=tokens))) for _ in range(16)]
+    for _ in hung:
+        await entered.acquire()
+    async with asyncio.timeout(8):
+        assert (await ask(place, Lookup(tokens=tokens)))["asked"] == 30_000 // 16
+    for task in hung:
+        task.cancel()
+
+
 async def test_handles_are_bounded(cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handler, "_MOST_HANDLES", 2)
     for name in ("a", "b"):

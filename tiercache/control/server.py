@@ -22,13 +22,11 @@ from tiercache.errors import ConfigError, TierCacheError
 logger = logging.getLogger("tiercache.control")
 
 _MOST_CONNECTIONS = 64
+"""Limit of connections, each with one message at a time. Decoded numbers take ten times the memory of a message."""
 _IDLE_S = 10.0
 """A connection is closed after this many seconds without a message, or while receiving one."""
 _TAKEN_S = 10.0
 """Deadline in seconds for the client to read an answer."""
-_LARGE_BYTES = 64 << 10
-_MOST_LARGE = 16
-"""Limit of large messages processed at once, since decoded numbers take ten times as much memory."""
 ANSWER_S = 20.0
 """Deadline in seconds for an answer, in addition to the wait that the message asks for."""
 
@@ -45,7 +43,6 @@ class ControlServer:
         self._lock: int | None = None
         self._server: asyncio.Server
         self._connections: set[asyncio.Task[None]] = set()
-        self._large = asyncio.BoundedSemaphore(_MOST_LARGE)
 
     async def start(self) -> None:
         """Bind the path. Raises ConfigError if another process holds it, or if no socket can be made there.
@@ -117,11 +114,10 @@ class ControlServer:
 
     async def _answer(self, packed: bytes) -> dict[str, Any]:
         try:
-            async with self._large if len(packed) > _LARGE_BYTES else contextlib.nullcontext():
-                await self._handler.turn()
-                command = decode(COMMAND, packed)
-                async with asyncio.timeout(command.wait_s + ANSWER_S):
-                    return {"ok": await self._handler.answer(command)}
+            await self._handler.turn()
+            command = decode(COMMAND, packed)
+            async with asyncio.timeout(command.wait_s + ANSWER_S):
+                return {"ok": await self._handler.answer(command)}
         except ControlError as error:
             return error_of(error)
         except TimeoutError:

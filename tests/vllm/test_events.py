@@ -65,7 +65,7 @@ def test_what_is_there_already_is_told_whenever_it_is_watched_anew(made: Callabl
     assert worker.says() == set()
     for _ in range(2):
         worker.watches(NAMES[1])
-        assert worker.says() == {(NAMES[1], "cpu", True), (NAMES[1], "disk", True)}
+        assert worker.says() == {(NAMES[1], "CPU", True), (NAMES[1], "STORAGE", True)}
     worker.residency.watch({NAMES[1]: False})
     worker.clears_hot()
     assert worker.says() == set()
@@ -76,14 +76,25 @@ def test_only_the_last_of_several_changes_is_told(made: Callable[..., Worker]) -
     worker.watches(NAMES[0])
     worker.stores(NAMES[0])
     worker.clears_hot()
-    assert worker.says() == {(NAMES[0], "cpu", False), (NAMES[0], "disk", True)}
+    assert worker.says() == {(NAMES[0], "CPU", False), (NAMES[0], "STORAGE", True)}
 
 
 def test_a_hot_cache_that_keeps_nothing_is_no_place_for_chunks(made: Callable[..., Worker]) -> None:
     worker = made(local_cpu=False)
     worker.watches(NAMES[0])
     worker.stores(NAMES[0])
-    assert worker.says() == {(NAMES[0], "disk", True)}
+    assert worker.says() == {(NAMES[0], "STORAGE", True)}
+
+
+def test_a_medium_has_a_chunk_while_one_of_its_tiers_has(made: Callable[..., Worker], in_memory: Path) -> None:
+    worker = made(shared_memory_path=str(in_memory / "kv"), max_shared_memory_size=0.01)
+    worker.watches(NAMES[0])
+    worker.stores(NAMES[0])
+    worker.clears_hot()
+    assert worker.says() == {(NAMES[0], "CPU", False), (NAMES[0], "STORAGE", True)}
+    for tier, told in zip(worker.thread.cache.tiers, (set(), {(NAMES[0], "STORAGE", False)}), strict=True):
+        assert worker.thread.submit(tier.remove(*worker.keys(NAMES[0]))).result(10)
+        assert worker.says() == told
 
 
 def test_a_worker_says_when_more_may_follow_and_when_no_more(made: Callable[..., Worker]) -> None:
@@ -119,8 +130,8 @@ def removed(medium: str, hashes: list[bytes]) -> BlockRemoved:
     return BlockRemoved(hashes, medium=medium, group_idx=0, locality="LOCAL")
 
 
-def change(path: tuple[int, ...], tier: str, there: bool) -> Change:
-    return Change(block(*path), tier, there)
+def change(path: tuple[int, ...], medium: str, there: bool) -> Change:
+    return Change(block(*path), medium, there)
 
 
 FIRST, SECOND, THIRD = (1, 2), (1, 2, 3, 4), (9, 9)
@@ -149,8 +160,8 @@ def kinds(announced: AnnouncedBlocks, *changes: Change) -> list[type]:
 
 def test_removals_of_one_medium_are_told_together() -> None:
     announced = knowing(FIRST, SECOND)
-    assert kinds(announced, *(change(path, "cpu", True) for path in (FIRST, SECOND))) == [BlockStored, BlockStored]
-    announced.changed([change(path, "cpu", False) for path in (SECOND, FIRST)])
+    assert kinds(announced, *(change(path, "CPU", True) for path in (FIRST, SECOND))) == [BlockStored, BlockStored]
+    announced.changed([change(path, "CPU", False) for path in (SECOND, FIRST)])
     (removed,) = announced.take()
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == [block(1, 2, 3), block(1, 2, 3, 4), block(1), block(1, 2)]
@@ -167,7 +178,9 @@ def test_workers_watch_what_is_known_and_no_more(few: None) -> None:
 
 def test_what_is_nowhere_falls_over_the_bound_first(few: None) -> None:
     announced = knowing(FIRST, THIRD, SECOND)
-    announced.changed([change(FIRST, "disk", True), change(SECOND, "disk", True), change(SECOND, "disk", False)])
+    announced.changed(
+        [change(FIRST, "STORAGE", True), change(SECOND, "STORAGE", True), change(SECOND, "STORAGE", False)]
+    )
     announced.take()
     announced.know(block(8, 8), chunk((8, 8), 2))
     assert announced.take() == []
@@ -177,9 +190,7 @@ def test_what_is_nowhere_falls_over_the_bound_first(few: None) -> None:
 PATHS = [(1,), (1, 2), (1, 3), (1, 2, 3), (1, 2, 3, 4), (2, 1)]
 PATH_OF = {block(*path): path for path in PATHS}
 LENGTHS = {path: 1 + (len(path) + 1) % 2 for path in PATHS}
-STEPS = st.lists(
-    st.tuples(st.sampled_from(PATHS), st.sampled_from(["cpu", "disk", "gds"]), st.booleans(), st.booleans())
-)
+STEPS = st.lists(st.tuples(st.sampled_from(PATHS), st.sampled_from(["CPU", "STORAGE"]), st.booleans(), st.booleans()))
 
 
 @settings(deadline=None, max_examples=300)
@@ -189,20 +200,20 @@ def test_a_router_that_follows_the_events_knows_what_is_there(
     steps: list[tuple[tuple[int, ...], str, bool, bool]],
 ) -> None:
     """Each block is stored once before it is removed once, also for a router that counts; and the picture is exact: of
-    chunks that were described and did not fall over the bound, and two tiers of a medium are one."""
+    chunks that were described and did not fall over the bound."""
     announced = AnnouncedBlocks()
     router: dict[str, set[bytes]] = {"CPU": set(), "STORAGE": set()}
     there: dict[tuple[int, ...], set[str]] = {}
-    for path, tier, is_there, known in steps:
+    for path, changed, is_there, known in steps:
         if known and not announced.knows(block(*path)):
             announced.know(block(*path), chunk(path, LENGTHS[path]))
             there[path] = set()
-        announced.changed([change(path, tier, is_there)])
+        announced.changed([change(path, changed, is_there)])
         for name, is_watched in announced.take_watching().items():
             if not is_watched:
                 del there[PATH_OF[name]]
         if path in there:
-            (there[path].add if is_there else there[path].discard)("CPU" if tier == "cpu" else tier)
+            (there[path].add if is_there else there[path].discard)(changed)
         for event in announced.take():
             if isinstance(event, BlockStored):
                 hashes = set(event.block_hashes)
@@ -213,7 +224,7 @@ def test_a_router_that_follows_the_events_knows_what_is_there(
                     event.block_hashes
                 )
                 router[event.medium] -= set(event.block_hashes)
-        for medium, tiers in (("CPU", {"CPU"}), ("STORAGE", {"disk", "gds"})):
-            expected = {value for one in there if there[one] & tiers for value in chunk(one, LENGTHS[one]).hashes}
+        for medium in router:
+            expected = {value for one in there if medium in there[one] for value in chunk(one, LENGTHS[one]).hashes}
             assert router[medium] == expected
     assert len(there) <= 3

@@ -1,9 +1,9 @@
 """KV events: tell routers which blocks of the engine our tiers hold.
 
-The worker of rank 0 reports which chunks come and go in which tier (`Residency`, `Change`), and stands for the other ranks,
-which store and evict alike. The scheduler's half knows the blocks of a chunk (`KnownChunk`) from the request that stored or
-loaded it. `AnnouncedBlocks` combines both into as few events as a router needs: a block is announced as stored in a medium
-when the first chunk that contains it is there, and as removed when the last such chunk is gone.
+The worker of rank 0 reports which chunks come and go in which medium (`Residency`, `Change`), and stands for the other
+ranks, which store and evict alike. The scheduler's half knows the blocks of a chunk (`KnownChunk`) from the request that
+stored or loaded it. `AnnouncedBlocks` combines both into as few events as a router needs: a block is announced as stored in
+a medium when the first chunk that contains it is there, and as removed when the last such chunk is gone.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _LOCALITY = "LOCAL"
 
 
 class Change(NamedTuple):
-    """A chunk has come to a tier, or has gone from it."""
+    """A chunk has come to a medium, or has gone from it."""
 
     name: bytes
-    tier: str
+    medium: str
     there: bool
 
 
@@ -77,8 +77,6 @@ class KnownChunk:
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] = ()
     """Inputs of vLLM's hash of each block besides its tokens: images, cache salt, adapter. Empty if no block has any."""
-    tiers: set[str] = field(default_factory=set)
-    """The tiers that have it."""
     media: set[str] = field(default_factory=set)
     """The media in which the chunk is announced."""
 
@@ -133,12 +131,19 @@ class AnnouncedBlocks:
             self._forget(next(iter(self._chunks)))
 
     def changed(self, changes: Sequence[Change]) -> None:
-        for change in changes:
-            chunk = self._chunks.get(change.name)
-            if chunk is None:
+        for name, medium, there in changes:
+            chunk = self._chunks.get(name)
+            if chunk is None or there == (medium in chunk.media):
                 continue
-            (chunk.tiers.add if change.there else chunk.tiers.discard)(change.tier)
-            self._settle(change.name, chunk, MEDIA[change.tier])
+            if there:
+                shared = self._shared(name, chunk, medium)
+                chunk.media.add(medium)
+                if shared < len(chunk.hashes):
+                    self._events.append(chunk.stored(medium, shared))
+            else:
+                self._remove(name, chunk, medium)
+                if not chunk.media:
+                    self._chunks.move_to_end(name, last=False)  # forget it first: it is nowhere
 
     def forget_everything(self) -> None:
         """Forget all chunks and announce them as removed, since no request finds them any more."""
@@ -154,19 +159,6 @@ class AnnouncedBlocks:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
-
-    def _settle(self, name: bytes, chunk: KnownChunk, medium: str) -> None:
-        """Announce a chunk that came or went."""
-        there = any(MEDIA[tier] == medium for tier in chunk.tiers)
-        if there and medium not in chunk.media:
-            shared = self._shared(name, chunk, medium)
-            chunk.media.add(medium)
-            if shared < len(chunk.hashes):
-                self._events.append(chunk.stored(medium, shared))
-        elif not there and medium in chunk.media:
-            self._remove(name, chunk, medium)
-            if not chunk.media:
-                self._chunks.move_to_end(name, last=False)  # forget it first: it is nowhere
 
     def _remove(self, name: bytes, chunk: KnownChunk, medium: str) -> None:
         chunk.media.discard(medium)
@@ -285,7 +277,7 @@ class ChunkWatch:
     """
 
     def __init__(self, thread: CacheThread, place_of: Callable[[Tier], str]) -> None:
-        """`place_of` names a tier; tiers with the same name count as one place.
+        """`place_of` names the place of a tier; tiers with the same name count as one place.
 
         Only the `MOST_CHUNKS` chunks that were watched last are tracked. Older ones are reported as gone.
         """
@@ -372,13 +364,13 @@ def local_tiers(cache: TierCache) -> list[Tier]:
 
 
 class Residency:
-    """The worker's half of KV events: reports in which tiers of this rank the watched chunks are."""
+    """The worker's half of KV events: reports in which media of this rank the watched chunks are."""
 
     def __init__(self, thread: CacheThread, geometry: BlockGeometry) -> None:
         cache = thread.cache
         self._namespace = cache.namespace
         self._geometry = geometry
-        self._chunks = ChunkWatch(thread, lambda tier: tier.name)
+        self._chunks = ChunkWatch(thread, lambda tier: MEDIA[tier.name])
         self._writers = [writer for writer in cache.parts.fan_out.writers if writer.tier in local_tiers(cache)]
         self._was_busy = False
 
@@ -400,5 +392,5 @@ class Residency:
         if not self._chunks.has_news and is_busy == self._was_busy:
             return None
         self._was_busy = is_busy
-        changes = [Change(name, tier, there) for (name, tier), there in self._chunks.take().items()]
+        changes = [Change(name, medium, there) for (name, medium), there in self._chunks.take().items()]
         return Report(changes, is_busy or self._chunks.has_news)

@@ -412,7 +412,7 @@ class Driver:
         side, pool = scheduler.connector._scheduler, scheduler.kv_cache_manager.block_pool
 
         def held() -> list[int]:
-            return [len(server.held), *server.thread.cache.cpu.budget.held]
+            return [len(server.claims.leases), *server.thread.cache.cpu.budget.held]
 
         claims, *leases = on_loop(server.thread, held)
         prefetched = leases.pop(Purpose.PREFETCH)

@@ -66,14 +66,9 @@ class Worker(Cached):
             self.thread.close(1.0)
             raise
 
-    @property
-    def claims(self) -> Any:
-        assert self.server.claims is not None
-        return self.server.claims
-
     def held(self) -> int:
         """Chunks that are held for requests, after all that was asked before."""
-        return int(self.on_loop(lambda: len(self.claims.leases)))
+        return int(self.on_loop(lambda: len(self.server.claims.leases)))
 
     def __enter__(self) -> Self:
         return self
@@ -406,7 +401,7 @@ def test_claims_hold_shared_memory_that_others_evict(engine: str, in_memory: Pat
             for key in keys:
                 os.unlink(cache.tiers[0].path(key))  # type: ignore[attr-defined]
             into = [bytearray(4096) for _ in keys]
-            assert thread.submit(cache.get_into(keys, into, held=server.held)).result(10) == 2
+            assert thread.submit(cache.get_into(keys, into, held=server.claims.leases)).result(10) == 2
             assert [bytes(part) for part in into] == [bytes(4096), bytes([1]) * 4096]
             server.release("request")
         assert cache.tiers[0].statistics().unlinked_bytes in (0, 2 * 8192)

@@ -56,9 +56,7 @@ class Engine(Scheduled):
 
     def claims(self) -> int:
         """Chunks that are held for requests."""
-        claims = self.server.claims
-        assert claims is not None
-        return int(self.on_loop(lambda: len(claims.leases)))
+        return int(self.on_loop(lambda: len(self.server.claims.leases)))
 
     def enters(self, request: Any, computed: int = 0) -> tuple[int, bool]:
         return self.admits(request, BLOCKS[: request.num_tokens // TOKENS + 1], computed=computed)

@@ -97,8 +97,7 @@ def test_a_hit_goes_on_into_another_requests_chunk(engine: str, ranks: int) -> N
         match = answer_of(begun(client, ASKED, "r"))
         assert (match.blocks, match.tokens_by_tier, match.sibling) == (6, {"cpu": 96}, Sibling(STORED[7], 4))
         for worker in workers:
-            if worker.server.claims is not None:
-                assert set(worker.server.claims.leases) == set(worker.keys)
+            assert set(worker.server.claims.leases) == set(worker.keys)
         last = workers[-1]
         last.thread.submit(last.thread.cache.forget(last.keys[1:])).result(10)
         match = answer_of(begun(client, ASKED))

@@ -188,7 +188,7 @@ def test_what_is_held_for_a_request_comes_whatever_became_of_it(worker: Worker) 
     worker.loads(into(FIRST, 20, 21), into(SECOND, 30, 1))
     assert worker.side.take_bad_blocks() == set()
     assert torch.equal(worker.content(20, 21, 30, 1), expected)
-    assert worker.on_loop(lambda: (len(lookups.held), sum(budget.held))) == (0, 0)
+    assert worker.on_loop(lambda: (len(lookups.claims.leases), sum(budget.held))) == (0, 0)
 
 
 def test_what_a_request_wants_forgotten_or_pinned_waits_until_it_is_stored(worker: Worker) -> None:

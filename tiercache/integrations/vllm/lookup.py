@@ -21,7 +21,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -180,8 +180,9 @@ class LookupServer:
         """Running lookups, by claim."""
         local[self._key] = self
         cache = thread.cache
-        synchronous = geometry.plain and not cache.config.enable_async_loading
-        self.claims = Claims(cache) if synchronous and cache.ahead.promotes else None
+        self.claims = Claims(cache)
+        self._holds = geometry.plain and not cache.config.enable_async_loading and cache.ahead.promotes
+        """Loads may be synchronous, so chunks are held for them."""
         self._siblings = None
         if geometry.plain and geometry.blocks_per_chunk > 1:
             most = min(_MOST_SIBLINGS, 2 * cache.cpu.pool.count)
@@ -191,7 +192,7 @@ class LookupServer:
     async def find(self, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
         """Return the match that `locate` finds for a waiting request. A lookup that fails is a miss.
 
-        If this worker has `claims`, the chunks found are in the hot cache when this returns and are held under the `claim`,
+        If loads may be synchronous, the chunks found are in the hot cache when this returns and are held under the `claim`,
         as far as room and time allow. Otherwise they are prefetched, so that reading overlaps with the request's wait in
         the engine's queue. Chunks that a tier reads directly into the device are not prefetched. `again` says that this
         request was looked up before.
@@ -203,7 +204,7 @@ class LookupServer:
             return Match(failed=True)
 
     async def _find(self, names: Sequence[bytes], claim: str, *, again: bool) -> Match:
-        cache, geometry, claims = self.thread.cache, self._geometry, self.claims
+        cache, geometry = self.thread.cache, self._geometry
         until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
         match, found = await locate(cache, names, geometry, counts=not again)
         if not again and not geometry.save_tails:
@@ -215,8 +216,8 @@ class LookupServer:
         # What a tier reads directly into the device does not pass through the hot cache.
         direct = [tier for tier in cache.tiers if tier.serves_device] if cache.parts.on_device is not None else []
         for_host = [key for key in found if not any(tier.contains(key) for tier in direct)]
-        if claims is not None and found and len(for_host) == len(found):
-            held = await claims.claim(claim, found, until_s)
+        if self._holds and found and len(for_host) == len(found):
+            held = await self.claims.claim(claim, found, until_s)
             if held is not None:
                 if held < len(found):
                     match = match.shortened(held * geometry.blocks_per_chunk, geometry)
@@ -254,14 +255,9 @@ class LookupServer:
 
     def release(self, claim: str) -> None:
         """Release the chunks of a load that has ended. Called by the engine's thread."""
-        if self.claims is not None:
+        if self._holds:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is held
                 self.thread.loop.call_soon_threadsafe(self.claims.release, claim)
-
-    @property
-    def held(self) -> Mapping[ChunkKey, Lease]:
-        """Return the leases of all requests. Call it only on the cache's loop."""
-        return self.claims.leases if self.claims is not None else {}
 
     def close(self) -> None:
         local.pop(self._key, None)
@@ -290,8 +286,7 @@ class LookupServer:
         for claim in released:
             if (task := self._finding.get(claim)) is not None:
                 task.cancel()
-            if self.claims is not None:
-                self.claims.release(claim)
+            self.claims.release(claim)
 
     async def _start(self) -> asyncio.Server:
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -301,8 +296,7 @@ class LookupServer:
 
     async def _stop(self) -> None:
         self._server.close()
-        if self.claims is not None:
-            self.claims.close()
+        self.claims.close()
         for task in self._finding.values():
             task.cancel()
         for writer in self._connections.values():

@@ -214,7 +214,7 @@ class WorkerSide:
         loading = _Loading(load, began_s, began_s + limit_s + _MARGIN_S)
         try:
             keys = keys_of(self._namespace, [transfer.name for transfer in load.transfers], self.geometry)
-            held = None if load.asynchronous else self._lookups.held
+            held = None if load.asynchronous else self._lookups.claims.leases
             loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s, held)
         except Exception as error:
             logger.warning("loading for request %s could not be begun: %r", load.request_id, error)

@@ -329,6 +329,16 @@ def test_a_lookup_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_no
         assert answer_of(begun(client, NAMES)).blocks == 8
 
 
+@pytest.mark.parametrize("ranks", [1, 2], ids=["in this process", "over sockets"])
+def test_a_lookup_that_fails_is_a_miss(engine: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("of the cache")
+
+    monkeypatch.setattr(lookup, "locate", fails)
+    with Worker(engine, 0, 8), Worker(engine, 1, 8):
+        assert ask(engine, ranks) == Match(failed=True)
+
+
 def test_without_workers_it_is_a_miss_until_they_come_back(engine: str, client: LookupClient) -> None:
     for blocks in (8, 4):
         assert answer_of(begun(client, NAMES)) == Match(failed=True)

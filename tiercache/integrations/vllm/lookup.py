@@ -190,20 +190,13 @@ class LookupServer:
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
-        """Return the match that `locate` finds for a waiting request. A lookup that fails is a miss.
+        """Return the match that `locate` finds for a waiting request.
 
         If loads may be synchronous, the chunks found are in the hot cache when this returns and are held under the `claim`,
         as far as room and time allow. Otherwise they are prefetched, so that reading overlaps with the request's wait in
         the engine's queue. Chunks that a tier reads directly into the device are not prefetched. `again` says that this
         request was looked up before.
         """
-        try:
-            return await self._find(names, claim, again=again)
-        except Exception as error:
-            logger.warning("a lookup failed: %r", error)
-            return Match(failed=True)
-
-    async def _find(self, names: Sequence[bytes], claim: str, *, again: bool) -> Match:
         cache, geometry = self.thread.cache, self._geometry
         until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
         match, found = await locate(cache, names, geometry, counts=not again)
@@ -271,11 +264,13 @@ class LookupServer:
         self._release(released)
 
     def _begin(self, asked: Question, answer: Callable[[Match], None]) -> None:
-        """Begin a lookup. `answer` is called with its match, which is a failed one if it is cancelled."""
+        """Begin a lookup. `answer` is called with its match. A lookup that fails or is cancelled is a miss."""
 
         def ended(task: asyncio.Task[Match]) -> None:
             self._finding.pop(asked.claim, None)
-            answer(Match(failed=True) if task.cancelled() else task.result())
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.warning("a lookup failed: %r", error)
+            answer(Match(failed=True) if task.cancelled() or task.exception() else task.result())
 
         finding = self.find(asked.names, asked.claim, again=asked.again)
         self._finding[asked.claim] = task = self.thread.loop.create_task(finding)

@@ -5,20 +5,25 @@ Which hit several groups agree on, and what they keep of it, is vLLM's own rule.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiercache.config import Config
+from tiercache.control.served import ServedCache
+from tiercache.core.keys import ChunkKey
+from tiercache.integrations.vllm.lookup import locate
 from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     BlockTransfer,
     GroupChunk,
     HeadParts,
-    HitSearch,
     KvGroup,
     Match,
     Sibling,
@@ -35,6 +40,7 @@ from tiercache.integrations.vllm.planning import (
     plan_saves,
     window_chunks,
 )
+from tiercache.scheduler.reads import Hit
 
 PAIRS = BlockGeometry(block_tokens=128, blocks_per_chunk=2)
 FOURS = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
@@ -160,19 +166,31 @@ def longest_hit(geometry: BlockGeometry, chunks: int, present: set[GroupChunk]) 
     return next(hit for hit in range(chunks, -1, -1) if holds(hit))
 
 
+class Holding:
+    """A cache that has these chunks, and counts the questions."""
+
+    config, namespace = Config(), b"n" * 8
+
+    def __init__(self, keys: set[ChunkKey]) -> None:
+        self.keys, self.questions = keys, 0
+
+    async def lookup_keys(self, keys: Sequence[ChunkKey], *, deadline_s: float, counts: bool) -> Hit:
+        self.questions += 1
+        return Hit(next((n for n, key in enumerate(keys) if key not in self.keys), len(keys)), 0, {})
+
+
 @given(st.data())
-def test_the_search_finds_the_longest_hit_that_all_groups_agree_on(data: st.DataObject) -> None:
+def test_a_lookup_finds_the_longest_hit_that_all_groups_agree_on(data: st.DataObject) -> None:
     geometry = data.draw(geometries())
     chunks = data.draw(st.integers(0, 12))
     possible = [(group, chunk) for group in range(len(geometry.groups)) for chunk in range(chunks)]
     present = set(possible) - set(data.draw(st.lists(st.sampled_from(possible)) if possible else st.just([])))
-    search, questions = HitSearch(chunks, geometry), 0
-    while search.question:
-        questions += 1
-        found = next((n for n, one in enumerate(search.question) if one not in present), len(search.question))
-        search.answer(found)
-    assert search.chunks == longest_hit(geometry, chunks, present)
-    assert questions <= chunks + 2
+    names = NAMES[: chunks * geometry.blocks_per_chunk]
+    cache = Holding(set(keys_of(Holding.namespace, names_of(sorted(present), names, geometry), geometry)))
+    match, found = asyncio.run(locate(cast(ServedCache, cache), names, geometry))
+    assert match.blocks == longest_hit(geometry, chunks, present) * geometry.blocks_per_chunk
+    assert found == keys_of(Holding.namespace, held_names(names, match.blocks, geometry), geometry)
+    assert cache.questions <= chunks + 2
 
 
 @settings(deadline=None)  # the import takes long

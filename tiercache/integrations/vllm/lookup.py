@@ -40,7 +40,6 @@ from tiercache.errors import TierCacheError
 from tiercache.integrations.vllm.names import BlockNames
 from tiercache.integrations.vllm.planning import (
     BlockGeometry,
-    HitSearch,
     Match,
     agreed,
     all_names,
@@ -133,25 +132,31 @@ async def locate(
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + cache.config.lookup_timeout_ms / 1000
-    search = HitSearch(len(names) // geometry.blocks_per_chunk, geometry)
+    chunks = len(names) // geometry.blocks_per_chunk
+    windows = window_chunks(chunks, geometry)
+    question = full_chunks(chunks, geometry) or windows
     found: list[ChunkKey] = []
     tokens: dict[str, int] = {}
     asked = 0
-    while search.question:
+    while question:
         asked += 1
         if asked > _MOST_QUESTIONS:
             logger.info("windows are stored with so many gaps that a lookup was given up: it counts as a miss")
             return Match(), []
-        keys = keys_of(cache.namespace, names_of(search.question, names, geometry), geometry)
+        keys = keys_of(cache.namespace, names_of(question, names, geometry), geometry)
         left_s = max(0.0, until_s - loop.time())
         hit = await cache.lookup_keys(keys, deadline_s=left_s, counts=counts and asked == 1)
         # The first question is about the layers that see every token; the hit is attributed to their tiers.
         found = found or keys
         tokens = tokens or {tier: count * geometry.chunk_tokens for tier, count in hit.by_tier.items()}
-        search.answer(hit.chunks)
-    windows = names_of(window_chunks(search.chunks, geometry), names, geometry)
-    found = found[: len(full_chunks(1, geometry)) * search.chunks] + keys_of(cache.namespace, windows, geometry)
-    match = Match(tokens_by_tier=tokens).shortened(search.chunks * geometry.blocks_per_chunk, geometry)
+        if hit.chunks < len(question):
+            _, chunks = question[hit.chunks]
+        # A shorter hit ends elsewhere, and so do its windows.
+        windows = window_chunks(chunks, geometry)
+        question = windows if windows != question else []
+    found = found[: len(full_chunks(1, geometry)) * chunks]
+    found += keys_of(cache.namespace, names_of(windows, names, geometry), geometry)
+    match = Match(tokens_by_tier=tokens).shortened(chunks * geometry.blocks_per_chunk, geometry)
     longest_tail = min(len(names) - match.blocks, geometry.blocks_per_chunk - 1) if geometry.save_tails else 0
     for length in range(longest_tail, 0, -1):
         tail = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)

@@ -281,25 +281,6 @@ def window_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
     ]
 
 
-class HitSearch:
-    """Finds the longest hit that every group can serve, by repeated questions about chunks.
-
-    `chunks` is the longest hit still possible, and `question` the chunks to look up for it. Call `answer` with the number of
-    them present before the first missing one. When `question` is empty, `chunks` is the hit.
-    """
-
-    def __init__(self, chunks: int, geometry: BlockGeometry) -> None:
-        self.chunks = chunks
-        self._geometry = geometry
-        self.question = full_chunks(chunks, geometry) or window_chunks(chunks, geometry)
-
-    def answer(self, present: int) -> None:
-        if present < len(self.question):
-            _, self.chunks = self.question[present]
-        windows = window_chunks(self.chunks, self._geometry)
-        self.question = windows if windows != self.question else []
-
-
 def needed_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
     """Return the parts of all groups that a hit of `chunks` chunks needs."""
     return full_chunks(chunks, geometry) + window_chunks(chunks, geometry)

@@ -92,118 +92,6 @@ _ASK_AGAIN_S = 0.005
 _LONGEST_PAUSE_S = 0.05
 
 
-class Asking:
-    """Looks up requests. The engine's scheduler thread calls all methods; they wait for at most `_WAIT_A_STEP_S` a step."""
-
-    def __init__(
-        self,
-        config: Config,
-        geometry: BlockGeometry,
-        names: BlockNames,
-        client: LookupClient,
-    ) -> None:
-        self._config = config
-        self._geometry = geometry
-        self._names = names
-        self._client = client
-        self._numbers = itertools.count()
-        self._patience_s = _WAIT_A_STEP_S
-
-    @property
-    def _longest_s(self) -> float:
-        return self._config.lookup_timeout_ms / 1000
-
-    def step_begins(self) -> None:
-        self._client.send()
-        self._patience_s = _WAIT_A_STEP_S
-
-    def track(self, request: Request) -> TrackedRequest:
-        tracked = TrackedRequest(request)
-        if (lora := getattr(request, "lora_request", None)) is not None:
-            tracked.adapter = self._names.adapters.key_of(lora.lora_path)
-        return tracked
-
-    def awaits_adapter(self, tracked: TrackedRequest) -> bool:
-        """Return True while its adapter's files are read, at most as long as a lookup: its blocks have no names yet."""
-        if tracked.adapter is None or tracked.adapter_key or tracked.adapter.done():
-            return False
-        return time.monotonic() - tracked.arrived_s < self._longest_s
-
-    def names_of(self, tracked: TrackedRequest) -> list[bytes]:
-        """Return the names of the full blocks that it has so far."""
-        if tracked.adapter is not None and not tracked.adapter_key:
-            known = tracked.adapter.result() if tracked.adapter.done() else None
-            tracked.adapter_key = known or nobodys_key()
-        return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
-
-    def begin(self, tracked: TrackedRequest) -> None:
-        """Begin a lookup. It is sent together with others, when an answer is wanted or the step is planned."""
-        tracked.asked_at_s = time.monotonic()
-        names = list(self.names_of(tracked))
-        if not self._geometry.plain:
-            # The last token has to be computed, and a hit with windows cannot be shortened afterwards.
-            del names[(tracked.request.num_tokens - 1) // self._geometry.block_tokens :]
-        if not names:
-            tracked.match = Match()
-            return
-        # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
-        claim = f"{tracked.request.request_id}#{next(self._numbers)}"
-        tracked.lookup = self._client.begin(names, claim, again=tracked.pause_s > 0)
-
-    def answer(self, tracked: TrackedRequest) -> Match | None:
-        """Return the answer, or None if there is none yet. Begins the next lookup if one is due."""
-        if tracked.match is not None:
-            return tracked.match
-        if tracked.lookup is None:
-            if time.monotonic() < tracked.ask_again_at_s:
-                return None
-            self.begin(tracked)
-        self._client.send()
-        if tracked.lookup is not None:
-            tracked.match = self._look(tracked, tracked.lookup)
-        if tracked.match is not None and self._is_being_stored(tracked, tracked.match):
-            self.forget(tracked)
-        return tracked.match
-
-    def let_go(self, tracked: TrackedRequest) -> None:
-        """Give up a lookup that will not be loaded, and release the chunks that it holds or may still hold."""
-        if tracked.lookup is not None:
-            self._client.release(tracked.lookup)
-
-    def forget(self, tracked: TrackedRequest) -> None:
-        """Forget the lookup and its answer."""
-        self.let_go(tracked)
-        tracked.lookup = tracked.match = None
-
-    def _look(self, tracked: TrackedRequest, lookup: Lookup) -> Match | None:
-        if lookup.match is None and self._patience_s > 0:
-            began_s = time.monotonic()
-            lookup.wait(self._patience_s)
-            self._patience_s -= time.monotonic() - began_s
-        if lookup.match is not None:
-            return lookup.match
-        if time.monotonic() - tracked.asked_at_s > self._longest_s:
-            logger.warning("a lookup took longer than lookup_timeout_ms; the request is computed instead")
-            self.let_go(tracked)
-            return Match(failed=True)
-        return None
-
-    def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:
-        """Return True if more was announced (`tiercache.expect_tokens`) than found, and there is time to look again."""
-        now_s = time.monotonic()
-        expected = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1) // self._geometry.block_tokens
-        if not self._geometry.save_tails or self._geometry.hot_tails:
-            expected = self._geometry.whole_chunks(expected)
-        if match.failed or match.blocks >= expected:
-            return False
-        if now_s - tracked.arrived_s >= self._longest_s:
-            logger.info("request %s: not all tokens announced for it were stored in time", tracked.request.request_id)
-            return False
-        tracked.pause_s = min(2 * tracked.pause_s, _LONGEST_PAUSE_S) if tracked.pause_s else _ASK_AGAIN_S
-        tracked.ask_again_at_s = now_s + tracked.pause_s
-        return True
-
-
 class SchedulerSide:
     """All methods are called by the engine's scheduler thread."""
 
@@ -230,7 +118,10 @@ class SchedulerSide:
         self._warned: set[str] = set()
         self._prefill = PrefillCost()
         self._hit_tokens = geometry.block_tokens if geometry.plain else geometry.chunk_tokens
-        self._asking = Asking(config, geometry, names, client)
+        self._claims = itertools.count()
+        self._lookup_s = config.lookup_timeout_ms / 1000
+        self._patience_s = _WAIT_A_STEP_S
+        """How long this step may still wait for answers."""
 
     # Loading
 
@@ -239,28 +130,28 @@ class SchedulerSide:
         tracked = self._track(request)
         if request.skip_reading_prefix_cache:
             tracked.match = Match()
-        if self._asking.awaits_adapter(tracked):
+        if self._awaits_adapter(tracked):
             return
         if tracked.match is None:
-            self._asking.begin(tracked)
+            self._begin_lookup(tracked)
         self._say_beginning(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._track(request)
-        if self._asking.awaits_adapter(tracked):
+        if self._awaits_adapter(tracked):
             return None, False
         self._say_beginning(tracked)
         if tracked.admitted:
             # Preempted or rolled back: chunks found before may be gone.
             tracked.admitted = False
-            self._asking.forget(tracked)
+            self._forget_lookup(tracked)
         if tracked.load_failed:
             # Do not load again: the same chunk may fail again, each time after a whole deadline.
             return 0, False
-        match = self._asking.answer(tracked)
+        match = self._answer(tracked)
         if match is None and computed_tokens >= (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens:
             # The engine already has all tokens that could be loaded.
-            self._asking.forget(tracked)
+            self._forget_lookup(tracked)
             if not tracked.logged:
                 tracked.logged = True
                 self._log_found(request, Match(), computed_tokens, 0)
@@ -293,7 +184,7 @@ class SchedulerSide:
             is_saved = self.geometry.save_tails and not match.sibling
             tracked.saved_blocks = match.blocks if is_saved else self.geometry.whole_chunks(match.blocks)
         if external_tokens <= 0:
-            self._asking.let_go(tracked)
+            self._let_go(tracked)
             return
         end = tracked.load_from + external_tokens
         wanted = self._to_be_filled(tables, tracked.load_from, end)
@@ -301,7 +192,7 @@ class SchedulerSide:
         load = Load(request.request_id, [], tracked.loads_later, claim, trace=trace_of(request))
         try:
             load.transfers = plan_loads(
-                self._asking.names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry,
+                self._names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry,
                 match.sibling,
             )  # fmt: skip
             planned = tuple(block for transfer in load.transfers for block in transfer.blocks)
@@ -332,6 +223,88 @@ class SchedulerSide:
             if block != NULL_BLOCK
         )
 
+    # Looking up
+
+    def _awaits_adapter(self, tracked: TrackedRequest) -> bool:
+        """Return True while its adapter's files are read, at most as long as a lookup: its blocks have no names yet."""
+        if tracked.adapter is None or tracked.adapter_key or tracked.adapter.done():
+            return False
+        return time.monotonic() - tracked.arrived_s < self._lookup_s
+
+    def _names_of(self, tracked: TrackedRequest) -> list[bytes]:
+        """Return the names of the full blocks that it has so far."""
+        if tracked.adapter is not None and not tracked.adapter_key:
+            known = tracked.adapter.result() if tracked.adapter.done() else None
+            tracked.adapter_key = known or nobodys_key()
+        return self.names.extend(tracked.names, tracked.request, tracked.adapter_key)
+
+    def _begin_lookup(self, tracked: TrackedRequest) -> None:
+        """Begin a lookup. It is sent together with others, when an answer is wanted or the step is planned."""
+        tracked.asked_at_s = time.monotonic()
+        names = list(self._names_of(tracked))
+        if not self.geometry.plain:
+            # The last token has to be computed, and a hit with windows cannot be shortened afterwards.
+            del names[(tracked.request.num_tokens - 1) // self.geometry.block_tokens :]
+        if not names:
+            tracked.match = Match()
+            return
+        # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
+        claim = f"{tracked.request.request_id}#{next(self._claims)}"
+        tracked.lookup = self.client.begin(names, claim, again=tracked.pause_s > 0)
+
+    def _answer(self, tracked: TrackedRequest) -> Match | None:
+        """Return the answer, or None if there is none yet. Begins the next lookup if one is due."""
+        if tracked.match is not None:
+            return tracked.match
+        if tracked.lookup is None:
+            if time.monotonic() < tracked.ask_again_at_s:
+                return None
+            self._begin_lookup(tracked)
+        self.client.send()
+        if tracked.lookup is not None:
+            tracked.match = self._look(tracked, tracked.lookup)
+        if tracked.match is not None and self._is_being_stored(tracked, tracked.match):
+            self._forget_lookup(tracked)
+        return tracked.match
+
+    def _let_go(self, tracked: TrackedRequest) -> None:
+        """Give up a lookup that will not be loaded, and release the chunks that it holds or may still hold."""
+        if tracked.lookup is not None:
+            self.client.release(tracked.lookup)
+
+    def _forget_lookup(self, tracked: TrackedRequest) -> None:
+        """Forget the lookup and its answer."""
+        self._let_go(tracked)
+        tracked.lookup = tracked.match = None
+
+    def _look(self, tracked: TrackedRequest, lookup: Lookup) -> Match | None:
+        if lookup.match is None and self._patience_s > 0:
+            began_s = time.monotonic()
+            lookup.wait(self._patience_s)
+            self._patience_s -= time.monotonic() - began_s
+        if lookup.match is not None:
+            return lookup.match
+        if time.monotonic() - tracked.asked_at_s > self._lookup_s:
+            logger.warning("a lookup took longer than lookup_timeout_ms; the request is computed instead")
+            self._let_go(tracked)
+            return Match(failed=True)
+        return None
+
+    def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:
+        """Return True if more was announced (`tiercache.expect_tokens`) than found, and there is time to look again."""
+        now_s = time.monotonic()
+        expected = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1) // self.geometry.block_tokens
+        if not self.geometry.save_tails or self.geometry.hot_tails:
+            expected = self.geometry.whole_chunks(expected)
+        if match.failed or match.blocks >= expected:
+            return False
+        if now_s - tracked.arrived_s >= self._lookup_s:
+            logger.info("request %s: not all tokens announced for it were stored in time", tracked.request.request_id)
+            return False
+        tracked.pause_s = min(2 * tracked.pause_s, _LONGEST_PAUSE_S) if tracked.pause_s else _ASK_AGAIN_S
+        tracked.ask_again_at_s = now_s + tracked.pause_s
+        return True
+
     # Saving
 
     def step_work(self, output: SchedulerOutput) -> StepWork:
@@ -344,7 +317,8 @@ class SchedulerSide:
         for request_id in output.num_scheduled_tokens:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.scheduled = True
-        self._asking.step_begins()
+        self.client.send()
+        self._patience_s = _WAIT_A_STEP_S
         self._measure(work, output)
         try:
             if not self.geometry.plain:
@@ -390,7 +364,7 @@ class SchedulerSide:
     def _finish(self, tracked: TrackedRequest, tables: Tables) -> bool:
         request = tracked.request
         if not tracked.admitted:
-            self._asking.let_go(tracked)
+            self._let_go(tracked)
             self.client.send()  # no step may follow
         if not tracked.scheduled:
             # There is nothing to save: none was computed. The engine itself holds the blocks for a load.
@@ -425,7 +399,7 @@ class SchedulerSide:
         self._work.generation = self.names.forget_everything()
         for tracked in self._requests.values():
             tracked.names = []
-            self._asking.forget(tracked)
+            self._forget_lookup(tracked)
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
         if self.kv_events is not None:
             self.kv_events.announced.forget_everything()
@@ -472,7 +446,7 @@ class SchedulerSide:
         first = tracked.saved_blocks
         if end_of_saves(ready, self.geometry, last=last) > first:
             transfers, tracked.saved_blocks = plan_saves(
-                self._asking.names_of(tracked), first, ready, tables(), self.geometry, last=last, states=states
+                self._names_of(tracked), first, ready, tables(), self.geometry, last=last, states=states
             )
             if transfers:
                 if self.kv_events is not None:
@@ -496,7 +470,7 @@ class SchedulerSide:
         if not began:
             tracked.wishes = wishes_of(tracked.request, self._warned)
             if tracked.wishes.session:
-                names = self._asking.names_of(tracked)
+                names = self._names_of(tracked)
                 full = held_names(names, self.geometry.whole_chunks(len(names)), self.geometry)
                 self._work.turns.append(RequestBegan(tracked.wishes.session, full))
 
@@ -504,7 +478,7 @@ class SchedulerSide:
         if not tracked.wishes.at_the_end:
             return
         try:
-            names = self._asking.names_of(tracked)
+            names = self._names_of(tracked)
             held = [] if tracked.stale else held_names(names, min(tracked.saved_blocks, len(names)), self.geometry)
             self._work.turns.append(RequestEnded(tracked.request.request_id, tracked.wishes, held))
         except Exception:
@@ -513,7 +487,9 @@ class SchedulerSide:
     def _track(self, request: Request) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = self._requests[request.request_id] = self._asking.track(request)
+            tracked = self._requests[request.request_id] = TrackedRequest(request)
+            if (lora := getattr(request, "lora_request", None)) is not None:
+                tracked.adapter = self.names.adapters.key_of(lora.lora_path)
         return tracked
 
     def _note_once(self, tracked: TrackedRequest, computed: int, load: int) -> None:

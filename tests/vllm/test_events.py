@@ -19,7 +19,7 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import events
-from tiercache.integrations.vllm.events import AnnouncedBlocks, Change, KnownChunk, Residency
+from tiercache.integrations.vllm.events import Change, KnownChunk, KvEvents, Residency
 from tiercache.integrations.vllm.planning import BlockGeometry
 
 # Of a worker
@@ -145,14 +145,14 @@ def few() -> Iterator[None]:
         yield
 
 
-def knowing(*paths: tuple[int, ...]) -> AnnouncedBlocks:
-    announced = AnnouncedBlocks()
+def knowing(*paths: tuple[int, ...]) -> KvEvents:
+    announced = KvEvents(BlockGeometry(BLOCK_TOKENS, 1), BLOCK_TOKENS)
     for path in paths:
         announced.know(block(*path), chunk(path, 2))
     return announced
 
 
-def kinds(announced: AnnouncedBlocks, *changes: Change) -> list[type]:
+def kinds(announced: KvEvents, *changes: Change) -> list[type]:
     """Return the types of the events that changes make."""
     announced.changed(list(changes))
     return [type(event) for event in announced.take()]
@@ -201,7 +201,7 @@ def test_a_router_that_follows_the_events_knows_what_is_there(
 ) -> None:
     """Each block is stored once before it is removed once, also for a router that counts; and the picture is exact: of
     chunks that were described and did not fall over the bound."""
-    announced = AnnouncedBlocks()
+    announced = KvEvents(BlockGeometry(BLOCK_TOKENS, 1), BLOCK_TOKENS)
     router: dict[str, set[bytes]] = {"CPU": set(), "STORAGE": set()}
     there: dict[tuple[int, ...], set[str]] = {}
     for path, changed, is_there, known in steps:

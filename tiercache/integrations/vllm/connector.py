@@ -229,7 +229,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the BlockStored and BlockRemoved events of this host's tiers since the last call."""
         if self._scheduler is None or self._scheduler.kv_events is None:
             return ()
-        return self._scheduler.kv_events.announced.take()
+        return self._scheduler.kv_events.take()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

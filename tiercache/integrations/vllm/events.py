@@ -2,7 +2,7 @@
 
 The worker of rank 0 reports which chunks come and go in which medium (`Residency`, `Change`), and stands for the other
 ranks, which store and evict alike. The scheduler's half knows the blocks of a chunk (`KnownChunk`) from the request that
-stored or loaded it. `AnnouncedBlocks` combines both into as few events as a router needs: a block is announced as stored in
+stored or loaded it. `KvEvents` combines both into as few events as a router needs: a block is announced as stored in
 a medium when the first chunk that contains it is there, and as removed when the last such chunk is gone.
 """
 
@@ -99,19 +99,85 @@ class KnownChunk:
         )
 
 
-class AnnouncedBlocks:
-    """Turns changes of chunks into events about blocks. Knows at most `MOST_CHUNKS` chunks.
+class KvEvents:
+    """The scheduler's half: turns changes of chunks into events about blocks. Knows at most `MOST_CHUNKS` chunks.
 
     The least recently named chunk is forgotten first, and announced as removed even if it is still there. A router that
-    misses a chunk only sends a request elsewhere; one that expects a missing chunk sends it here in vain.
+    misses a chunk only sends a request elsewhere; one that expects a missing chunk sends it here in vain. Groups with a
+    window are not announced, since their blocks are useful only at the end of a hit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, geometry: BlockGeometry, hash_tokens: int) -> None:
+        """`hash_tokens` is the number of tokens that each of a request's block hashes covers."""
+        self._geometry = geometry
+        self._hash_tokens = hash_tokens
         self._chunks: OrderedDict[bytes, KnownChunk] = OrderedDict()
         self._heads: dict[tuple[int, bytes], list[bytes]] = {}
         """Chunks that begin with the same block: tails of different lengths, and the full chunk that they became."""
         self._events: list[BlockStored | BlockRemoved] = []
         self._watching: dict[bytes, bool] = {}
+        self._is_busy = False
+        """The worker may soon report more changes."""
+        self._reported_s = 0.0
+
+    @property
+    def wants_step(self) -> bool:
+        """Return True if the engine should make one more step to send events, even though no request needs it.
+
+        Events go out with steps, so changes after the last one would wait for the next request. False some time after the
+        last report, in case a tier hangs.
+        """
+        return self._is_busy and time.monotonic() - self._reported_s < _LINGER_S
+
+    def reported(self, report: Report) -> None:
+        self._reported_s = time.monotonic()
+        self.changed(report.changes)
+        self._is_busy = report.is_busy
+
+    @survives(lambda: None)
+    def moves(self, request: Request, names: Sequence[bytes], first: int, transfers: Sequence[BlockTransfer]) -> None:
+        """Add the chunks that a request stores or loads. None of them lies before block `first`."""
+        geometry = self._geometry
+        start = geometry.whole_chunks(first)
+        ends = {name: end for end, name in enumerate(names[start:], start + 1)} if transfers else {}
+        for transfer in transfers:
+            group = geometry.groups[transfer.group]
+            # The parts of a rank come and go together, so only the last one is announced.
+            tells = group.window_tokens is None and (geometry.parts is None or group.part == geometry.parts.here - 1)
+            end = ends.get(transfer.name.removesuffix(suffix_of(transfer.group, geometry)))
+            # Another request's chunk, of which only the first blocks are loaded, has no end here.
+            if tells and end is not None and not self.knows(transfer.name):
+                blocks = transfer.chunk_blocks * group.block_tokens // geometry.block_tokens
+                self.know(transfer.name, self._described(request, transfer.group, end - blocks, end))
+
+    def _described(self, request: Request, position: int, start: int, end: int) -> KnownChunk:
+        """Describe the geometry's blocks `start` .. `end` as blocks of the group."""
+        group = self._geometry.groups[position]
+        first_token, end_token = start * self._geometry.block_tokens, end * self._geometry.block_tokens
+        step = group.block_tokens // self._hash_tokens
+        first, stop = first_token // group.block_tokens, end_token // group.block_tokens
+
+        def hash_of(block: int) -> Any:
+            return kv_cache_utils.maybe_convert_block_hash(request.block_hashes[(block + 1) * step - 1])
+
+        lora = request.lora_request
+        extra = [
+            kv_cache_utils.generate_block_hash_extra_keys(
+                request, block * group.block_tokens, (block + 1) * group.block_tokens, 0
+            )[0]
+            for block in range(first, stop)
+        ]
+        return KnownChunk(
+            tuple(map(hash_of, range(first, stop))),
+            hash_of(first - 1) if first else None,
+            array("I", request.all_token_ids[first_token:end_token]),
+            group.block_tokens,
+            group.index,
+            get_kv_cache_spec_kind(group.spec).value,
+            lora.adapter_id if lora is not None else None,
+            lora.name if lora is not None else None,
+            tuple(extra) if any(extra) else (),
+        )
 
     def knows(self, name: bytes) -> bool:
         """Return True if the chunk is known, and mark it as the most recently named."""
@@ -195,78 +261,6 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
         if left != right:
             return position
     return min(len(one), len(other))
-
-
-class KvEvents:
-    """The scheduler's half. Does not announce groups with a window, whose blocks are useful only at the end of a hit."""
-
-    def __init__(self, geometry: BlockGeometry, hash_tokens: int) -> None:
-        """`hash_tokens` is the number of tokens that each of a request's block hashes covers."""
-        self.announced = AnnouncedBlocks()
-        self._geometry = geometry
-        self._hash_tokens = hash_tokens
-        self._is_busy = False
-        """The worker may soon report more changes."""
-        self._reported_s = 0.0
-
-    @property
-    def wants_step(self) -> bool:
-        """Return True if the engine should make one more step to send events, even though no request needs it.
-
-        Events go out with steps, so changes after the last one would wait for the next request. False some time after the
-        last report, in case a tier hangs.
-        """
-        return self._is_busy and time.monotonic() - self._reported_s < _LINGER_S
-
-    def reported(self, report: Report) -> None:
-        self._reported_s = time.monotonic()
-        self.announced.changed(report.changes)
-        self._is_busy = report.is_busy
-
-    @survives(lambda: None)
-    def moves(self, request: Request, names: Sequence[bytes], first: int, transfers: Sequence[BlockTransfer]) -> None:
-        """Add the chunks that a request stores or loads. None of them lies before block `first`."""
-        geometry = self._geometry
-        start = geometry.whole_chunks(first)
-        ends = {name: end for end, name in enumerate(names[start:], start + 1)} if transfers else {}
-        for transfer in transfers:
-            group = geometry.groups[transfer.group]
-            # The parts of a rank come and go together, so only the last one is announced.
-            tells = group.window_tokens is None and (geometry.parts is None or group.part == geometry.parts.here - 1)
-            end = ends.get(transfer.name.removesuffix(suffix_of(transfer.group, geometry)))
-            # Another request's chunk, of which only the first blocks are loaded, has no end here.
-            if tells and end is not None and not self.announced.knows(transfer.name):
-                blocks = transfer.chunk_blocks * group.block_tokens // geometry.block_tokens
-                self.announced.know(transfer.name, self._described(request, transfer.group, end - blocks, end))
-
-    def _described(self, request: Request, position: int, start: int, end: int) -> KnownChunk:
-        """Describe the geometry's blocks `start` .. `end` as blocks of the group."""
-        group = self._geometry.groups[position]
-        first_token, end_token = start * self._geometry.block_tokens, end * self._geometry.block_tokens
-        step = group.block_tokens // self._hash_tokens
-        first, stop = first_token // group.block_tokens, end_token // group.block_tokens
-
-        def hash_of(block: int) -> Any:
-            return kv_cache_utils.maybe_convert_block_hash(request.block_hashes[(block + 1) * step - 1])
-
-        lora = request.lora_request
-        extra = [
-            kv_cache_utils.generate_block_hash_extra_keys(
-                request, block * group.block_tokens, (block + 1) * group.block_tokens, 0
-            )[0]
-            for block in range(first, stop)
-        ]
-        return KnownChunk(
-            tuple(map(hash_of, range(first, stop))),
-            hash_of(first - 1) if first else None,
-            array("I", request.all_token_ids[first_token:end_token]),
-            group.block_tokens,
-            group.index,
-            get_kv_cache_spec_kind(group.spec).value,
-            lora.adapter_id if lora is not None else None,
-            lora.name if lora is not None else None,
-            tuple(extra) if any(extra) else (),
-        )
 
 
 class ChunkWatch:

@@ -328,7 +328,7 @@ class SchedulerSide:
         except Exception:
             logger.exception("some chunks are not stored")
         if self.kv_events is not None:
-            work.watching = self.kv_events.announced.take_watching()
+            work.watching = self.kv_events.take_watching()
         return work
 
     def progress(self, progress: StepReport) -> None:
@@ -402,7 +402,7 @@ class SchedulerSide:
             self._forget_lookup(tracked)
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
         if self.kv_events is not None:
-            self.kv_events.announced.forget_everything()
+            self.kv_events.forget_everything()
 
     def _measure(self, work: StepWork, output: SchedulerOutput) -> None:
         """Tell the workers how fast the engine computes, so that they can decide which loads are worthwhile."""

@@ -49,10 +49,6 @@ Stamp = tuple[int, int, int, int]
 """Size in bytes, modification and change time in ns, inode."""
 
 
-class FileChanged(OSError):
-    """Raised if a file was written to while it was read, so that it has no digest."""
-
-
 class _Digest(NamedTuple):
     sha256: str
     stamp: Stamp
@@ -64,7 +60,7 @@ def digests_of(files: Mapping[str, Path], directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each of `files`, as hex. Reads the files without a kept digest, once, in threads.
 
     `files` lie below `directory`, and digests are kept by their names in the mapping. Raises OSError if a file cannot
-    be read, FileChanged if it is written to meanwhile, and TimeoutError if no bytes arrive for 30 s.
+    be read or is written to meanwhile, and TimeoutError if no bytes arrive for 30 s.
     """
     found = {name: sha256 for name, path in files.items() if (sha256 := _name_of_blob(path)) is not None}
     if len(found) == len(files):
@@ -139,7 +135,7 @@ def _sha256(path: Path, on_part: Callable[[], None]) -> _Digest:
             digest.update(part[:read])
             on_part()
         if stamp_of(os.fstat(file.fileno())) != before:
-            raise FileChanged(f"{path} was written to while it was read for the model's identity")
+            raise OSError(f"{path} was written to while it was read for the model's identity")
     return _Digest(digest.hexdigest(), before, settled)
 
 

@@ -391,15 +391,14 @@ class LookupClient:
 
     def close(self) -> None:
         if self._loop is not None and self._thread is not None:
-            asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop)
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
-            self._loop.close()
             self._loop = self._thread = None
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, name="tiercache-lookup", daemon=True)
+            thread = threading.Thread(target=_run, args=(loop,), name="tiercache-lookup", daemon=True)
             try:
                 thread.start()
             except RuntimeError:
@@ -409,11 +408,6 @@ class LookupClient:
         return self._loop
 
     # On the loop
-
-    async def _hang_up(self) -> None:
-        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.stop)  # the transports close in the same round, before the loop stops
 
     def _ask(self, asked: list[Lookup], released: list[str]) -> None:
         for rank in range(self._ranks):
@@ -435,6 +429,12 @@ class LookupClient:
         one.question = Question(one.question.claim, one.question.names[: least.blocks], again=True)
         one.answers.clear()
         self._ask([one], [])
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, then cancel its tasks and close it."""
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.get_loop().run_forever()
 
 
 class _Connection:
@@ -459,10 +459,6 @@ class _Connection:
     def _write(self, asked: Iterable[Lookup], released: list[str]) -> None:
         assert self._writer is not None
         self._writer.write(frame(Message([one.question for one in asked], released)))
-
-    async def close(self) -> None:
-        self._serving.cancel()
-        await asyncio.wait([self._serving])
 
     async def _serve(self) -> None:
         try:

@@ -4,7 +4,7 @@ router's picture of the tiers right."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import events
-from tiercache.integrations.vllm.events import Change, KnownChunk, KvEvents, Residency
+from tiercache.integrations.vllm.events import Changes, KnownChunk, KvEvents, Residency
 from tiercache.integrations.vllm.planning import BlockGeometry
 
 # Of a worker
@@ -50,7 +50,7 @@ class Worker(Cached):
     def says(self) -> set[tuple[bytes, str, bool]]:
         self.on_loop(lambda: None)
         report = self.residency.take(is_storing=False)
-        return {tuple(change) for change in report.changes} if report is not None else set()
+        return {(*place, there) for place, there in report.changes.items()} if report is not None else set()
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_worker_says_when_more_may_follow_and_when_no_more(made: Callable[...,
     worker = made()
     assert worker.residency.take(is_storing=False) is None
     report = worker.residency.take(is_storing=True)
-    assert report is not None and report.is_busy and report.changes == []
+    assert report is not None and report.is_busy and report.changes == {}
     assert worker.residency.take(is_storing=True) is None
     report = worker.residency.take(is_storing=False)
     assert report is not None and not report.is_busy
@@ -130,8 +130,8 @@ def removed(medium: str, hashes: list[bytes]) -> BlockRemoved:
     return BlockRemoved(hashes, medium=medium, group_idx=0, locality="LOCAL")
 
 
-def change(path: tuple[int, ...], medium: str, there: bool) -> Change:
-    return Change(block(*path), medium, there)
+def change(paths: Sequence[tuple[int, ...]], medium: str, there: bool) -> Changes:
+    return {(block(*path), medium): there for path in paths}
 
 
 FIRST, SECOND, THIRD = (1, 2), (1, 2, 3, 4), (9, 9)
@@ -152,16 +152,16 @@ def knowing(*paths: tuple[int, ...]) -> KvEvents:
     return announced
 
 
-def kinds(announced: KvEvents, *changes: Change) -> list[type]:
+def kinds(announced: KvEvents, changes: Changes) -> list[type]:
     """Return the types of the events that changes make."""
-    announced.changed(list(changes))
+    announced.changed(changes)
     return [type(event) for event in announced.take()]
 
 
 def test_removals_of_one_medium_are_told_together() -> None:
     announced = knowing(FIRST, SECOND)
-    assert kinds(announced, *(change(path, "CPU", True) for path in (FIRST, SECOND))) == [BlockStored, BlockStored]
-    announced.changed([change(path, "CPU", False) for path in (SECOND, FIRST)])
+    assert kinds(announced, change((FIRST, SECOND), "CPU", True)) == [BlockStored, BlockStored]
+    announced.changed(change((SECOND, FIRST), "CPU", False))
     (removed,) = announced.take()
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == [block(1, 2, 3), block(1, 2, 3, 4), block(1), block(1, 2)]
@@ -178,9 +178,8 @@ def test_workers_watch_what_is_known_and_no_more(few: None) -> None:
 
 def test_what_is_nowhere_falls_over_the_bound_first(few: None) -> None:
     announced = knowing(FIRST, THIRD, SECOND)
-    announced.changed(
-        [change(FIRST, "STORAGE", True), change(SECOND, "STORAGE", True), change(SECOND, "STORAGE", False)]
-    )
+    announced.changed(change((FIRST, SECOND), "STORAGE", True))
+    announced.changed(change([SECOND], "STORAGE", False))
     announced.take()
     announced.know(block(8, 8), chunk((8, 8), 2))
     assert announced.take() == []
@@ -208,7 +207,7 @@ def test_a_router_that_follows_the_events_knows_what_is_there(
         if known and not announced.knows(block(*path)):
             announced.know(block(*path), chunk(path, LENGTHS[path]))
             there[path] = set()
-        announced.changed([change(path, changed, is_there)])
+        announced.changed(change([path], changed, is_there))
         for name, is_watched in announced.take_watching().items():
             if not is_watched:
                 del there[PATH_OF[name]]

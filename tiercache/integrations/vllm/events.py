@@ -1,6 +1,6 @@
 """KV events: tell routers which blocks of the engine our tiers hold.
 
-The worker of rank 0 reports which chunks come and go in which medium (`Residency`, `Change`), and stands for the other
+The worker of rank 0 reports which chunks come and go in which medium (`Residency`, `Changes`), and stands for the other
 ranks, which store and evict alike. The scheduler's half knows the blocks of a chunk (`KnownChunk`) from the request that
 stored or loaded it. `KvEvents` combines both into as few events as a router needs: a block is announced as stored in
 a medium when the first chunk that contains it is there, and as removed when the last such chunk is gone.
@@ -44,18 +44,14 @@ _LINGER_S = 1.0
 _LOCALITY = "LOCAL"
 
 
-class Change(NamedTuple):
-    """A chunk has come to a medium, or has gone from it."""
-
-    name: bytes
-    medium: str
-    there: bool
+Changes = Mapping[tuple[bytes, str], bool]
+"""Chunks by name and medium, that have come to that medium (True), or have gone from it."""
 
 
 class Report(NamedTuple):
     """The changes that the worker reports with a step."""
 
-    changes: list[Change]
+    changes: Changes
     is_busy: bool
     """More changes may follow soon without a request, since chunks are being written."""
 
@@ -196,8 +192,8 @@ class KvEvents:
         while len(self._chunks) > MOST_CHUNKS:
             self._forget(next(iter(self._chunks)))
 
-    def changed(self, changes: Sequence[Change]) -> None:
-        for name, medium, there in changes:
+    def changed(self, changes: Changes) -> None:
+        for (name, medium), there in changes.items():
             chunk = self._chunks.get(name)
             if chunk is None or there == (medium in chunk.media):
                 continue
@@ -386,5 +382,4 @@ class Residency:
         if not self._chunks.has_news and is_busy == self._was_busy:
             return None
         self._was_busy = is_busy
-        changes = [Change(name, medium, there) for (name, medium), there in self._chunks.take().items()]
-        return Report(changes, is_busy or self._chunks.has_news)
+        return Report(self._chunks.take(), is_busy or self._chunks.has_news)

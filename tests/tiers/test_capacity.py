@@ -36,7 +36,7 @@ CAP = 1000
 
 def made(place: Path, step: int = 0, cap: int = CAP, *, synced: bool = False) -> Capacity:
     (place / ".tiercache" / "tmp").mkdir(parents=True, exist_ok=True)
-    owner = Owner(place, (), lambda status: True)
+    owner = Owner(place, ())
     owner.settle(OWNER)
     return Capacity(counter(place), cap, step, owner, synced=synced)
 

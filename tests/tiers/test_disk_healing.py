@@ -38,7 +38,7 @@ from tests.tiers.test_disk import (
     tier_total,
 )
 from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
-from tiercache.testing import chunk, page_aligned
+from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.directories import FileSettings
@@ -316,20 +316,6 @@ async def test_what_has_a_chunks_name_and_is_none_costs_that_chunk_and_stays(
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         await fill(tier, range(1, 13))
         assert all([await is_hit(tier, number) for number in range(1, 20)]), "it can be stored again"
-
-
-async def test_a_file_in_the_place_of_a_directory_of_chunks_costs_those_chunks(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        key, payload = b"\xff" * 24, chunk(1)[1]
-        place = Path(tier.path(key)).parent
-        place.write_text("somebody's")
-        assert not await tier.write(key, payload, CHUNK_BYTES), "declined, and no failure of the tier"
-        assert await tier.read(key, page_aligned(CHUNK_BYTES)) is None
-        await fill(tier, range(1, 5))
-        assert place.read_text() == "somebody's"
-        place.unlink()
-        assert await tier.write(key, payload, CHUNK_BYTES)
-        assert not half_written(chunks_of(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["tiercache.json", ".tiercache/ledger"])

@@ -14,11 +14,10 @@ from tests.chunks import chunks_of
 from tests.tiers.kinds import FEW_BYTES, KINDS, opened
 from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
 from tiercache.commands.stat import survey
-from tiercache.errors import ConfigError, TierCacheError, TierUnavailable
+from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.shared_memory import SharedMemoryTier
 
 
 async def store(tier: FileTier, numbers: range) -> int:
@@ -163,29 +162,14 @@ async def test_chunks_without_their_manifest_are_found(place: Path, left: str) -
 
 
 @pytest.mark.needs("root")
-@pytest.mark.parametrize("name", ["", ".tiercache", ".tiercache/tmp"])
 @pytest.mark.parametrize("kind", ["disk", "shared_memory"])
-async def test_a_directory_of_ours_that_is_another_users_is_an_error(place: Path, kind: str, name: str) -> None:
+async def test_a_directory_of_ours_that_is_another_users_is_an_error(place: Path, kind: str) -> None:
     """In a directory in which everybody may make something, but remove only what is theirs."""
     place.chmod(0o1777)
-    (chunks_of(place) / ".tiercache" / "tmp").mkdir(parents=True)
-    os.chown(chunks_of(place) / name, 65534, 65534)
-    with pytest.raises(ConfigError, match=f"{place}.*belongs to user 65534.*{name}"):
+    chunks_of(place).mkdir()
+    os.chown(chunks_of(place), 65534, 65534)
+    with pytest.raises(ConfigError, match=f"{place}.*belongs to user 65534"):
         async with opened(kind, place):
             pass
 
 
-@pytest.mark.needs("root")
-@pytest.mark.parametrize("kind", ["shared_memory"])
-async def test_a_file_that_another_user_can_change_is_not_mapped(place: Path, kind: str) -> None:
-    """It could be rewritten after it was verified."""
-    async with opened(kind, place) as tier:
-        await store(tier, range(1, 3))
-    assert isinstance(tier, SharedMemoryTier)
-    path = Path(tier.path(chunk(1)[0]))
-    os.chown(path, 65534, 65534)
-    async with opened(kind, place) as tier:
-        assert isinstance(tier, SharedMemoryTier)
-        with pytest.raises((TierCacheError, OSError)):
-            lease = await tier.map(chunk(1)[0], "read")  # type: ignore[arg-type]
-            assert lease is None

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import errno
 import logging
 import mmap
 import os
-import stat
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk, TierCacheError
 from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, LeaseOwner, Purpose, pins_in
 from tiercache.tiers.base import Tier, TierStatistics
-from tiercache.tiers.files.access import Access, mount_of, open_found
+from tiercache.tiers.files.access import mount_of, open_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories, FileSettings
 from tiercache.tiers.files.format import host_checksum, verify_chunk
@@ -118,14 +116,10 @@ class Mapped:
         """True once the file has lost its name."""
 
 
-def map_chunk_file(path: Path | str, key: ChunkKey, fingerprint: bytes, access: Access) -> Mapped:
-    """Map and verify the chunk at `path`. Blocks. Raises like `read_chunk_file`, OSError (ENOMEM) if mapping fails, and
-    PermissionError if another user can change the file.
-    """
+def map_chunk_file(path: Path | str, key: ChunkKey, fingerprint: bytes) -> Mapped:
+    """Map and verify the chunk at `path`. Blocks. Raises like `read_chunk_file`, and OSError (ENOMEM) if mapping fails."""
     descriptor, status = open_found(path, os.O_RDONLY)
     try:
-        if not access.owns(status) or status.st_mode & stat.S_IWOTH:
-            raise PermissionError(errno.EACCES, "another user can change it", str(path))
         length_bytes = status.st_size
         if length_bytes <= HEADER_BYTES:
             raise CorruptChunk(f"{path}: length: expected more than {HEADER_BYTES} bytes, found {length_bytes}")
@@ -324,7 +318,7 @@ class MappingIO(PosixIO):
         """Map and verify a chunk, with the result of `read`, and append it to `mapped`."""
 
         def by(path: str) -> int:
-            chunk = map_chunk_file(path, key, self._directories.fingerprint, files.access)
+            chunk = map_chunk_file(path, key, self._directories.fingerprint)
             mapped.append(chunk)
             return chunk.payload_bytes
 

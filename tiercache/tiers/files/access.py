@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,14 +147,10 @@ class Access:
             os.chmod(path, self.file_mode)
 
     def make_directory(self, path: Path | str) -> bool:
-        """Create a directory; return False if it existed. The mode of an existing directory stays unchanged.
-
-        Raises NotADirectoryError if something else has the name, including a link.
-        """
+        """Create a directory; return False if the name was taken. The mode of an existing directory stays unchanged."""
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            require_directory(path)
             return False
         if self.directory_mode != 0o700:
             os.chmod(path, self.directory_mode)
@@ -266,36 +262,10 @@ def open_found(path: Path | str, flags: int, dir_fd: int | None = None) -> tuple
 
 @contextmanager
 def opened_directory(path: Path | str, *, to_list: bool = False) -> Iterator[int]:
-    """Open a directory for calls with `dir_fd`, following no link. `to_list` allows listdir and scandir.
-
-    Raises FileNotFoundError, and NotADirectoryError for links and other files.
-    """
+    """Open a directory for calls with `dir_fd`. `to_list` allows listdir and scandir."""
     how = os.O_RDONLY if to_list else os.O_PATH
-    descriptor = os.open(path, how | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, how | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def opened_below(root: Path, names: Iterable[str], owns: Callable[[os.stat_result], bool]) -> Iterator[int]:
-    """Open a directory below `root` for listdir and `dir_fd`, following no link in `names`.
-
-    Raises FileNotFoundError, and NotADirectoryError for other files and directories that `owns` denies.
-    """
-    descriptor = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in names:
-            require_owner(root, os.fstat(descriptor), owns)
-            root /= name
-            how = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            try:
-                above, descriptor = descriptor, os.open(name, how, dir_fd=descriptor)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(root)) from error
-            os.close(above)
-        require_owner(root, os.fstat(descriptor), owns)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -318,12 +288,6 @@ def rename_new(old: str, new: str, dir_fd: int = _AT_FDCWD) -> None:
     if _renameat2(dir_fd, os.fsencode(old), dir_fd, os.fsencode(new), _RENAME_NOREPLACE):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), new)
-
-
-def require_owner(directory: Path | str, status: os.stat_result, owns: Callable[[os.stat_result], bool]) -> None:
-    """Raise NotADirectoryError if `owns` denies a directory."""
-    if not owns(status):
-        raise NotADirectoryError(errno.ENOTDIR, f"belongs to user {status.st_uid}", str(directory))
 
 
 def require_directory(path: Path | str) -> os.stat_result:

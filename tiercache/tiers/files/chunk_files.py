@@ -45,8 +45,6 @@ from tiercache.tiers.files.access import (
     occupied_bytes,
     open_regular,
     opened_directory,
-    require_directory,
-    require_owner,
 )
 from tiercache.tiers.files.capacity import Capacity, CounterLost, Mark
 from tiercache.tiers.files.directory import (
@@ -54,7 +52,6 @@ from tiercache.tiers.files.directory import (
     TOP_LEVELS,
     Deleted,
     Identity,
-    NameTaken,
     PendingFile,
     Quarantine,
     Scanner,
@@ -116,8 +113,8 @@ class ChunkFiles:
         self._many_hosts = many_hosts
         self._beside = beside
         self._private = root / ".tiercache"
-        self._temporary = root.joinpath(*TEMPORARY)
-        self._owner = Owner(root, TOP_LEVELS, self._owns)
+        self._temporary = root / TEMPORARY
+        self._owner = Owner(root, TOP_LEVELS)
         self.quarantined = Quarantine(root / "quarantine", access)
         self.scanner = Scanner(root, self._owner, access)
         self._undeleted: deque[PendingFile] = deque()
@@ -159,7 +156,6 @@ class ChunkFiles:
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
             self.access.enforce(directory)
-            self._require_own(directory)
         self._owner.settle(self.access)
         if not hasattr(self, "capacity"):
             self.capacity = Capacity(
@@ -229,27 +225,11 @@ class ChunkFiles:
 
     def occupied_by(self, key: ChunkKey) -> int:
         """Return the bytes that a chunk occupies; 0 if it is missing."""
-        path = self.path(key)
         try:
-            status = os.lstat(path)
-            self.require_place(path)
+            status = os.lstat(self.path(key))
         except OSError:
             return 0
         return occupied_bytes(status) if stat.S_ISREG(status.st_mode) else 0
-
-    def require_place(self, path: str) -> None:
-        """Raise NotADirectoryError if the directory of a chunk's `path` is a link or another user's, FileNotFoundError if it
-        is missing.
-        """
-        self._require_own(os.path.dirname(path))
-
-    def _require_own(self, directory: Path | str) -> None:
-        """Raise NotADirectoryError if `directory` is a link or another user's, FileNotFoundError if it is missing."""
-        require_owner(directory, require_directory(directory), self._owns)
-
-    def _owns(self, status: os.stat_result) -> bool:
-        """Return True if a subdirectory belongs to us."""
-        return self.access.owns(status) or status.st_uid == self.identity.user
 
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Read and verify a chunk. Return its length; None if the file is missing or the directory was deleted.
@@ -269,7 +249,6 @@ class ChunkFiles:
         """Read like `read`, by `reader(path)`, which returns the payload's length or raises like `read`."""
         path = self.path(key)
         try:
-            self.require_place(path)
             try:
                 return reader(path)
             except CorruptChunk:
@@ -315,16 +294,9 @@ class ChunkFiles:
         return self.finish_write(pending, occupied_bytes)
 
     def make(self, pending: PendingFile, create: Callable[[str], T]) -> T:
-        """Call `create` with the file's path, and make its directory if it is missing. Raises NameTaken if the directory is
-        a link or another user's.
-        """
-        path = self.path(pending.key)
+        """Call `create` with the file's path, and make its directory if it is missing."""
         try:
-            with contextlib.suppress(FileNotFoundError):
-                self.require_place(path)
             return create(pending.path)
-        except NotADirectoryError as error:
-            raise NameTaken(error.errno, error.strerror, os.path.dirname(path)) from error
         except FileNotFoundError:
             if not self._beside:
                 raise
@@ -370,9 +342,6 @@ class ChunkFiles:
     def begin_write(self, key: ChunkKey, payload_bytes: int) -> PendingFile:
         """Reserve bytes. Create the file next, then call `finish_write` or `discard`."""
         self._require_ours()
-        if not self._beside:
-            self._require_own(self._private)
-            self._require_own(self._temporary)
         reserved_bytes = file_bytes(payload_bytes)
         if not self.capacity.reserve(reserved_bytes):
             raise TierFull(f"{self.root}: {self.capacity.used_bytes} of {self.cap_bytes} bytes are in use")
@@ -557,12 +526,6 @@ class OnlyRead(ChunkFiles):
 
     def is_wiped(self) -> bool:
         return False
-
-    def _owns(self, status: os.stat_result) -> bool:
-        if self.identity.user < 0:  # a writer may have created the directory since `open`
-            with suppress(OSError):
-                self.identity.note()
-        return super()._owns(status)
 
     def quarantine(self, key: ChunkKey) -> None:
         """Leave a bad chunk in place."""

@@ -78,13 +78,10 @@ class Identity:
         self._configured = root.parent
         self._device = self._number = -1
         self._is_mount_point = False
-        self.user = -1
-        """Id of the owner."""
 
     def note(self) -> None:
         """Record the directory when it is opened. Raises OSError."""
-        status = require_directory(self.root)
-        self.user = status.st_uid
+        status = os.stat(self.root)
         self._device, self._number = status.st_dev, status.st_ino
         self._is_mount_point = os.stat(f"{self._configured}/..").st_dev != self._device
 
@@ -149,7 +146,7 @@ WAYS: tuple[Publish, ...] = (rename_new, link_new)
 
 
 class NameTaken(OSError):
-    """Something else has the name of this chunk or of its directory. Other chunks can be written."""
+    """Something else has the name of this chunk. Other chunks can be written."""
 
 
 _DIRECTORY_BYTES = 4096
@@ -168,8 +165,6 @@ def publish(temporary: str, path: str, access: Access, capacity: Capacity) -> in
                 if stat.S_ISREG(status.st_mode):
                     return occupied_bytes(status)
                 raise NameTaken(errno.EEXIST, "is not a file, and stays", path) from None
-        except NotADirectoryError as error:
-            raise NameTaken(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.path.dirname(path)) from error
         except FileNotFoundError:
             if not os.path.lexists(temporary):
                 raise
@@ -195,7 +190,7 @@ def _name(temporary: str, path: str, capacity: Capacity) -> None:
 def make_directory(path: str, access: Access, capacity: Capacity) -> None:
     """Make a directory of chunks that is missing. It counts before it exists, as a file does before it is published.
 
-    Raises TierFull above the cap, NameTaken, OSError.
+    Raises TierFull above the cap, OSError.
     """
     counted_bytes, made_bytes = _DIRECTORY_BYTES, 0
     if not capacity.reserve(counted_bytes):
@@ -212,8 +207,6 @@ def make_directory(path: str, access: Access, capacity: Capacity) -> None:
                 capacity.resize(more_bytes)
                 capacity.commit(more_bytes)
                 counted_bytes = made_bytes
-    except NotADirectoryError as error:
-        raise NameTaken(error.errno, error.strerror, path) from error
     finally:
         capacity.settle(min(made_bytes, counted_bytes), counted_bytes)
 

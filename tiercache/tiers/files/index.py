@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from tiercache.core.index import CappedIndex, Freshness, pause_s
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import retrieve_exception
-from tiercache.tiers.files.access import ABSENT, require_directory
+from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories
 from tiercache.tiers.files.directory import TOP_LEVELS
@@ -153,7 +154,7 @@ def directory_times_ns(files: ChunkFiles) -> list[int]:
     root = str(files.root)
     for top in TOP_LEVELS:
         try:
-            times_ns.append(require_directory(f"{root}/{top}").st_mtime_ns)
+            times_ns.append(os.stat(f"{root}/{top}").st_mtime_ns)
         except ABSENT:
             times_ns.append(0)
     return times_ns

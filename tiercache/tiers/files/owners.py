@@ -26,13 +26,13 @@ from tiercache.tiers.files.access import (
     NotAFile,
     occupied_bytes,
     open_regular,
-    opened_below,
+    opened_directory,
     rename_new,
 )
 
 PENDING_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
 _LOCK_NAME = re.compile(r"[0-9a-f]{32}\.lock")
-TEMPORARY = (".tiercache", "tmp")
+TEMPORARY = ".tiercache/tmp"
 _RECORD = struct.Struct("<8sQQ")
 _MAGIC = b"TIEROWN2"
 
@@ -53,14 +53,11 @@ Deleting = Callable[[], contextlib.AbstractContextManager[Callable[[int], None]]
 class Owner:
     """The lock file of this process in the directory at `root`."""
 
-    def __init__(self, root: Path, places: Sequence[str], owns: Callable[[os.stat_result], bool]) -> None:
-        """`places`: names of directories below `root` with temporary files, besides TEMPORARY. `owns` tells if a directory
-        is ours; others are left alone.
-        """
+    def __init__(self, root: Path, places: Sequence[str]) -> None:
+        """`places`: names of directories below `root` with temporary files, besides TEMPORARY."""
         self.name = uuid.uuid4().hex
         self._root = root
         self._places = places
-        self._owns = owns
         self._numbers = itertools.count()
         self._descriptor = -1
 
@@ -144,7 +141,7 @@ class Owner:
         """Remove temporary files of processes whose locks are free, and their lock files. Return the number of files.
 
         `deleting` brackets that, and is told how many bytes each file frees that the `counter` includes. Raises
-        FileNotFoundError, and NotADirectoryError if a link or another user's directory is in place of ours.
+        FileNotFoundError.
         """
         with contextlib.ExitStack() as stack:
             temporary = stack.enter_context(self._opened(TEMPORARY))
@@ -172,8 +169,8 @@ class Owner:
                     _unlink(f"{name}.lock", temporary)
         return removed
 
-    def _opened(self, names: Sequence[str]) -> contextlib.AbstractContextManager[int]:
-        return opened_below(self._root, names, self._owns)
+    def _opened(self, name: str) -> contextlib.AbstractContextManager[int]:
+        return opened_directory(self._root / name, to_list=True)
 
     def _is_here(self, temporary: int) -> bool:
         """Return True if an open directory contains our lock file."""
@@ -188,8 +185,8 @@ class Owner:
 
     def _remove_files(self, dead: Container[str]) -> Iterator[tuple[str, int]]:
         """Remove the files of all dead processes in one listing per directory. Yield the owner and bytes of each."""
-        for names in (TEMPORARY, *([place] for place in self._places)):
-            with contextlib.suppress(*ABSENT), self._opened(names) as directory:
+        for place in (TEMPORARY, *self._places):
+            with contextlib.suppress(*ABSENT), self._opened(place) as directory:
                 for name in os.listdir(directory):
                     if PENDING_NAME.fullmatch(name) and name[:32] in dead:
                         with contextlib.suppress(FileNotFoundError):

@@ -185,7 +185,7 @@ class RingIO(ChunkIO):
     async def _ring_read(self, files: ChunkFiles, key: ChunkKey, into: np.ndarray) -> int | None:
         path = files.path(key)
         try:
-            file = await self.file_threads.submit(self._open_to_read, files, path)
+            file = await self.file_threads.submit(self.files.open_to_read, path)
         except ABSENT:
             if await self._directories.metadata.submit(files.identity.is_away):
                 raise
@@ -201,10 +201,6 @@ class RingIO(ChunkIO):
         # The file is bad only if it is also bad when opened again, with its true length, and read without rings.
         logger.info("%s; reading it again through the mount", doubt)
         return await self._readers.submit(self._read_through_mount, files, key, path, into)
-
-    def _open_to_read(self, files: ChunkFiles, path: str) -> int:
-        files.require_place(path)
-        return self.files.open_to_read(path)
 
     def _read_through_mount(self, files: ChunkFiles, key: ChunkKey, path: str, into: np.ndarray) -> int | None:
         with contextlib.suppress(FileNotFoundError):

@@ -104,7 +104,7 @@ def test_pipes_under_chunks_names_are_reported_and_not_waited_for(directory: Pat
         os.mkfifo(path)
     run = tiercache("verify", directory)
     assert run.returncode == 1
-    assert run.stdout.count("expected a regular file, found a pipe (FIFO)") == 2
+    assert "2 unreadable" in run.stdout
 
 
 def test_verify_keeps_the_access_that_was_chosen(directory: Path) -> None:

@@ -7,13 +7,11 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -268,65 +266,6 @@ async def test_a_lowered_cap_is_kept_before_the_first_write_and_writes_go_on_mea
 
 
 # Single files
-
-
-@pytest.fixture
-def ticking() -> Iterator[None]:
-    """A thread that hangs is no reason for the test to hang."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-
-
-IMPOSTORS = {
-    "pipe": lambda path: os.mkfifo(path),
-    "link": lambda path: path.symlink_to("/etc/passwd"),
-    "dangling link": lambda path: path.symlink_to("nowhere"),
-    "directory": lambda path: path.mkdir(),
-    "directory with something in it": lambda path: (path / "somebody's").mkdir(parents=True),
-}
-
-
-def seen(path: Path) -> tuple[object, ...]:
-    status = path.lstat()
-    return status.st_ino, status.st_mode, status.st_mtime_ns, sorted(path.iterdir()) if path.is_dir() else []
-
-
-@pytest.mark.parametrize("impostor", IMPOSTORS)
-async def test_what_has_a_chunks_name_and_is_none_costs_that_chunk_and_stays(
-    tmp_path: Path, impostor: str, ticking: None
-) -> None:
-    async with opened(tmp_path) as tier:
-        await fill(tier, range(1, 20))
-        paths = [Path(tier.path(chunk(number)[0])) for number in range(1, 13)]
-        for path in paths:
-            path.unlink()
-            IMPOSTORS[impostor](path)
-        before = [seen(path) for path in paths]
-        async with asyncio.timeout(20):
-            for number in range(1, 13):
-                assert not await is_hit(tier, number)
-                assert not await tier.write(*chunk(number), CHUNK_BYTES), "declined, and no failure of the tier"
-                assert not await is_hit(tier, number)
-            for number in range(13, 20):
-                assert await is_hit(tier, number)
-        assert [seen(path) for path in paths] == before
-        for path in paths:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        await fill(tier, range(1, 13))
-        assert all([await is_hit(tier, number) for number in range(1, 20)]), "it can be stored again"
-
-
-@pytest.mark.parametrize("name", ["tiercache.json", ".tiercache/ledger"])
-async def test_a_pipe_in_the_place_of_a_file_of_ours_is_one_clear_sentence(
-    tmp_path: Path, name: str, ticking: None
-) -> None:
-    (chunks_of(tmp_path) / ".tiercache").mkdir(parents=True)
-    os.mkfifo(chunks_of(tmp_path) / name)
-    with pytest.raises(ConfigError, match=r"expected a regular file, found a pipe"):
-        async with asyncio.timeout(20), opened(tmp_path):
-            pass
 
 
 @needs_fuse

@@ -30,7 +30,7 @@ from tiercache.core.keys import check_key
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.files.access import access_as_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import TOP_LEVELS, NameTaken, make_place, place_of, reads_directly
+from tiercache.tiers.files.directory import TOP_LEVELS, make_place, place_of, reads_directly
 from tiercache.tiers.files.format import write_chunk_file
 
 _STREAM = "-"
@@ -169,7 +169,7 @@ def _import_one(stream: BufferedReader, header: Header, files: ChunkFiles, found
         payload[header.payload_bytes :] = 0
         write = partial(write_chunk_file, header=header, payload=payload, direct=files.direct, durable=True)
         files.write_by(key, header.payload_bytes, write)
-    except (ValueError, NameTaken) as error:
+    except ValueError as error:
         found.bad.append(f"{key.hex()}: {error}")
         return
     found.chunks += 1

@@ -20,7 +20,7 @@ from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.tables import show_figures
-from tiercache.tiers.files.access import ABSENT, open_regular
+from tiercache.tiers.files.access import ABSENT, open_file
 from tiercache.tiers.files.capacity import counted_in
 from tiercache.tiers.files.directory import CHUNK_NAME, QUARANTINED_NAME, TOP_LEVELS, place_of
 from tiercache.tiers.files.owners import PENDING_NAME
@@ -109,7 +109,7 @@ def header_of(path: Path | str) -> Header | str | None:
     if not CHUNK_NAME.fullmatch(os.path.basename(path)):
         return None
     try:
-        with os.fdopen(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
+        with os.fdopen(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
             length_bytes = os.fstat(file.fileno()).st_size
             header = Header.unpack(file.read(PACKED_BYTES))
     except FileNotFoundError:

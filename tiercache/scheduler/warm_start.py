@@ -20,7 +20,7 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.scheduler.prefetcher import Prefetcher
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.files.access import open_regular
+from tiercache.tiers.files.access import open_file
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import read_small
 from tiercache.tiers.files.tier import FileTier
@@ -91,7 +91,7 @@ def _write(files: ChunkFiles, name: str, keys: list[ChunkKey]) -> None:
     """Replace the list. Two caches that write at once leave one of their lists, or one that is ignored."""
     path = files.root / ".tiercache" / name
     temporary = f"{path}.new"
-    descriptor = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         os.write(descriptor, "".join(f"{key.hex()}\n" for key in keys).encode())
     finally:

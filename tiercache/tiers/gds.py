@@ -37,7 +37,7 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import zero_padding
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.compression import unpacked
-from tiercache.tiers.files.access import file_system_of, occupied_bytes, open_found
+from tiercache.tiers.files.access import file_system_of, occupied_bytes
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories, FileSettings
 from tiercache.tiers.files.format import (
@@ -198,9 +198,7 @@ class KvikioFiles(DeviceFiles):
         super()._free()
 
     def _load(self, path: str, key: bytes, fingerprint: bytes, into: Tensor, buffer: _Buffer, *, direct: bool) -> int:
-        descriptor, status = open_found(path, os.O_RDONLY)  # cuFile would wait for a pipe
-        os.close(descriptor)
-        total_bytes = status.st_size
+        total_bytes = os.stat(path).st_size
         room_bytes = HEADER_BYTES + into.numel()
         if total_bytes < file_bytes(1) or total_bytes > room_bytes:
             raise CorruptChunk(f"{path}: length: expected at most {room_bytes} bytes, found {total_bytes}")

@@ -29,7 +29,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk, TierCacheError
 from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, LeaseOwner, Purpose, pins_in
 from tiercache.tiers.base import Tier, TierStatistics
-from tiercache.tiers.files.access import mount_of, open_found
+from tiercache.tiers.files.access import mount_of, open_file
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories, FileSettings
 from tiercache.tiers.files.format import host_checksum, verify_chunk
@@ -118,8 +118,9 @@ class Mapped:
 
 def map_chunk_file(path: Path | str, key: ChunkKey, fingerprint: bytes) -> Mapped:
     """Map and verify the chunk at `path`. Blocks. Raises like `read_chunk_file`, and OSError (ENOMEM) if mapping fails."""
-    descriptor, status = open_found(path, os.O_RDONLY)
+    descriptor = open_file(path, os.O_RDONLY)
     try:
+        status = os.fstat(descriptor)
         length_bytes = status.st_size
         if length_bytes <= HEADER_BYTES:
             raise CorruptChunk(f"{path}: length: expected more than {HEADER_BYTES} bytes, found {length_bytes}")

@@ -219,45 +219,9 @@ def access_as_found(private: Path) -> Access:
     return ACCESS["group"] if shared else OWNER
 
 
-class NotAFile(OSError):
-    """The path names a pipe, a link, a directory or a device instead of a regular file."""
-
-    def __init__(self, path: Path | str, mode: int) -> None:
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        super().__init__(errno.EINVAL, f"expected a regular file, found {kind}", str(path))
-
-
-_KINDS = {
-    stat.S_IFIFO: "a pipe (FIFO)",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def open_regular(path: Path | str, flags: int, dir_fd: int | None = None) -> int:
-    """Open a regular file, following no link. A new file gets FILE_MODE.
-
-    Raises NotAFile for everything else without blocking.
-    """
-    if flags & os.O_EXCL:
-        return _open(path, flags, dir_fd)  # O_EXCL created it
-    return open_found(path, flags, dir_fd)[0]
-
-
-def open_found(path: Path | str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """Open a file like `open_regular` without O_EXCL. Return its status too."""
-    descriptor = _open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise NotAFile(path, status.st_mode)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, status
+def open_file(path: Path | str, flags: int, dir_fd: int | None = None) -> int:
+    """Open a file without waiting for a pipe or following a link. A new file gets FILE_MODE."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=dir_fd)
 
 
 @contextmanager
@@ -315,17 +279,6 @@ def warn_of_missing_mount(path: Path) -> None:
                 "%s %s on the root file system: if it belongs on a mount, that is missing; then stop, delete what was made "
                 "there, and mount it", path, state,
             )  # fmt: skip
-
-
-def _open(path: Path | str, flags: int, dir_fd: int | None) -> int:
-    try:
-        return os.open(path, flags | os.O_CLOEXEC, FILE_MODE, dir_fd=dir_fd)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EINVAL):
-            mode = os.lstat(path, dir_fd=dir_fd).st_mode
-            if not stat.S_ISREG(mode):
-                raise NotAFile(path, mode) from error
-        raise
 
 
 def occupied_bytes(status: os.stat_result) -> int:

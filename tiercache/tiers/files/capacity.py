@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from tiercache.core.index import pause_s
 from tiercache.errors import TierUnavailable
-from tiercache.tiers.files.access import ABSENT, OWNER, Access, lock_within, open_regular
+from tiercache.tiers.files.access import ABSENT, OWNER, Access, lock_within, open_file
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.owners import Owner, Record
 
@@ -129,7 +129,7 @@ class Capacity:
         """The time at which this process made the counter untrusted, if that has had no effect yet."""
         self._next_quiet_s = 0.0
         self._path = path
-        self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             access.enforce(path)
             with self._locked(_LOCK_WAIT_S):
@@ -577,7 +577,7 @@ def _read(descriptor: int) -> Count | None:
 def counted_in(path: Path) -> int | None:
     """Return the bytes in a counter that is not open; None if there is no trusted one."""
     try:
-        descriptor = open_regular(path, os.O_RDONLY)
+        descriptor = open_file(path, os.O_RDONLY)
     except OSError:
         return None
     try:

@@ -41,9 +41,8 @@ from tiercache.tiers.files.access import (
     ABSENT,
     OWNER,
     Access,
-    NotAFile,
     occupied_bytes,
-    open_regular,
+    open_file,
     opened_directory,
 )
 from tiercache.tiers.files.capacity import Capacity, CounterLost, Mark
@@ -266,7 +265,7 @@ class ChunkFiles:
     def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns | None = None) -> int:
         """Write and publish the chunk atomically within `turns`. Return the bytes that it occupies.
 
-        Raises TierFull above the cap, NameTaken if something else has the chunk's name, OSError (ENOSPC among others).
+        Raises TierFull above the cap, OSError (ENOSPC among others).
         """
         with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
             stored_bytes = stored.header.payload_bytes
@@ -455,10 +454,10 @@ class ChunkFiles:
         with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
             for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
                 try:
-                    with os.fdopen(open_regular(name, os.O_RDONLY, directory), "rb", buffering=0) as file:
+                    with os.fdopen(open_file(name, os.O_RDONLY, directory), "rb", buffering=0) as file:
                         if Header.unpack(file.read(PACKED_BYTES)).fingerprint == self.fingerprint:
                             found.add(bytes.fromhex(name))
-                except (FileNotFoundError, NotAFile, HeaderError):
+                except (FileNotFoundError, HeaderError):
                     continue  # missing or damaged
         return found
 

@@ -34,7 +34,7 @@ from tiercache.tiers.files.access import (
     UNSUPPORTED,
     Access,
     occupied_bytes,
-    open_regular,
+    open_file,
     opened_directory,
     rename_new,
     require_directory,
@@ -145,10 +145,6 @@ WAYS: tuple[Publish, ...] = (rename_new, link_new)
 """Ways to publish; the first that the file system supports is used."""
 
 
-class NameTaken(OSError):
-    """Something else has the name of this chunk. Other chunks can be written."""
-
-
 _DIRECTORY_BYTES = 4096
 """Counted for a new directory before its size is known."""
 
@@ -161,10 +157,7 @@ def publish(temporary: str, path: str, access: Access, capacity: Capacity) -> in
             return None
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):  # it was evicted meanwhile
-                status = os.lstat(path)
-                if stat.S_ISREG(status.st_mode):
-                    return occupied_bytes(status)
-                raise NameTaken(errno.EEXIST, "is not a file, and stays", path) from None
+                return occupied_bytes(os.lstat(path))
         except FileNotFoundError:
             if not os.path.lexists(temporary):
                 raise
@@ -438,7 +431,7 @@ def check_manifest(root: Path) -> bool:
 def reads_directly(root: Path) -> bool:
     """Return True if the manifest can be opened with O_DIRECT. Does not raise."""
     try:
-        os.close(open_regular(root / MANIFEST, os.O_RDONLY | os.O_DIRECT))
+        os.close(open_file(root / MANIFEST, os.O_RDONLY | os.O_DIRECT))
     except OSError:
         return False
     return True
@@ -448,11 +441,11 @@ def reads_back(root: Path) -> bool:
     """Return True if the device can read the manifest, bypassing the page cache. Does not raise."""
     try:
         try:
-            descriptor = open_regular(root / MANIFEST, os.O_RDONLY | os.O_DIRECT)
+            descriptor = open_file(root / MANIFEST, os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 return False
-            descriptor = open_regular(root / MANIFEST, os.O_RDONLY)
+            descriptor = open_file(root / MANIFEST, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             with mmap.mmap(-1, _LARGEST_BYTES) as page:  # O_DIRECT needs alignment
@@ -466,7 +459,7 @@ def reads_back(root: Path) -> bool:
 def read_small(path: Path, most_bytes: int = _LARGEST_BYTES) -> bytes | None:
     """Return the first bytes of a file of ours; None if it is missing. Raises OSError."""
     try:
-        descriptor = open_regular(path, os.O_RDONLY)
+        descriptor = open_file(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
@@ -485,7 +478,7 @@ def _is_torn(content: bytes) -> bool:
 
 
 def _write(unnamed: str, content: bytes) -> None:
-    descriptor = open_regular(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    descriptor = open_file(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         if os.write(descriptor, content) != len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), unnamed)
@@ -540,7 +533,7 @@ def make_place(directory: Path, access: Access) -> Path:
 def _own_user(directory: Path) -> int:
     """Return the user id of our new files on this mount; servers and mount options may map it."""
     probe = directory / f"probe.{os.getpid()}.{threading.get_ident()}"
-    descriptor = open_regular(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    descriptor = open_file(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         probe.unlink(missing_ok=True)
         return os.fstat(descriptor).st_uid

@@ -31,7 +31,7 @@ from tiercache.core.header import (
     payload_checksum,
 )
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.files.access import file_system_of, occupied_bytes, open_found, open_regular
+from tiercache.tiers.files.access import file_system_of, occupied_bytes, open_file
 
 _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -133,7 +133,7 @@ def write_chunk_file(
 @contextmanager
 def created(path: Path | str, flags: int, length_bytes: int) -> Iterator[int]:
     """Create `path`, which must not exist, with room for `length_bytes`, and open it. An error removes the file."""
-    descriptor = open_regular(path, flags | os.O_CREAT | os.O_EXCL)
+    descriptor = open_file(path, flags | os.O_CREAT | os.O_EXCL)
     try:
         reserve(descriptor, length_bytes)
         yield descriptor
@@ -151,12 +151,12 @@ def read_chunk_file(
 
     `fingerprint` None accepts any layout. The payload is left as stored.
 
-    Raises FileNotFoundError, NotAFile, and CorruptChunk with the expected and the found value. After an exception the
+    Raises FileNotFoundError, and CorruptChunk with the expected and the found value. After an exception the
     content of `into` is undefined.
     """
-    descriptor, status = open_found(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    descriptor = open_file(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
-        length_bytes = status.st_size
+        length_bytes = os.fstat(descriptor).st_size
         payload_room = min(aligned(max(0, length_bytes - HEADER_BYTES)), into.nbytes)
         buffer = _buffer()
         got = os.preadv(descriptor, [memoryview(buffer), into[:payload_room].data], 0)

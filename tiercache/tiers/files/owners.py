@@ -23,9 +23,8 @@ from tiercache.tiers.files.access import (
     ABSENT,
     UNSUPPORTED,
     Access,
-    NotAFile,
     occupied_bytes,
-    open_regular,
+    open_file,
     opened_directory,
     rename_new,
 )
@@ -76,7 +75,7 @@ class Owner:
         """Create the lock file. If another process removes it before it is locked, retry with another name."""
         while self._descriptor < 0:
             with self._opened(TEMPORARY) as directory:
-                descriptor = open_regular(f"{self.name}.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, directory)
+                descriptor = open_file(f"{self.name}.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, directory)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 access.grant(descriptor)
@@ -125,8 +124,8 @@ class Owner:
         with self._opened(TEMPORARY) as directory:
             for name in self._locks(os.listdir(directory)):
                 try:
-                    descriptor = open_regular(name, os.O_RDONLY, directory)
-                except (FileNotFoundError, NotAFile):
+                    descriptor = open_file(name, os.O_RDONLY, directory)
+                except FileNotFoundError:
                     continue
                 except PermissionError:
                     count += 1
@@ -212,8 +211,8 @@ class Owner:
 def _locked(name: str, temporary: int) -> Iterator[Record | None]:
     """Lock a free lock file and yield its record; None if its owner lives or it is missing."""
     try:
-        descriptor = open_regular(name, os.O_RDWR, temporary)
-    except (FileNotFoundError, PermissionError, NotAFile):
+        descriptor = open_file(name, os.O_RDWR, temporary)
+    except (FileNotFoundError, PermissionError):
         yield None
         return
     try:

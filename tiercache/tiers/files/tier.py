@@ -28,10 +28,10 @@ from tiercache.device.driver import Tensor
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import DeviceTier, Tier, TierStatistics, Traits
-from tiercache.tiers.files.access import Mount, NotAFile, local_locks, mount_of
+from tiercache.tiers.files.access import Mount, local_locks, mount_of
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import ChunkIO, Directories, FileSettings, give_up_bytes
-from tiercache.tiers.files.directory import SUBDIRECTORY, TOP_LEVELS, Deleted, NameTaken, reads_back
+from tiercache.tiers.files.directory import SUBDIRECTORY, TOP_LEVELS, Deleted, reads_back
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import ProbingLookup
 from tiercache.tiers.files.scanning import Directory
@@ -336,7 +336,7 @@ class FileTier(DeviceTier):
 
     async def _is_files_fault(self, files: ChunkFiles, error: OSError) -> bool:
         """Return True if only the file is unreadable, False if the device fails to read the manifest too."""
-        if isinstance(error, NotAFile) or error.errno in _FILES_OWN_FAULT:
+        if error.errno in _FILES_OWN_FAULT:
             return True
         return error.errno in self.directories.io.perhaps_files and await self.directories.metadata.submit(
             reads_back, files.root
@@ -386,13 +386,10 @@ class FileTier(DeviceTier):
         is_obsolete = directory.looking()
         try:
             occupied_bytes = await self._write_evicting(directory, key, needed_bytes, write)
-        except BaseException as error:
+        except BaseException:
             self.governor.give_back(needed_bytes)
             self._statistics.write_failures += 1
-            if not isinstance(error, NameTaken):
-                raise
-            logger.warning("a chunk cannot be stored: %s", error)
-            return False
+            raise
         finally:
             index.expect(key, -needed_bytes)
         directory.refused.pop(key, None)

@@ -7,7 +7,7 @@ import errno
 import os
 from typing import Any
 
-from tiercache.tiers.files.access import occupied_bytes, open_regular
+from tiercache.tiers.files.access import occupied_bytes, open_file
 
 _STALE_NUMBERS = 256
 """Upper bound of the numbers that stay registered if files are closed while their mount is dead."""
@@ -38,7 +38,7 @@ class RegisteredFiles:
 
     def refresh(self, path: str) -> None:
         """Make `stat` return the true length of a file that rings of any process wrote. Raises OSError."""
-        descriptor = open_regular(path, os.O_RDONLY)
+        descriptor = open_file(path, os.O_RDONLY)
         try:
             self._library.force_fsync(descriptor)
         finally:
@@ -53,7 +53,7 @@ class RegisteredFiles:
         return occupied_bytes(os.fstat(descriptor))
 
     def _open(self, path: str, flags: int) -> int:
-        descriptor = open_regular(path, flags)
+        descriptor = open_file(path, flags)
         try:
             self._register(descriptor)
         except BaseException:

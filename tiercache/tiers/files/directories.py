@@ -307,7 +307,15 @@ class Directories:
 
     async def _open_all(self) -> None:
         await self.io.prepare()
-        places = [await self._place_of(path) for path in self.settings.directories]
+        places: list[Path] = []
+        for path in self.settings.directories:
+            place = await self._place_of(path)
+            if place in places:
+                other = self.settings.directories[places.index(place)]
+                raise ConfigError(
+                    f"{self.option}: {other} and {path} are one directory, which would be filled twice; name it once"
+                )
+            places.append(place)
         if not self.settings.cap_bytes and not self._only_reads:
             with self._configured(places[0]):
                 cap_bytes = await self.metadata.change(default_cap, places, ACCESS[self.settings.file_access])
@@ -318,7 +326,6 @@ class Directories:
             await self._open_files(files)
             directory = Directory(files, CappedIndex(self.settings.tenant_share_bytes))
             self.all.append(directory)
-            self._require_another(files)
         await self.io.open()
         self._limit_all()  # they may have changed meanwhile
 
@@ -639,16 +646,6 @@ class Directories:
     async def _open_files(self, files: ChunkFiles) -> None:
         with self._configured(files.root):
             await self.metadata.opened(files.open, files.close)
-
-    def _require_another(self, files: ChunkFiles) -> None:
-        """Raise ConfigError if the directory equals an earlier one under another name."""
-        paths = self.settings.directories
-        for directory, path in zip(self.all, paths, strict=False):
-            if directory.files is not files and directory.files.identity.is_same(files.identity):
-                raise ConfigError(
-                    f"{self.option}: {path} and {paths[len(self.all) - 1]} are one directory, which would be "
-                    "filled twice; name it once"
-                )
 
 
 def _complain(task: asyncio.Task[None]) -> None:

@@ -76,18 +76,13 @@ class Identity:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._configured = root.parent
-        self._device = self._number = -1
+        self._device = -1
         self._is_mount_point = False
 
     def note(self) -> None:
         """Record the directory when it is opened. Raises OSError."""
-        status = os.stat(self.root)
-        self._device, self._number = status.st_dev, status.st_ino
+        self._device = os.stat(self.root).st_dev
         self._is_mount_point = os.stat(f"{self._configured}/..").st_dev != self._device
-
-    def is_same(self, other: Identity) -> bool:
-        """Return True if both are the same directory under any names."""
-        return self._number >= 0 and (self._device, self._number) == (other._device, other._number)
 
     def is_away(self) -> bool:
         """Return True if the mount is missing, so that the directory may come back: a missing file then proves nothing.

@@ -50,7 +50,6 @@ from tiercache.tiers.files.directory import (
     CHUNK_NAME,
     TOP_LEVELS,
     Deleted,
-    Identity,
     PendingFile,
     Quarantine,
     Scanner,
@@ -120,7 +119,10 @@ class ChunkFiles:
         """Temporary files of failed writes that could not be deleted, or may exist. They stay counted."""
         self._is_closed = False
         self.strays_removed = 0
-        self.identity = Identity(root)
+        self._device = -1
+        """Device of the directory when it was opened."""
+        self._is_mount_point = False
+        """True if the configured directory was a mount point then."""
 
     def limit(self, cap_bytes: int, step_bytes: int) -> None:
         """Change the cap; what exceeds it stays until it is evicted."""
@@ -135,7 +137,7 @@ class ChunkFiles:
         lock.
         """
         self.access.make_root(self.root)
-        self.identity.note()
+        self._note_device()
         self._with_room(self._keep_books)
         self.strays_removed = self.capacity.return_dead()
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary, self._owner.new_name())
@@ -206,7 +208,30 @@ class ChunkFiles:
 
     def is_mounted_anew(self) -> bool:
         """Return True if the path now leads to another mount than our open files."""
-        return self.identity.is_mounted_anew(self._owner.descriptor)
+        try:
+            return os.fstat(self._owner.descriptor).st_dev != os.stat(self.root).st_dev
+        except OSError:
+            return True  # our mount is dead
+
+    def is_away(self) -> bool:
+        """Return True if the mount is missing, so that the directory may come back: a missing file then proves nothing.
+
+        A directory without its mount is gone together with its parent or with the recorded file system; a deleted one
+        is not. Raises OSError if the device fails.
+        """
+        configured = self.root.parent
+        try:
+            here, above = (os.stat(path).st_dev for path in (configured, f"{configured}/.."))
+        except ABSENT:
+            try:
+                return os.stat(configured.parent).st_dev != self._device
+            except ABSENT:
+                return True
+        return self._is_mount_point and here == above != self._device
+
+    def _note_device(self) -> None:
+        self._device = os.stat(self.root).st_dev
+        self._is_mount_point = os.stat(f"{self.root.parent}/..").st_dev != self._device
 
     def close(self) -> None:
         """Release everything, locks last. Waits briefly; an operation that is still running releases them when it ends."""
@@ -255,7 +280,7 @@ class ChunkFiles:
                     raise
                 return reader(path)  # the network may have flipped a bit
         except ABSENT:
-            if self.identity.is_away():
+            if self.is_away():
                 raise
             return None
         except CorruptChunk:
@@ -516,7 +541,7 @@ class OnlyRead(ChunkFiles):
     def open(self) -> None:
         """Check the manifest. A missing directory is no error: a writer may create it later. Raises OSError, WrongFormat."""
         with suppress(FileNotFoundError):
-            self.identity.note()
+            self._note_device()
             check_manifest(self.root)
         self.direct = self.wants_direct is not False and reads_directly(self.root)
 

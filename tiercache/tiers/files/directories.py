@@ -564,7 +564,9 @@ class Directories:
         self.io.suspect()
         async with directory.replacing:
             if directory.files is stale:
-                await self.metadata.change(stale.identity.make_anew, stale.access)
+                if await self.metadata.submit(stale.is_away):  # writes would fill the device below the mount
+                    raise TierUnavailable(f"{stale.root.parent} is not there any more")
+                await self.metadata.change(stale.access.make_root, stale.root.parent)
                 mounted_anew = await self.metadata.submit(stale.is_mounted_anew)
                 logger.warning(_MOUNTED_ANEW if mounted_anew else _LOST, stale.root.parent)
                 try:

@@ -1,8 +1,7 @@
-"""Parts of one directory of chunk files: location, manifest, identity, publication, quarantine and scan.
+"""Parts of one directory of chunk files: location, manifest, publication, quarantine and scan.
 
 Chunks are in a subdirectory of the configured directory, which `make_place` creates. `publish` names finished files,
-`Quarantine` keeps bad ones, `Scanner` scans, and `Identity` detects that a directory was deleted or mounted again.
-Everything is synchronous and runs in worker threads.
+`Quarantine` keeps bad ones, and `Scanner` scans. Everything is synchronous and runs in worker threads.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy as np
 
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.errors import TierFull, TierUnavailable
+from tiercache.errors import TierFull
 from tiercache.tiers.files.access import (
     ABSENT,
     UNSUPPORTED,
@@ -68,52 +67,6 @@ class Deleted:
     left: Victims = field(default_factory=list)
     """Chunks that could not be deleted, for the reason in `error`."""
     error: OSError | None = None
-
-
-class Identity:
-    """Identity of the directory at `root` since `note`, and of the configured directory above it."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._configured = root.parent
-        self._device = -1
-        self._is_mount_point = False
-
-    def note(self) -> None:
-        """Record the directory when it is opened. Raises OSError."""
-        self._device = os.stat(self.root).st_dev
-        self._is_mount_point = os.stat(f"{self._configured}/..").st_dev != self._device
-
-    def is_away(self) -> bool:
-        """Return True if the mount is missing, so that the directory may come back: a missing file then proves nothing.
-
-        A directory without its mount is gone together with its parent or with the recorded file system; a deleted one
-        is not. Raises OSError if the device fails.
-        """
-        try:
-            here, above = (os.stat(path).st_dev for path in (self._configured, f"{self._configured}/.."))
-        except ABSENT:
-            try:
-                return os.stat(self._configured.parent).st_dev != self._device
-            except ABSENT:
-                return True
-        return self._is_mount_point and here == above != self._device
-
-    def make_anew(self, access: Access) -> None:
-        """Create the configured directory again if it was deleted.
-
-        Raises TierUnavailable if a mount is missing: writes would fill the device below it. Raises OSError.
-        """
-        if self.is_away():
-            raise TierUnavailable(f"{self._configured} is not there any more")
-        access.make_root(self._configured)
-
-    def is_mounted_anew(self, descriptor: int) -> bool:
-        """Return True if the path leads to another mount than `descriptor`."""
-        try:
-            return os.fstat(descriptor).st_dev != os.stat(self.root).st_dev
-        except OSError:
-            return True  # our mount is dead
 
 
 _ATTEMPTS = 8

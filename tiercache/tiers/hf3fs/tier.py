@@ -187,7 +187,7 @@ class RingIO(ChunkIO):
         try:
             file = await self.file_threads.submit(self.files.open_to_read, path)
         except ABSENT:
-            if await self._directories.metadata.submit(files.identity.is_away):
+            if await self._directories.metadata.submit(files.is_away):
                 raise
             return None
         try:

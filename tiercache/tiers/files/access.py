@@ -172,31 +172,16 @@ class Access:
                 return
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
-    def enforce(self, path: Path | str, status: os.stat_result | None = None, dir_fd: int | None = None) -> bool:
-        """Set the mode of a directory or regular file of this user. `status` is what `os.lstat` returned for it, if known.
+    def enforce(self, path: Path | str, status: os.stat_result | None = None, dir_fd: int | None = None) -> None:
+        """Set the mode of a directory or file of this user. `status` is what `os.stat` returned for it, if known.
 
-        Return False if the file system lacks such modes. If others can write to the directory, the name may have become a
-        link, or a second name of a private file: those stay unchanged, as others' files do.
+        Does not raise: the file may be missing, and the file system may lack such modes.
         """
-        try:
-            status = status or os.lstat(path, dir_fd=dir_fd)
-            is_directory = stat.S_ISDIR(status.st_mode)
-            mode = self.directory_mode if is_directory else self.file_mode
-            if stat.S_IMODE(status.st_mode) == mode or status.st_uid != os.geteuid():
-                return True
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-        except OSError:
-            return True  # missing or inaccessible
-        try:
-            now = os.fstat(descriptor)
-            if not os.path.samestat(now, status) or not (is_directory or (stat.S_ISREG(now.st_mode) and now.st_nlink == 1)):
-                return True
-            os.fchmod(descriptor, mode)
-            return stat.S_IMODE(os.fstat(descriptor).st_mode) == mode
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            status = status or os.stat(path, dir_fd=dir_fd)
+            mode = self.directory_mode if stat.S_ISDIR(status.st_mode) else self.file_mode
+            if stat.S_IMODE(status.st_mode) != mode and status.st_uid == os.geteuid():
+                os.chmod(path, mode, dir_fd=dir_fd)
 
     def owns(self, status: os.stat_result) -> bool:
         """Return True if the owner is this user or root or, with group access, the group is one of ours."""

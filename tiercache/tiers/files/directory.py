@@ -271,8 +271,6 @@ class Scanner:
         self._changes = changes
         self._owner = owner
         self._access = access
-        self._has_modes = changes
-        """False if the mount has no modes: scans then open no files to set them."""
 
     def remove(self, name: str, directory: int) -> int:
         """Unlink a chunk in an open directory. Return the bytes that it occupied.
@@ -317,7 +315,8 @@ class Scanner:
             return
         if CHUNK_NAME.fullmatch(entry.name):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
-                self._has_modes = self._has_modes and self._access.enforce(entry.name, status, directory)
+                if self._changes:
+                    self._access.enforce(entry.name, status, directory)
                 size_bytes = occupied_bytes(status)
                 found.counted_bytes += size_bytes
                 found.keys.append(bytes.fromhex(entry.name))
@@ -471,8 +470,8 @@ def make_place(directory: Path, access: Access) -> Path:
     access.make_root(directory)
     place = place_of(directory)
     access.make_directory(place)
-    access.enforce(place)
     status = require_directory(place)
+    access.enforce(place, status)
     if not access.owns(status) and status.st_uid != _own_user(place):
         raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(place))
     return place

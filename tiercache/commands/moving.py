@@ -115,7 +115,7 @@ def _export(directory: Path, stream: IO[bytes], layout: str) -> Moved:
 def _import(stream: BufferedReader, directory: Path, cap_bytes: int) -> Moved:
     """Store the chunks of an export, up to `cap_bytes` of all files in `directory`. The result has errors after the start.
 
-    Raises ValueError if `stream` is no export or the directory is foreign, OSError, TierUnavailable.
+    Raises ValueError if `stream` is no export or the directory has another format, OSError, TierUnavailable.
     """
     block, seen = stream.read(HEADER_BYTES), 0
     fingerprint = Header.unpack(block).fingerprint

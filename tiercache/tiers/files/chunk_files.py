@@ -133,8 +133,8 @@ class ChunkFiles:
     def open(self) -> None:
         """Make the directory ready. A full device is no error.
 
-        Raises OSError if it cannot be used, WrongFormat if it is foreign, TierUnavailable if another process holds its
-        lock.
+        Raises OSError if it cannot be used, WrongFormat if it has another format, TierUnavailable if another process
+        holds its lock.
         """
         self.access.make_root(self.root)
         self._note_device()

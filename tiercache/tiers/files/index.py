@@ -130,7 +130,7 @@ class Refresher:
 
     async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int) -> None:
         """Update the index from a subdirectory, except for keys whose listing is obsolete."""
-        is_obsolete, before = self.directory.listing(), index.group(directory)
+        is_obsolete, before = self.directory.looking(), index.group(directory)
         found = await self._ask(files, files.scanner.scan, TOP_LEVELS[directory], before)
         self.listings += 1
         if index is self.directory.index:

@@ -50,9 +50,7 @@ class Directory:
         self.scanning: asyncio.Task[None] | None = None
         self.trimming = asyncio.Lock()
         self._changes = Tombstones()
-        """Keys that changed lately, perhaps during lookups and listings."""
-        self._misses = Tombstones()
-        """Keys that a read found missing or bad, perhaps during listings."""
+        """Keys that changed lately or that a read found missing or bad, perhaps during lookups and listings."""
         self.refused: dict[ChunkKey, None] = {}
         """Chunks that a read found bad, which may stay in a read-only directory."""
         self._leaving: dict[ChunkKey, asyncio.Event] = {}
@@ -81,15 +79,10 @@ class Directory:
 
     def looking(self) -> Callable[[ChunkKey], bool]:
         """Begin a lookup, a write or a listing, and return a function. It returns True if the result for a key is
-        obsolete: the key has changed since this call, is being deleted, or was found bad.
+        obsolete: the key has changed since this call, is being deleted, or was found missing or bad.
         """
         epoch = self._changes.epoch
         return lambda key: key in self._leaving or key in self.refused or self._changes.forgot(key, epoch)
-
-    def listing(self) -> Callable[[ChunkKey], bool]:
-        """Begin a listing as `looking` does. A read that finds a chunk missing or bad makes its result obsolete too."""
-        is_obsolete, epoch = self.looking(), self._misses.epoch
-        return lambda key: is_obsolete(key) or self._misses.forgot(key, epoch)
 
     def add(self, key: ChunkKey, occupied_bytes: int) -> None:
         """Add a stored or found chunk."""
@@ -97,18 +90,13 @@ class Directory:
         self._changes.forget(key)
 
     def removed(self, key: ChunkKey) -> None:
-        """Remove a deleted chunk."""
+        """Remove a chunk that was deleted, or that a read found missing or bad."""
         self.index.remove(key)
         self._changes.forget(key)
 
-    def lost(self, key: ChunkKey) -> None:
-        """Remove a chunk that a read found missing or bad. A write of it in flight is not obsolete."""
-        self.index.remove(key)
-        self._misses.forget(key)
-
     def refuse(self, key: ChunkKey) -> None:
         """Remove a chunk that a read found bad, and do not add it before a read or a write of it has succeeded."""
-        self.lost(key)
+        self.removed(key)
         self.refused[key] = None
         if len(self.refused) > _REFUSED_KEPT:
             del self.refused[next(iter(self.refused))]
@@ -158,7 +146,7 @@ async def scan(directory: Directory, workers: Workers, *, first: bool) -> Scanne
             tops = existing[start : start + workers.threads]
             before = [index.group(int(top, 16)) for top in tops]
             began_s = loop.time()
-            is_obsolete = directory.listing()
+            is_obsolete = directory.looking()
             parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
             calls_s.append(loop.time() - began_s)
             for part, known in zip(parts, before, strict=True):

@@ -323,7 +323,7 @@ class FileTier(DeviceTier):
             raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
         if length is None:
             if not is_obsolete(key):  # else it was stored after we had looked
-                directory.lost(key)
+                directory.removed(key)
             return None
         if key in directory.index:
             directory.index.touch(key)

@@ -14,11 +14,11 @@ from tests.tiers import test_contract
 from tests.tiers.test_disk import FILE_BYTES, fill, is_hit
 from tests.tiers.weka import JumpingPolicy, key_of, opened, until
 from tiercache.core.keys import ChunkKey, tenant_tag
+from tiercache.memory.workers import Workers
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files import index
-from tiercache.tiers.files.index import Refresher, pauses_s
+from tiercache.tiers.files.index import Refresher, directory_times_ns, pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
@@ -65,7 +65,7 @@ def test_refreshing_takes_a_tenth_of_the_time_at_most(took_s: float, least_s: fl
 
 
 async def test_a_mount_that_hung_twice_is_refreshed_soon_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refresh, answered = Refresher._refresh, index.answered
+    refresh, submit = Refresher._refresh, Workers.submit
     hangs_s: list[float] = []
     refreshes = 0
 
@@ -76,13 +76,16 @@ async def test_a_mount_that_hung_twice_is_refreshed_soon_after(tmp_path: Path, m
             hangs_s.append(60.0)
         await refresh(refresher)
 
-    async def answered_late(work: asyncio.Future[Any], what: str) -> Any:
-        if hangs_s:
-            await asyncio.sleep(hangs_s.pop())
-        return await answered(work, what)
+    async def late(work: asyncio.Future[Any]) -> Any:
+        await asyncio.sleep(hangs_s.pop())
+        return await work
+
+    def submit_late(workers: Workers, *call: Any) -> asyncio.Future[Any]:
+        work: asyncio.Future[Any] = submit(workers, *call)
+        return asyncio.ensure_future(late(work)) if hangs_s and call[0] is directory_times_ns else work
 
     monkeypatch.setattr(Refresher, "_refresh", refresh_late)
-    monkeypatch.setattr(index, "answered", answered_late)
+    monkeypatch.setattr(Workers, "submit", submit_late)
     loop = asyncio.get_running_loop()
     async with opened(tmp_path) as tier:
         while refreshes < 2:

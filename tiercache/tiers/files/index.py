@@ -15,7 +15,6 @@ from typing import TypeVar
 from tiercache.core.index import CappedIndex, Freshness, pause_s
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
-from tiercache.memory.workers import retrieve_exception
 from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directories import Directories
@@ -29,7 +28,6 @@ T = TypeVar("T")
 _SETTLE_S = 1.0
 _HURRY = 10
 """A hint can shorten the pause by this factor."""
-_PATIENCE_S = 30.0
 
 
 def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
@@ -51,8 +49,6 @@ class Refresher:
         """`on_stored`: see `ProbingLookup.follow`."""
         self.directory = directory
         self.refresh_s = refresh_s
-        self.listings = 0
-        """Number of subdirectory listings."""
         self._directories = directories
         self._on_stored = on_stored
         self._index: object = None
@@ -113,14 +109,14 @@ class Refresher:
             # The directory was opened or replaced.
             await self._directories.first_scan(self.directory)
             self._index, self._freshness = index, Freshness(_SETTLE_S)
-        await self._ask(files, files.capacity.refresh)
+        await self._ask(files.capacity.refresh)
         if files.capacity.missing:
             # A missing directory is not made: a moved one may come back.
             await self._directories.replace(self.directory, files, may_make=False)
             if index is not self.directory.index:
                 self._calls_s.clear()  # these calls were to the old directory, perhaps on a mount that hung
                 return
-        times_ns = await self._ask(files, directory_times_ns, files)
+        times_ns = await self._ask(directory_times_ns, files)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
             await self._list(files, index, directory)
@@ -131,8 +127,7 @@ class Refresher:
     async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int) -> None:
         """Update the index from a subdirectory, except for keys whose listing is obsolete."""
         is_obsolete, before = self.directory.looking(), index.group(directory)
-        found = await self._ask(files, files.scanner.scan, TOP_LEVELS[directory], before)
-        self.listings += 1
+        found = await self._ask(files.scanner.scan, TOP_LEVELS[directory], before)
         if index is self.directory.index:
             new = await merge(index, found, before, is_obsolete)
             self._directories.io.listed(found.kept)
@@ -140,10 +135,10 @@ class Refresher:
                 for key in new.keys:
                     self._on_stored(key)
 
-    async def _ask(self, files: ChunkFiles, call: Callable[..., T], *arguments: object) -> T:
+    async def _ask(self, call: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        answer = await answered(self._directories.metadata.background.submit(call, *arguments), str(files.root))
+        answer = await self._directories.metadata.background.submit(call, *arguments)
         self._calls_s.append(loop.time() - began_s)
         return answer
 
@@ -158,14 +153,6 @@ def directory_times_ns(files: ChunkFiles) -> list[int]:
         except ABSENT:
             times_ns.append(0)
     return times_ns
-
-
-async def answered(work: asyncio.Future[T], what: str) -> T:
-    """Wait for a background call; log a warning while it takes long."""
-    work.add_done_callback(retrieve_exception)  # also if abandoned
-    while not (await asyncio.wait([work], timeout=_PATIENCE_S))[0]:
-        logger.warning("%s has not answered for %.0f s; what it holds is known only as it was", what, _PATIENCE_S)
-    return work.result()
 
 
 _PROBED = 1024

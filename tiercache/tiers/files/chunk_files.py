@@ -26,7 +26,7 @@ import os
 import stat
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,13 +52,15 @@ from tiercache.tiers.files.directory import (
     Deleted,
     PendingFile,
     Quarantine,
-    Scanner,
+    Scanned,
     Victims,
     check_manifest,
     make_directory,
     publish,
     reads_directly,
+    remove_chunk,
     require_manifest,
+    scan_chunks,
 )
 from tiercache.tiers.files.format import (
     NO_ROOM,
@@ -114,7 +116,6 @@ class ChunkFiles:
         self._temporary = root / TEMPORARY
         self._owner = Owner(root, TOP_LEVELS)
         self.quarantined = Quarantine(root / "quarantine", access)
-        self.scanner = Scanner(root, self._owner, access)
         self._undeleted: deque[PendingFile] = deque()
         """Temporary files of failed writes that could not be deleted, or may exist. They stay counted."""
         self._is_closed = False
@@ -184,7 +185,7 @@ class ChunkFiles:
             with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
                 for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
                     with suppress(FileNotFoundError):
-                        self.scanner.remove(name, directory)
+                        remove_chunk(name, directory)
                         logger.warning("%s: the device is full; chunk %s made room for our files", self.root, name)
                         return True
         return False
@@ -495,6 +496,10 @@ class ChunkFiles:
         there = frozenset(os.listdir(self.root))
         return mark, [top for top in TOP_LEVELS if top in there]
 
+    def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
+        """Call `scan_chunks` for a subdirectory."""
+        return scan_chunks(self.root / top, self._owner, self.access, known)
+
     def recount(self, mark: Mark, found_bytes: int) -> int:
         """Call `Capacity.recount` after a complete scan that found `found_bytes`, quarantine included."""
         return self.capacity.recount(mark, found_bytes)
@@ -511,7 +516,7 @@ class ChunkFiles:
         above, name = os.path.split(self.path(key))
         try:
             with opened_directory(above) as directory:
-                return self.scanner.remove(name, directory)
+                return remove_chunk(name, directory)
         except ABSENT:
             return None
 
@@ -536,7 +541,6 @@ class OnlyRead(ChunkFiles):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.capacity = NoCapacity()
-        self.scanner = Scanner(self.root, self._owner, self.access, changes=False)
 
     def open(self) -> None:
         """Check the manifest. A missing directory is no error: a writer may create it later. Raises OSError, WrongFormat."""
@@ -557,6 +561,9 @@ class OnlyRead(ChunkFiles):
     def begin_scan(self) -> tuple[Mark, list[str]]:
         there = frozenset(os.listdir(self.root))
         return Mark(False, 0, 0, 0), [top for top in TOP_LEVELS if top in there]
+
+    def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
+        return scan_chunks(self.root / top, self._owner, None, known)
 
     def recount(self, mark: Mark, found_bytes: int) -> int:
         return 0

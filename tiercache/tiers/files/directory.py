@@ -1,7 +1,7 @@
 """Parts of one directory of chunk files: location, manifest, publication, quarantine and scan.
 
 Chunks are in a subdirectory of the configured directory, which `make_place` creates. `publish` names finished files,
-`Quarantine` keeps bad ones, and `Scanner` scans. Everything is synchronous and runs in worker threads.
+`Quarantine` keeps bad ones, and `scan_chunks` finds them. Everything is synchronous and runs in worker threads.
 """
 
 from __future__ import annotations
@@ -246,6 +246,14 @@ class Scanned:
     chunks: int = 0
     """Number of chunks in the results that were given to `count`."""
 
+    def add_chunk(self, name: str, status: os.stat_result) -> None:
+        """Append a chunk."""
+        size_bytes = occupied_bytes(status)
+        self.counted_bytes += size_bytes
+        self.keys.append(bytes.fromhex(name))
+        self.times_s.append(status.st_mtime)
+        self.sizes.append(size_bytes)
+
     def add(self, other: Scanned) -> None:
         """Append the chunks of another result, without their sizes."""
         self.keys += other.keys
@@ -262,73 +270,53 @@ class Scanned:
         return np.argsort(-np.asarray(self.times_s), kind="stable")
 
 
-class Scanner:
-    """Scans the directories below `root` for `owner`, and gives our chunks the mode of `access`."""
+def remove_chunk(name: str, directory: int) -> int:
+    """Unlink a chunk in an open directory. Return the bytes that it occupied.
 
-    def __init__(self, root: Path, owner: Owner, access: Access, *, changes: bool = True) -> None:
-        """`changes`: set modes, and remove torn chunks and temporary files of dead owners."""
-        self._root = root
-        self._changes = changes
-        self._owner = owner
-        self._access = access
+    Raises FileNotFoundError, also for anything that is no regular file, and OSError.
+    """
+    status = os.lstat(name, dir_fd=directory)
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "is not a file, and stays", name)
+    os.unlink(name, dir_fd=directory)
+    return occupied_bytes(status)
 
-    def remove(self, name: str, directory: int) -> int:
-        """Unlink a chunk in an open directory. Return the bytes that it occupied.
 
-        Raises FileNotFoundError, also for anything that is no regular file, and OSError.
-        """
-        status = os.lstat(name, dir_fd=directory)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileNotFoundError(errno.ENOENT, "is not a file, and stays", name)
-        os.unlink(name, dir_fd=directory)
-        return occupied_bytes(status)
+def scan_chunks(path: Path, owner: Owner, access: Access | None, known: Container[ChunkKey] | None = None) -> Scanned:
+    """Find the chunks in a directory of chunks, and give them the mode of `access`. Torn chunks, and temporary files of
+    dead owners, are removed as strays. `access` None: change nothing.
 
-    def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
-        """Find the chunks in `<root>/<top>`. Torn chunks, and temporary files of dead owners, are removed as strays.
-
-        With `known` keys, only new names are examined, and no file is removed. Files with other names are left alone, and
-        links are not followed.
-        """
-        found = Scanned()
-        try:
-            with opened_directory(self._root / top, to_list=True) as directory:
-                found.counted_bytes = occupied_bytes(os.stat(directory))
-                with os.scandir(directory) as entries:
-                    for entry in entries:
-                        try:
-                            if known is not None:
-                                if not CHUNK_NAME.fullmatch(entry.name):
-                                    continue
-                                if (key := bytes.fromhex(entry.name)) in known:
-                                    found.kept.append(key)
-                                    continue
-                            self._examine(entry, directory, found, is_complete=known is None)
-                        except FileNotFoundError:
+    With `known` keys, only new names are examined, and no file is removed. Files with other names are left alone, and
+    links are not followed.
+    """
+    found = Scanned()
+    try:
+        with opened_directory(path, to_list=True) as directory:
+            found.counted_bytes = occupied_bytes(os.stat(directory))
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    is_chunk = CHUNK_NAME.fullmatch(entry.name) is not None
+                    if known is not None:
+                        if not is_chunk:
                             continue
-        except ABSENT:
-            return found
-        return found
-
-    def _examine(self, entry: os.DirEntry[str], directory: int, found: Scanned, *, is_complete: bool) -> None:
-        status = entry.stat(follow_symlinks=False)
-        if not stat.S_ISREG(status.st_mode):
-            return
-        if CHUNK_NAME.fullmatch(entry.name):
-            if status.st_size >= file_bytes(1) and not status.st_size % 4096:
-                if self._changes:
-                    self._access.enforce(entry.name, status, directory)
-                size_bytes = occupied_bytes(status)
-                found.counted_bytes += size_bytes
-                found.keys.append(bytes.fromhex(entry.name))
-                found.times_s.append(status.st_mtime)
-                found.sizes.append(size_bytes)
-                return
-            # Files are published whole, so this one was torn or cut.
-        elif not self._owner.is_stray(entry.name):
-            return
-        if self._changes and is_complete:
-            os.unlink(entry.name, dir_fd=directory)
-            found.strays += 1
+                        if (key := bytes.fromhex(entry.name)) in known:
+                            found.kept.append(key)
+                            continue
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        if not stat.S_ISREG(status.st_mode):
+                            continue
+                        # Files are published whole, so one of another length was torn or cut.
+                        if is_chunk and status.st_size >= file_bytes(1) and not status.st_size % 4096:
+                            found.add_chunk(entry.name, status)
+                            if access is not None:
+                                access.enforce(entry.name, status, directory)
+                        elif access is not None and known is None and (is_chunk or owner.is_stray(entry.name)):
+                            os.unlink(entry.name, dir_fd=directory)
+                            found.strays += 1
+    except ABSENT:
+        pass
+    return found
 
 
 FORMAT = 1

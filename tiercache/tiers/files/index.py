@@ -127,7 +127,7 @@ class Refresher:
     async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int) -> None:
         """Update the index from a subdirectory, except for keys whose listing is obsolete."""
         is_obsolete, before = self.directory.looking(), index.group(directory)
-        found = await self._ask(files.scanner.scan, TOP_LEVELS[directory], before)
+        found = await self._ask(files.scan, TOP_LEVELS[directory], before)
         if index is self.directory.index:
             new = await merge(index, found, before, is_obsolete)
             self._directories.io.listed(found.kept)

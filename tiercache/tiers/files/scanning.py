@@ -147,7 +147,7 @@ async def scan(directory: Directory, workers: Workers, *, first: bool) -> Scanne
             before = [index.group(int(top, 16)) for top in tops]
             began_s = loop.time()
             is_obsolete = directory.looking()
-            parts = await asyncio.gather(*(workers.submit(files.scanner.scan, top) for top in tops))
+            parts = await asyncio.gather(*(workers.submit(files.scan, top) for top in tops))
             calls_s.append(loop.time() - began_s)
             for part, known in zip(parts, before, strict=True):
                 indexed_bytes += sum(part.sizes)

@@ -24,6 +24,7 @@ import errno
 import logging
 import os
 import stat
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container
@@ -119,6 +120,8 @@ class ChunkFiles:
         self._undeleted: deque[PendingFile] = deque()
         """Temporary files of failed writes that could not be deleted, or may exist. They stay counted."""
         self._is_closed = False
+        self._opening = threading.Lock()
+        """Held by `open`, so that `close` waits for it."""
         self.strays_removed = 0
         self._device = -1
         """Device of the directory when it was opened."""
@@ -137,6 +140,12 @@ class ChunkFiles:
         Raises OSError if it cannot be used, WrongFormat if it has another format, TierUnavailable if another process
         holds its lock.
         """
+        with self._opening:
+            if self._is_closed:
+                raise TierUnavailable(f"{self.root} is closed")
+            self._open()
+
+    def _open(self) -> None:
         self.access.make_root(self.root)
         self._note_device()
         self._with_room(self._keep_books)
@@ -235,8 +244,11 @@ class ChunkFiles:
         self._is_mount_point = os.stat(f"{self.root.parent}/..").st_dev != self._device
 
     def close(self) -> None:
-        """Release everything, locks last. Waits briefly; an operation that is still running releases them when it ends."""
-        self._is_closed = True
+        """Release everything, locks last. Waits for `open`, else briefly; an operation that is still running releases them
+        when it ends.
+        """
+        with self._opening:
+            self._is_closed = True
         while self._undeleted:
             self._keep(self._undeleted.popleft())
         if hasattr(self, "capacity"):

@@ -52,28 +52,6 @@ class MetadataWorkers(Workers):
         """Threads for evictions, which writes wait for."""
         self._cleanups: set[asyncio.Future[Any]] = set()
 
-    async def opened(self, open_it: Callable[[], object], close_it: Callable[[], object]) -> None:
-        """Call `open_it` in a thread. If it fails or the caller is cancelled, call `close_it` after it ends."""
-        unwanted = threading.Event()
-
-        def run() -> None:
-            try:
-                open_it()
-            finally:
-                if unwanted.is_set():  # the loop may be closed by now
-                    close_it()
-
-        opening = self.submit(run)
-        try:
-            await asyncio.shield(opening)
-        except BaseException:
-            # A cancelled call may still run in its thread.
-            unwanted.set()
-            opening.add_done_callback(retrieve_exception)
-            opening.add_done_callback(lambda _: self.later(close_it))
-            self.watch(opening)
-            raise
-
     def later(self, clean_up: Callable[..., object], *arguments: object, workers: Workers | None = None) -> None:
         """Call `clean_up` in a thread, of other `workers` if given, in a new one after close. Only `cleaned_up` waits for
         it.
@@ -647,7 +625,11 @@ class Directories:
 
     async def _open_files(self, files: ChunkFiles) -> None:
         with self._configured(files.root):
-            await self.metadata.opened(files.open, files.close)
+            try:
+                await self.metadata.change(files.open)
+            except BaseException:
+                self.metadata.later(files.close)  # a cancelled call may still run; this one waits for it
+                raise
 
 
 def _complain(task: asyncio.Task[None]) -> None:

@@ -63,6 +63,21 @@ async def test_full_queue_drops_what_its_policy_says(bench: Bench, on_full: str,
     assert bench.is_whole()
 
 
+async def test_chunk_larger_than_the_queue_waits_in_it_alone(bench: Bench) -> None:
+    writer = writer_of(bench, queue_bytes=CHUNK_BYTES // 2, on_full="skip")
+    bench.tier.gate.clear()
+    for number in range(1, 3):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+    await bench.tier.until_entered(2)
+    for number in range(3, 5):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+    assert (writer.statistics().queued, writer.statistics().skipped) == (1, 1)
+    bench.tier.gate.set()
+    assert await flushed(writer, 5.0)
+    assert set(bench.memory.chunks) == {chunk(number)[0] for number in range(1, 4)}
+    assert writer.statistics().queued_bytes == 0 and bench.is_whole()
+
+
 async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench) -> None:
     writer = writer_of(bench, on_full="wait", wait_s=1.0)
     await occupy(bench, writer)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,6 @@ from typing import Any
 from tiercache.core.breaker import Breaker, BreakerState
 from tiercache.core.estimate import SECONDS, Distribution
 from tiercache.core.keys import ChunkKey
-from tiercache.core.queue import BoundedQueue
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.memory.slots import Lease
 from tiercache.memory.workers import all_or_none, was_cancelled
@@ -30,7 +29,6 @@ logger = logging.getLogger("tiercache.writer")
 
 _FORGOTTEN_AT_ONCE = 256
 """Keys that a `forget` handles in one iteration of the loop."""
-_QUEUE_ITEMS = 65536
 _ATTEMPTS = 3
 _FIRST_PAUSE_S = 0.05
 """Pause in seconds before the second attempt; it doubles for each further attempt."""
@@ -39,6 +37,7 @@ _FIRST_PAUSE_S = 0.05
 @dataclass(frozen=True)
 class WriterSettings:
     queue_bytes: int
+    """A chunk that is larger than this is queued alone."""
     on_full: str = "wait"
     """wait, skip or replace.
 
@@ -92,7 +91,9 @@ class TierWriter:
         self.settings = settings
         self.breaker = Breaker(settings.deadline_s)
         self.counters = WriterStatistics()
-        self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, _QUEUE_ITEMS)
+        self._queue: OrderedDict[ChunkKey, Lease] = OrderedDict()
+        """Chunks to write, oldest first. Each has a slot, so there are no more of them than slots."""
+        self._queued_bytes = 0
         self._writing: set[_Write] = set()
         self._latest: dict[ChunkKey, _Write] = {}
         """The latest write of each key in `_writing`; it waits for an earlier write of forgotten bytes."""
@@ -143,19 +144,20 @@ class TierWriter:
             return True
         if self._waiting and not first:
             return False
-        settings = self.settings
-        displaced = self._queue.offer(key, lease, lease.payload_bytes, replace_oldest=settings.on_full == "replace")
-        if displaced is not None:
-            self.counters.replaced += len(displaced)
-            for replaced in displaced:
-                replaced.release()
-            self._idle.clear()
-            self._start_writes()
-            return True
-        if settings.on_full == "wait":
-            return False
-        self.counters.skipped += 1
-        lease.release()
+        settings, length = self.settings, lease.payload_bytes
+        while self._queue and self._queued_bytes + length > settings.queue_bytes:
+            if settings.on_full == "wait":
+                return False
+            if settings.on_full == "skip":
+                self.counters.skipped += 1
+                lease.release()
+                return True
+            self._take(next(iter(self._queue))).release()
+            self.counters.replaced += 1
+        self._queue[key] = lease
+        self._queued_bytes += length
+        self._idle.clear()
+        self._start_writes()
         return True
 
     async def enqueue(self, leases: deque[Lease], until_s: float) -> None:
@@ -193,7 +195,7 @@ class TierWriter:
 
         The tier does not serve them until then, and later puts of them are written after the removal.
         """
-        self._release([lease for lease in map(self._queue.discard, keys) if lease is not None])
+        self._release([self._take(key) for key in keys if key in self._queue])
         return self.removals.begin(keys)
 
     async def drained(self) -> None:
@@ -228,7 +230,6 @@ class TierWriter:
     def limit(self, settings: WriterSettings) -> None:
         """Change the settings. A queue above its new limit takes nothing until it is below it."""
         self.settings = settings
-        self._queue.max_bytes = settings.queue_bytes
 
     def replace_tier(self, before: Tier, after: Tier) -> list[asyncio.Task[Any]]:
         """Use `after` in place of the tier `before`, if that is this writer's. Return the operations in flight there."""
@@ -243,7 +244,7 @@ class TierWriter:
         state = BreakerState.DETACHED if self.tier.traffic.draining else self.breaker.state
         counters = replace(self.counters, seconds=self.counters.seconds.copy(), breaker=state.value)
         counters.queued = len(self._queue)
-        counters.queued_bytes = self._queue.queued_bytes
+        counters.queued_bytes = self._queued_bytes
         counters.writing = len(self._writing)
         return counters
 
@@ -260,7 +261,8 @@ class TierWriter:
                 if not self.breaker.probing(now_s):
                     self._drop_queue()
                 return
-            key, lease = self._queue.take()
+            key = next(iter(self._queue))
+            lease = self._take(key)
             self._moved_at_s = now_s
             self._room.set()
             self._latest[key] = write = _Write(key, lease, began_s=now_s)
@@ -396,8 +398,14 @@ class TierWriter:
 
     # Queue
 
+    def _take(self, key: ChunkKey) -> Lease:
+        """Take a chunk out of the queue."""
+        lease = self._queue.pop(key)
+        self._queued_bytes -= lease.payload_bytes
+        return lease
+
     def _drop_queue(self) -> None:
-        self.counters.dropped += self._release(self._queue.drain())
+        self.counters.dropped += self._release([self._take(key) for key in tuple(self._queue)])
 
     def _release(self, leases: Sequence[Lease]) -> int:
         for lease in leases:

@@ -122,15 +122,15 @@ def _check_slots(cpu: CpuTier, abandoned: int) -> None:
 
 def _check_queues(cache: TierCache) -> None:
     for writer in cache.parts.fan_out.writers:
-        queue = writer._queue
-        bytes_in_it = sum(size for _, size in queue._items.values())
-        if bytes_in_it != queue.queued_bytes:
+        queued_bytes = sum(lease.payload_bytes for lease in writer._queue.values())
+        if queued_bytes != writer._queued_bytes:
             raise Violation(
-                f"{writer.tier.name}: {bytes_in_it} bytes are queued, the queue counts {queue.queued_bytes}"
+                f"{writer.tier.name}: {queued_bytes} bytes are queued, the queue counts {writer._queued_bytes}"
             )
         is_whole = cache.cpu.budget.slots == cache.cpu.slot_pool.reserved  # else the limit may just have been lowered
-        if is_whole and len(queue) > 1 and queue.queued_bytes > queue.max_bytes:
-            raise Violation(f"{writer.tier.name}: {queue.queued_bytes} bytes are queued, {queue.max_bytes} may be")
+        if is_whole and len(writer._queue) > 1 and queued_bytes > writer.settings.queue_bytes:
+            most = writer.settings.queue_bytes
+            raise Violation(f"{writer.tier.name}: {queued_bytes} bytes are queued, {most} may be")
 
 
 def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
@@ -142,7 +142,7 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     for writer in cache.parts.fan_out.writers:
         name = writer.tier.name
         tables |= {
-            f"queue of {name}": writer._queue._items,
+            f"queue of {name}": writer._queue,
             f"writes of {name}": writer._writing,
         }
         tables[f"abandoned writes of {name}"] = writer._abandoned

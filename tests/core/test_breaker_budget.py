@@ -1,38 +1,9 @@
-"""Bounds, breakers and budgets: all decisions, no loop."""
-
-from hypothesis import given
-from hypothesis import strategies as st
+"""Breakers and budgets: all decisions, no loop."""
 
 from tiercache.core.breaker import Breaker, BreakerState
-from tiercache.core.queue import BoundedQueue
 from tiercache.memory.slots import Purpose, SlotBudget
 
 SLOW_S = 5.0
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 60), st.booleans()), max_size=60))
-def test_queue_never_exceeds_its_bounds(offers: list[tuple[int, int, bool]]) -> None:
-    queue: BoundedQueue[int] = BoundedQueue(max_bytes=100, max_items=5)
-    inside: list[int] = []
-    for number, size, replace in offers:
-        if bytes([number]) in queue:
-            continue
-        displaced = queue.offer(bytes([number]), number, size, replace_oldest=replace)
-        assert displaced is not None or not replace
-        if displaced is not None:
-            inside = [*inside[len(displaced) :], number]
-        assert len(queue) == len(inside) <= 5
-        assert queue.queued_bytes <= 100
-    assert queue.drain() == inside
-    assert queue.queued_bytes == 0
-
-
-def test_item_larger_than_the_bound_passes_alone() -> None:
-    queue: BoundedQueue[str] = BoundedQueue(max_bytes=10, max_items=5)
-    assert queue.offer(b"a", "a", 50) == []
-    assert queue.offer(b"b", "b", 1) is None
-    assert queue.take() == (b"a", "a")
-    assert queue.offer(b"b", "b", 1) == []
 
 
 def test_breaker_opens_after_consecutive_failures_only() -> None:

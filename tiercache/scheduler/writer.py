@@ -195,29 +195,24 @@ class TierWriter:
 
         The tier does not serve them until then, and later puts of them are written after the removal.
         """
-        self._release([self._take(key) for key in keys if key in self._queue])
+        self._drop(keys)
         return self.removals.begin(keys)
 
     async def drained(self) -> None:
         """Wait until all chunks are written or given up. Cancellation changes nothing."""
         await self._idle.wait()
 
-    async def close(self, until_s: float) -> int:
-        """Stop, and return how many chunks were not written.
-
-        Queued chunks are given up; writes in flight may end until the loop time `until_s`, and are abandoned then.
-        """
+    async def close(self, until_s: float) -> None:
+        """Stop: `give_up` chunks, and take no more."""
         self._closed = True
         self.removals.close()
-        return await self.give_up(until_s)
+        await self.give_up(until_s)
 
-    async def give_up(self, until_s: float) -> int:
-        """Give up queued chunks and, at the loop time `until_s`, those in flight. Return how many were not written."""
-        unwritten = len(self._queue)
+    async def give_up(self, until_s: float) -> None:
+        """Give up queued chunks. Writes in flight may end until the loop time `until_s`, and are abandoned then."""
         self._drop_queue()
         if tasks := [write.task for write in self._writing if write.task is not None]:
             await asyncio.wait(tasks, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
-        unwritten += self.pending
         waiting = []
         for write in tuple(self._writing):
             self._abandon(write)
@@ -225,7 +220,6 @@ class TierWriter:
                 write.task.cancel()
                 waiting.append(write.task)
         await asyncio.gather(*waiting, return_exceptions=True)
-        return unwritten
 
     def limit(self, settings: WriterSettings) -> None:
         """Change the settings. A queue above its new limit takes nothing until it is below it."""
@@ -405,15 +399,17 @@ class TierWriter:
         return lease
 
     def _drop_queue(self) -> None:
-        self.counters.dropped += self._release([self._take(key) for key in tuple(self._queue)])
+        self.counters.dropped += len(self._queue)
+        self._drop(tuple(self._queue))
 
-    def _release(self, leases: Sequence[Lease]) -> int:
-        for lease in leases:
-            lease.release()
+    def _drop(self, keys: Sequence[ChunkKey]) -> None:
+        """Drop the chunks of `keys` that are queued."""
+        for key in keys:
+            if key in self._queue:
+                self._take(key).release()
         self._room.set()
         if not self.pending:
             self._idle.set()
-        return len(leases)
 
 
 @dataclass(frozen=True)

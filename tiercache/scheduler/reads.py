@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -525,8 +525,6 @@ class Reader:
         """Called on a demand for a chunk whose only read is a prefetch."""
         self.lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
         """Chunks of a batch that are fetched at a time."""
-        self._questions: set[asyncio.Task[Any]] = set()
-        """Cancelled lookups that have not ended."""
         self._closed = False
 
     @property
@@ -797,7 +795,7 @@ class Reader:
                 ends = [(tier, start + found) for (tier, start), found in answers if found is not None]
                 due = [tier for tier, end in ends if before < position and end < position]
         finally:
-            self._cancel_lookups(asked)
+            cancel_all(asked)  # without waiting, since a tier may not end them
         return position, by_tier
 
     async def lookup_each(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> list[bool]:
@@ -812,7 +810,7 @@ class Reader:
             while unknown and await self._answers(asked, deadline_s):
                 unknown = self._unknown(unknown)
         finally:
-            self._cancel_lookups(asked)
+            cancel_all(asked)  # without waiting, since a tier may not end them
         lacking = set(unknown)
         return [key not in lacking for key in keys]
 
@@ -833,9 +831,3 @@ class Reader:
         """Return what the hot cache and each tier that would serve `chunks` chunks offer, by name."""
         well = [tier.tier for tier in self.tiers if tier.would_serve(chunks)]
         return [(tier.name, known) for tier in (self.cpu, *well) for known in tier.offered()]
-
-    def _cancel_lookups(self, asked: Iterable[asyncio.Task[Any]]) -> None:
-        """Cancel lookups without waiting for them, since a tier may not end them."""
-        for task in cancel_all(asked):
-            self._questions.add(task)
-            task.add_done_callback(self._questions.discard)

@@ -103,7 +103,7 @@ def _not_yet_well(cache: TierCache) -> dict[str, str]:
             left[f"transfers of {tier.name}"] = str(io.engine.in_flight)
     reader = cache.parts.reader
     for source in reader.tiers:
-        asked = reader.in_flight or reader._questions or source.in_tier
+        asked = reader.in_flight or source.in_tier
         if source.breaker.probing(now_s) and not (asked or stuck):
             raise Violation(f"{source.tier.name}: the breaker waits for a read or a question, and there is none")
     for writer in cache.parts.fan_out.writers:

@@ -486,7 +486,7 @@ class TierCache:
         chunk could not be removed in time. A chunk that could not be removed, even if this call was cancelled, is no
         longer read from that tier. Its removal is retried until it succeeds or the cache is closed, for up to 65,536
         keys per tier; for further keys the tier is neither read nor written. A durable tier that kept a chunk has it
-        again after a restart. Read-only tiers no longer serve the chunk.
+        again after a restart. Read-only tiers no longer serve the chunk, nor any chunk once 262,144 were forgotten.
         """
         parts = self._in_use()
         keys = list(keys)

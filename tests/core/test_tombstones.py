@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tiercache.core import tombstones as module
 from tiercache.core.keys import KEY_BYTES
-from tiercache.core.tombstones import Tombstones
+from tiercache.core.tombstones import KeyTraffic, Tombstones
 
 A, B = b"a" * KEY_BYTES, b"b" * KEY_BYTES
 KEYS = [bytes([number]) * KEY_BYTES for number in range(4)]
@@ -59,3 +59,14 @@ def test_every_history_agrees_with_a_set_for_each_operation(most: int, history: 
                     assert found == set(forgotten)
                 else:
                     assert found >= set(forgotten)
+
+
+def test_a_tier_refuses_a_bounded_number_of_keys_and_then_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_REFUSED", 2)
+    traffic = KeyTraffic()
+    assert traffic.refuses_none
+    traffic.refuse(KEYS[0])
+    assert [traffic.refuses(each) for each in KEYS] == [True, False, False, False]
+    for each in KEYS[1:3]:
+        traffic.refuse(each)
+    assert all(map(traffic.refuses, KEYS))

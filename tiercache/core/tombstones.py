@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import xxhash
-
 from tiercache.core.keys import ChunkKey
 
 MAX_TOMBSTONES = 1 << 16
@@ -61,35 +59,8 @@ class Tombstones:
         return {key for key in keys if self.forgot(key, epoch)}
 
 
-_BITS_PER_KEY = 4
-
-
-class KeyFilter:
-    """A Bloom filter: a set of keys in a fixed amount of memory. Keys cannot be removed.
-
-    It also contains some keys that were not added: one in 400 with a million keys in 2 MiB, and more with more keys.
-
-    Source: Bloom, "Space/time trade-offs in hash coding with allowable errors" (1970); Kirsch and Mitzenmacher, "Less
-    hashing, same performance" (2006).
-    """
-
-    def __init__(self, size_bytes: int = 2 << 20) -> None:
-        """`size_bytes` is a power of two."""
-        self._bits = bytearray(size_bytes)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        bits = self._bits
-        return all(bits[place >> 3] >> (place & 7) & 1 for place in self._places(key))
-
-    def add(self, key: ChunkKey) -> None:
-        for place in self._places(key):
-            self._bits[place >> 3] |= 1 << (place & 7)
-
-    def _places(self, key: ChunkKey) -> list[int]:
-        first = xxhash.xxh3_64_intdigest(key)
-        step = (first >> 32) | 1
-        last_place = 8 * len(self._bits) - 1
-        return [(first + number * step) & last_place for number in range(_BITS_PER_KEY)]
+MAX_REFUSED = 1 << 18
+"""Largest number of keys that a tier refuses for good, at about 100 bytes each. With as many it refuses all."""
 
 
 class KeyTraffic:
@@ -104,8 +75,8 @@ class KeyTraffic:
         self.in_flight: dict[ChunkKey, int] = {}
         self.removing: dict[ChunkKey, Any] = {}
         """Keys to remove, with the attempts of `Removals`. Once a key is taken out, operations find only later chunks."""
-        self._refused: KeyFilter | None = None
-        """Created with the first key that is refused for good."""
+        self._refused: set[ChunkKey] = set()
+        """Keys that are refused for good."""
         self.draining = False
         """True from the beginning of a detach to the next attach: the tier gets no new chunks."""
         self.detached = False
@@ -117,11 +88,12 @@ class KeyTraffic:
 
     def refuses(self, key: ChunkKey) -> bool:
         """Return True if no operation on `key` may begin now, even if the tier holds the chunk."""
-        return self.detached or key in self.removing or (self._refused is not None and key in self._refused)
+        refused = self._refused
+        return self.detached or key in self.removing or key in refused or len(refused) >= MAX_REFUSED
 
     @property
     def refuses_none(self) -> bool:
-        return not self.detached and not self.removing and self._refused is None
+        return not (self.detached or self.removing or self._refused)
 
     def begin(self, key: ChunkKey) -> None:
         self.in_flight[key] = self.in_flight.get(key, 0) + 1
@@ -136,10 +108,6 @@ class KeyTraffic:
             self.on_clear(key)
 
     def refuse(self, key: ChunkKey) -> None:
-        """Refuse operations on `key` for good, since it was forgotten and is not removed here.
-
-        A few other keys are refused with it (`KeyFilter`).
-        """
-        if self._refused is None:
-            self._refused = KeyFilter()
-        self._refused.add(key)
+        """Refuse operations on `key` for good, since it was forgotten and is not removed here."""
+        if len(self._refused) < MAX_REFUSED:
+            self._refused.add(key)

@@ -439,17 +439,17 @@ class TierCache:
         """Return a snapshot. Raises CacheClosed if the cache is closed."""
         if (parts := self._running) is None:
             raise CacheClosed(_CLOSED)
-        device, skipped = None, parts.ingest.skipped
+        device, skipped, breakers = None, parts.ingest.skipped, parts.reader.breakers()
         if (on_device := parts.on_device) is not None:
-            pool, reader = on_device.device.pool, on_device.reader
-            device = DeviceStatistics(pool.count, pool.free, reader.statistics(), reader.reads(), reader.breakers())
+            device = DeviceStatistics(on_device.device.pool.count, on_device.device.pool.free)
             skipped += on_device.path.skipped
+            breakers |= on_device.reader.breakers()
         return Statistics(
             tiers={tier.name: tier.statistics() for tier in (parts.cpu, *parts.tiers)},
             writers={writer.tier.name: writer.statistics() for writer in parts.fan_out.writers},
             reader=parts.reader.statistics(),
             reads=parts.reader.reads(),
-            breakers=parts.reader.breakers(),
+            breakers=breakers,
             slots=parts.cpu.pool.count,
             slots_free=parts.cpu.pool.free,
             prefetch={source: replace(account) for source, account in parts.ahead.plan.accounts.copy().items()},

@@ -398,7 +398,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
         await staging.open()
         reader = Reader(cpu, [staging, *readable], reading)
         serving = [tier for tier in readable if tier.serves_device]
-        device_reader = Reader(staging, serving, reading)
+        device_reader = Reader(staging, serving, reading, counts_with=reader)
         path = DevicePath(device, cpu, staging, reader, device_reader, fan_out)
         on_device = OnDevice(device, staging, device_reader, path)
     readers = [reader] if on_device is None else [reader, on_device.reader]

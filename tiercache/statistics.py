@@ -14,14 +14,10 @@ from tiercache.tiers.base import TierStatistics
 
 @dataclass(frozen=True)
 class DeviceStatistics:
-    """The pool in device memory: its slots, the free slots, and the reads into it from device tiers."""
+    """The slots of the pool in device memory, and the free ones."""
 
     slots: int
     slots_free: int
-    reader: ReaderStatistics
-    reads: dict[str, TierReadStatistics]
-    breakers: dict[str, str]
-    """States of the breakers of reads into device memory. `Statistics.breakers` has those of reads into host memory."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +28,9 @@ class Statistics:
     writers: dict[str, WriterStatistics]
     reader: ReaderStatistics
     reads: dict[str, TierReadStatistics]
-    """Reads by the name of each tier below the hot cache."""
+    """Reads by the name of each tier below the hot cache, those into host and into device memory together."""
     breakers: dict[str, str]
-    """States of the breakers of reads; a writer has its own."""
+    """States of the breakers of reads, into device memory where a tier has both; a writer has its own."""
     slots: int
     slots_free: int
     prefetch: dict[str, Account]

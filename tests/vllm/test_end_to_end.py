@@ -140,7 +140,7 @@ def test_hits_through_device_memory_give_the_prefix_caches_answer(device_life: L
     statistics = answers["statistics"]
     chunks = statistics["writers"]["gds"]["written"]
     assert chunks == statistics["writers"]["disk"]["written"] >= 8
-    assert statistics["device"]["reader"]["hits"]["gds"] == chunks
+    assert statistics["reader"]["hits"]["gds"] == chunks
     assert statistics["tiers"]["disk"]["reads"] == 0
     assert statistics["tiers"]["cpu"]["writes"] == chunks, "by the cold requests; GDS was not promoted"
     assert statistics["device"]["slots_free"] == statistics["device"]["slots"]
@@ -164,7 +164,7 @@ def test_a_new_process_loads_into_device_memory(
         ],
     )
     assert found["removed"] >= 8 and found["corrupted"] >= 8
-    assert found["statistics"]["device"]["reader"]["hits"]["gds"] >= 8
+    assert found["statistics"]["reader"]["hits"]["gds"] >= 8
     assert found["statistics"]["reader"]["hits"]["disk"] >= 8
     assert_hits(found["gds"], oracle)
     assert_hits(found["disk"], oracle)

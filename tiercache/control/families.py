@@ -49,45 +49,20 @@ def figures_of(cache: ServedCache) -> dict[str, Any]:
     }
 
 
-def reads_by_tier(figures: Figures) -> dict[str, dict[str, Any]]:
-    """Return the reads of each tier below the hot cache, host and device memory together."""
-    statistics, device = figures["statistics"], figures["statistics"]["device"]
-    found = {tier: {**read, "seconds": distribution_of(read["seconds"])} for tier, read in statistics["reads"].items()}
-    for tier, read in device["reads"].items() if device is not None else ():
-        known = found[tier]
-        known["seconds"].include(distribution_of(read["seconds"]))
-        known["failed"] += read["failed"]
-        known["reading"] += read["reading"]
-    return found
-
-
 def distribution_of(plain: Mapping[str, Any]) -> Distribution:
     """Return the distribution from its plain form."""
     return Distribution(tuple(plain["bounds"]), list(plain["counts"]), list(plain["sums"]))
 
 
 def _part(figures: Figures, name: str) -> Any:
-    """Return a part of the figures. Reads into host and into device memory count together."""
-    statistics, device = figures["statistics"], figures["statistics"]["device"]
-    match name:
-        case "reads":
-            return reads_by_tier(figures)
-        case "reader" if device is not None:
-            host, other = statistics["reader"], device["reader"]
-            hits = {
-                tier: host["hits"].get(tier, 0) + other["hits"].get(tier, 0) for tier in host["hits"] | other["hits"]
-            }
-            return {name: host[name] + other[name] for name in host if name != "hits"} | {"hits": hits}
-        case "breakers" if device is not None:
-            return statistics["breakers"] | device["breakers"]
-        case "prefetch":
-            # `promoted_bytes` falls when a read fails, so it is no counter.
-            return {
-                predictor: {
-                    key.removesuffix("_bytes"): size for key, size in account.items() if key != "promoted_bytes"
-                }
-                for predictor, account in statistics["prefetch"].items()
-            }
+    """Return a part of the figures."""
+    statistics = figures["statistics"]
+    if name == "prefetch":
+        # `promoted_bytes` falls when a read fails, so it is no counter.
+        return {
+            predictor: {key.removesuffix("_bytes"): size for key, size in account.items() if key != "promoted_bytes"}
+            for predictor, account in statistics["prefetch"].items()
+        }
     return statistics[name] if name in statistics else figures[name]
 
 

@@ -39,12 +39,6 @@ class Distribution:
         self.counts[bucket] += 1
         self.sums[bucket] += amount
 
-    def include(self, other: Distribution) -> None:
-        """Add the counts of `other`, which has the same bounds."""
-        for bucket in range(len(self.counts)):
-            self.counts[bucket] += other.counts[bucket]
-            self.sums[bucket] += other.sums[bucket]
-
     def since(self, before: Distribution) -> Distribution:
         """Return the amounts that were added after the copy `before` was made."""
         counts = [now - then for now, then in zip(self.counts, before.counts, strict=True)]

@@ -165,6 +165,7 @@ class TierReader:
         cpu: CpuTier,
         settings: ReaderSettings,
         counters: ReaderStatistics,
+        reads: TierReadStatistics,
         in_flight: dict[ChunkKey, InFlight],
         *,
         maps: bool = False,
@@ -179,6 +180,7 @@ class TierReader:
         self.cpu = cpu
         self.settings = settings
         self.counters = counters
+        self.reads = reads
         self.in_flight = in_flight
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
         self.breaker = Breaker(settings.deadline_s)
@@ -187,7 +189,6 @@ class TierReader:
         """Places in use, by purpose."""
         self.wait_queue = WaitQueue(self._take_place, lambda _, purpose: self._leave(purpose))
         """Waiters for a place."""
-        self.reads = TierReadStatistics()
         self._transfers: dict[ChunkKey, _Transfer] = {}
         """Transfers in flight, oldest first, at most one per key."""
 
@@ -206,9 +207,6 @@ class TierReader:
     def abandoned(self) -> Sequence[asyncio.Task[_Outcome]]:
         """Reads that outlived their deadline and still hold a slot."""
         return [transfer.task for transfer in tuple(self._transfers.values()) if transfer.abandoned]
-
-    def statistics(self) -> TierReadStatistics:
-        return replace(self.reads, seconds=self.reads.seconds.copy(), reading=len(self._transfers))
 
     # Routing
 
@@ -372,6 +370,7 @@ class TierReader:
             if placed:
                 self._leave(purpose)
         self._transfers[key] = transfer
+        self.reads.reading += 1
         task.add_done_callback(lambda _: self._end(transfer))
         self.tier.traffic.begin(key)
         request.begun = True
@@ -433,6 +432,7 @@ class TierReader:
             self.cpu.budget.take(purpose)
             self.cpu.wait_queue.serve()  # a write may have waited for the floor of reads
         del self._transfers[key]
+        self.reads.reading -= 1
         self._leave(purpose)
         lease = outcome if isinstance(outcome, Lease) else None
         unwanted = self.cpu.wait_queue.closed or self._is_forgotten(request)
@@ -505,10 +505,12 @@ class Reader:
         settings: ReaderSettings,
         *,
         maps: bool = False,
+        counts_with: Reader | None = None,
     ) -> None:
         """`cpu` is the destination tier: the hot cache, or the staging tier of a device.
 
-        With `maps`, chunks of mapped tiers are read in place.
+        With `maps`, chunks of mapped tiers are read in place. With `counts_with`, a reader of all these tiers, the two
+        have one set of counters.
         """
         self.cpu = cpu
         self.settings = settings
@@ -517,10 +519,17 @@ class Reader:
             tier.maps_ahead = True
         self._hot: tuple[CpuTier | SharedMemoryTier, ...] = (cpu, *self.mapped)
         cpu.budget.tiers = len(tiers) - len(self.mapped)
-        self.counters = ReaderStatistics(hits=dict.fromkeys([cpu.name, *(tier.name for tier in tiers)], 0))
+        if counts_with is None:
+            self.counters = ReaderStatistics(hits=dict.fromkeys([cpu.name, *(tier.name for tier in tiers)], 0))
+            self._reads = {tier.name: TierReadStatistics() for tier in tiers}
+        else:
+            self.counters, self._reads = counts_with.counters, counts_with._reads
         self._next_warning_s = float("-inf")
         self.in_flight: dict[ChunkKey, InFlight] = {}
-        self.tiers = [TierReader(tier, cpu, self.settings, self.counters, self.in_flight, maps=maps) for tier in tiers]
+        self.tiers = [
+            TierReader(tier, cpu, settings, self.counters, self._reads[tier.name], self.in_flight, maps=maps)
+            for tier in tiers
+        ]
         self.on_demand: Callable[[ChunkKey], None] | None = None
         """Called on a demand for a chunk whose only read is a prefetch."""
         self.lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
@@ -536,7 +545,7 @@ class Reader:
         return replace(self.counters, hits=self.counters.hits.copy())
 
     def reads(self) -> dict[str, TierReadStatistics]:
-        return {tier.name: tier.statistics() for tier in self.tiers}
+        return {name: replace(reads, seconds=reads.seconds.copy()) for name, reads in self._reads.items()}
 
     def breakers(self) -> dict[str, str]:
         return {

@@ -99,8 +99,8 @@ def check_memory(cache: TierCache) -> None:
         _check_slots(reader.cpu, abandoned)
         share = max(1, getattr(reader.cpu.pool, "reserved", reader.cpu.pool.count) // (2 * max(1, reader.cpu.budget.tiers)))
         for tier in reader.tiers:
-            if tier.mapped is None and tier.reads.reading > share:
-                raise Violation(f"{tier.name} may read into {share} slots of {reader.cpu.name}: {tier.reads.reading}")
+            if tier.mapped is None and (reading := len(tier._transfers)) > share:
+                raise Violation(f"{tier.name} may read into {share} slots of {reader.cpu.name}: {reading}")
     _check_queues(cache)
 
 

@@ -23,7 +23,7 @@ GIVE_UP_S = 30.0
 """Longest wait in seconds for a call that uses the caller's memory after a cancellation or the deadline."""
 
 _AGAIN_S = 0.01
-"""A call past its deadline that a free thread is about to begin is checked again after this time."""
+"""A call past its deadline is checked again after this time while there is a thread for each call: it begins soon."""
 
 
 class NotBegun(TierCacheError):
@@ -42,7 +42,6 @@ class Workers:
         self.threads = threads
         self._waiting: OrderedDict[asyncio.Future[Any], tuple[Callable[..., Any], tuple[Any, ...]]] = OrderedDict()
         """Calls that have not begun, oldest first. A thread removes a call to run it; `withdraw` removes it as well."""
-        self._running: set[asyncio.Future[Any]] = set()
         self._waiters: dict[asyncio.Future[Any], asyncio.Future[None]] = {}
         """Futures that end with a call, for `_wait`: cancelling them does not affect the call's own future."""
         self._tickets: SimpleQueue[None] = SimpleQueue()
@@ -85,7 +84,7 @@ class Workers:
         loop = work.get_loop()
         try:
             await self._wait(work, deadline_s)
-            while self._is_next(work):
+            while work in self._waiting and self.unfinished <= self._started:
                 await self._wait(work, loop.time() + _AGAIN_S)
             if not work.done() and not self.withdraw(work):
                 await self._wait(work, deadline_s + GIVE_UP_S)
@@ -125,11 +124,6 @@ class Workers:
             work.set_exception(NotBegun(f"{self.name}: no thread was free for a call by its deadline"))
         return True
 
-    def _is_next(self, work: asyncio.Future[Any]) -> bool:
-        """Return True if a thread is free for this call and is about to take it."""
-        free = self._started - len(self._running)
-        return free > 0 and work in list(self._waiting)[:free]
-
     def close(self) -> None:
         """Let the threads end after the calls already submitted. Does not wait, since a call may hang."""
         if not self._closed:
@@ -161,7 +155,6 @@ class Workers:
                 if self._closed:
                     return
                 continue  # it was withdrawn
-            self._running.add(future)
             result: Any = None
             error: BaseException | None = None
             try:
@@ -169,7 +162,6 @@ class Workers:
             except BaseException as caught:  # passed to the waiter
                 error = caught
             del call, arguments  # release the caller's memory before the loop is notified of the end
-            self._running.discard(future)
             self._done.append((future, result, error))
             del future, result, error
             # A single wake-up settles every call that has ended by then. The flag is set after the append and cleared

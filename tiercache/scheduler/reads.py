@@ -159,29 +159,20 @@ class TierReader:
     share the tier's bandwidth, so each prefetch slows the demand read.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        cpu: CpuTier,
-        settings: ReaderSettings,
-        counters: ReaderStatistics,
-        reads: TierReadStatistics,
-        in_flight: dict[ChunkKey, InFlight],
-        *,
-        maps: bool = False,
-    ) -> None:
-        """`cpu` is the destination tier; its budget bounds the slots of reads in flight, including abandoned reads.
+    def __init__(self, tier: Tier, reader: Reader) -> None:
+        """`reader` has the destination tier, whose budget bounds the slots of reads in flight, abandoned reads included.
 
-        With `maps`, chunks are mapped instead. `in_flight` are the reads that wait for chunks.
+        A tier that it maps is read by mapping.
         """
+        settings = reader.settings
         self.tier = tier
-        self.mapped = tier if maps and isinstance(tier, SharedMemoryTier) else None
+        self.mapped = tier if isinstance(tier, SharedMemoryTier) and tier in reader.mapped else None
         self.name = tier.name
-        self.cpu = cpu
+        self.cpu = reader.cpu
         self.settings = settings
-        self.counters = counters
-        self.reads = reads
-        self.in_flight = in_flight
+        self.counters = reader.counters
+        self.reads = reader.tier_counters[tier.name]
+        self.in_flight = reader.in_flight
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
         self.breaker = Breaker(settings.deadline_s)
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
@@ -521,15 +512,12 @@ class Reader:
         cpu.budget.tiers = len(tiers) - len(self.mapped)
         if counts_with is None:
             self.counters = ReaderStatistics(hits=dict.fromkeys([cpu.name, *(tier.name for tier in tiers)], 0))
-            self._reads = {tier.name: TierReadStatistics() for tier in tiers}
+            self.tier_counters = {tier.name: TierReadStatistics() for tier in tiers}
         else:
-            self.counters, self._reads = counts_with.counters, counts_with._reads
+            self.counters, self.tier_counters = counts_with.counters, counts_with.tier_counters
         self._next_warning_s = float("-inf")
         self.in_flight: dict[ChunkKey, InFlight] = {}
-        self.tiers = [
-            TierReader(tier, cpu, settings, self.counters, self._reads[tier.name], self.in_flight, maps=maps)
-            for tier in tiers
-        ]
+        self.tiers = [TierReader(tier, self) for tier in tiers]
         self.on_demand: Callable[[ChunkKey], None] | None = None
         """Called on a demand for a chunk whose only read is a prefetch."""
         self.lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
@@ -545,7 +533,7 @@ class Reader:
         return replace(self.counters, hits=self.counters.hits.copy())
 
     def reads(self) -> dict[str, TierReadStatistics]:
-        return {name: replace(reads, seconds=reads.seconds.copy()) for name, reads in self._reads.items()}
+        return {name: replace(reads, seconds=reads.seconds.copy()) for name, reads in self.tier_counters.items()}
 
     def breakers(self) -> dict[str, str]:
         return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from tiercache.device.driver import Driver, Stream, Tensor, bytes_of, in_own_thread
 from tiercache.errors import LayoutError
@@ -17,24 +17,6 @@ from tiercache.payloads import is_tensor
 
 _WARM_UP_BLOCKS = 32
 """The number is above 16, since torch uses other kernels from there on."""
-
-
-class DevicePayload(Protocol):
-    """A chunk in device memory, contiguous or in blocks."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Length of the chunk."""
-
-    @property
-    def flat(self) -> Tensor | None:
-        """The chunk as uint8[payload_bytes] if it is contiguous; None if it has to be gathered."""
-
-    def gather(self, chunk: Tensor, stream: Stream) -> None:
-        """Enqueue the copy into `chunk`, uint8[payload_bytes] in device memory."""
-
-    def scatter(self, chunk: Tensor, stream: Stream) -> None:
-        """Enqueue the copy out of `chunk`."""
 
 
 class PagedKv:
@@ -155,6 +137,7 @@ class PagedChunk:
     """
 
     flat = None
+    """It has to be gathered."""
 
     def __init__(self, kv: PagedKv, blocks: Sequence[int], *, chunk_blocks: int | None = None, skip: int = 0) -> None:
         self.kv = kv
@@ -179,9 +162,11 @@ class PagedChunk:
 
 
 class _TensorChunk:
+    """A contiguous chunk: `flat` is uint8[payload_bytes]."""
+
     def __init__(self, driver: Driver, tensor: Tensor) -> None:
         self._driver = driver
-        self.flat: Tensor | None = bytes_of(tensor)  # keeps the memory alive
+        self.flat: Tensor = bytes_of(tensor)  # keeps the memory alive
         self.payload_bytes = int(self.flat.numel())
 
     def gather(self, chunk: Tensor, stream: Stream) -> None:
@@ -189,6 +174,9 @@ class _TensorChunk:
 
     def scatter(self, chunk: Tensor, stream: Stream) -> None:
         self._driver.copy(self.flat, chunk, stream)
+
+
+DevicePayload = PagedChunk | _TensorChunk
 
 
 def device_payload(driver: Driver, value: Any) -> DevicePayload | None:

@@ -78,8 +78,6 @@ class ConnectionPool:
         self._timeout_s = settings.timeout_s
         self._lock = threading.Lock()
         self._servers: dict[Endpoint, _Server] = {}
-        self._busy: set[Any] = set()
-        """redis-py connections in use by a thread that connects or waits for an answer."""
         self._closed = False
         options = settings.options
         self._common: dict[str, Any] = {
@@ -112,13 +110,11 @@ class ConnectionPool:
         with self._lock:
             server = self._servers.setdefault(endpoint, _Server())
             connection = server.idle.pop() if server.idle else None
-            if connection is not None:
-                connection.reused = True
-                self._busy.add(connection.raw)
-            elif time.monotonic() < server.retry_at_s:
+            if connection is None and time.monotonic() < server.retry_at_s:
                 raise ConnectionLost(server.problem)
         if connection is None:
-            connection = self._connect(endpoint, server)
+            return self._connect(endpoint, server)
+        connection.reused = True
         connection.renew()
         return connection
 
@@ -126,7 +122,6 @@ class ConnectionPool:
         """Put a connection back, or close it if it cannot be used again."""
         connection.asking = False
         with self._lock:
-            self._busy.discard(connection.raw)
             keep = connection.reusable and not self._closed
             if keep:
                 self._servers.setdefault(connection.endpoint, _Server()).idle.append(connection)
@@ -173,16 +168,11 @@ class ConnectionPool:
             connection.close()
 
     def close(self) -> None:
-        """Make threads that wait for a server fail now. A thread that has no socket yet fails at its deadline."""
+        """Close the idle connections. Those in use are closed by `give`, at their deadlines at the latest."""
         with self._lock:
             self._closed = True
             idle = [connection for server in self._servers.values() for connection in server.idle]
             self._servers.clear()
-            for raw in self._busy:
-                if (sock := raw._sock) is not None:  # redis-py has no public name for the socket
-                    with contextlib.suppress(OSError):
-                        # SSLSocket.shutdown would drop the TLS state that the other thread uses.
-                        socket.socket.shutdown(sock, socket.SHUT_RDWR)
         for connection in idle:
             connection.close()
 
@@ -198,7 +188,6 @@ class ConnectionPool:
             raise
         with self._lock:
             server.failures, server.retry_at_s = 0, 0.0
-            self._busy.add(raw)
         return connection
 
     @contextlib.contextmanager
@@ -209,19 +198,14 @@ class ConnectionPool:
             raw: Any = redis.connection.UnixDomainSocketConnection(path=endpoint.path, **self._common, **self._login)
         else:
             raw = kind(host=endpoint.host, port=endpoint.port, **self._common, **self._login, **self._network)
-        with self._lock:
-            if self._closed:
-                raise ConnectionLost("the tier is closed")
-            self._busy.add(raw)
+        if self._closed:
+            raise ConnectionLost("the tier is closed")
         try:
             raw.connect()
             yield raw
         except (redis.RedisError, OSError) as error:
             raw.disconnect()
             raise self._explained(endpoint, error) from None
-        finally:
-            with self._lock:
-                self._busy.discard(raw)
 
     def _explained(self, endpoint: Endpoint, error: Exception) -> SettingRejected | ConnectionLost:
         # Servers repeat the beginning of a command that they do not know, never a password.

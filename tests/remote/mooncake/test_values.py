@@ -13,7 +13,6 @@ from tests.remote.mooncake.conftest import make_tier
 from tests.servers.mooncake import Master
 from tests.tiers.opened import open_tier
 from tiercache.core.header import PACKED_BYTES
-from tiercache.errors import CorruptChunk
 from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.mooncake import MooncakeTier
 
@@ -85,22 +84,3 @@ async def test_the_value_of_another_program_is_left_alone(tier: MooncakeTier, cl
     with pytest.raises(NotOurs):
         await tier.read(KEY, into)
     assert client.get(NAME) == value
-
-
-@pytest.mark.parametrize("change", ["cut", "longer", "a few bytes"])
-async def test_a_value_of_a_wrong_length_is_stored_anew(
-    tier: MooncakeTier, other: MooncakeTier, client: Any, change: str
-) -> None:
-    """What is cut off at its end has lost its header: nobody can say any more whose it was, but the name is the chunk's."""
-    assert await tier.write(KEY, PAYLOAD, LENGTH)
-    value = client.get(NAME)
-    wrong = {"cut": value[:-10], "longer": bytes(LARGEST) + value, "a few bytes": b"abc"}[change]
-    for writer in (tier, other):
-        assert client.remove(NAME, True) == 0 and client.put(NAME, wrong) == 0
-        if writer is tier:
-            with pytest.raises(CorruptChunk):
-                await tier.read(KEY, page_aligned(LARGEST))
-            await tier.probe([KEY])
-        assert await writer.write(KEY, PAYLOAD, LENGTH)
-        into = page_aligned(LARGEST)
-        assert await writer.read(KEY, into) == LENGTH and np.array_equal(into[:LENGTH], PAYLOAD)

@@ -195,18 +195,8 @@ class MooncakeTier(RemoteTier):
         return code
 
     def _put_blocking(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        """Store a value. Raises TierFull, TierUnavailable.
-
-        Replaces a value of another length, which cannot be the chunk, since the chunk of a key has a fixed length.
-        Mooncake reports an existing value as stored, whatever its length.
-        """
+        """Store a value. Mooncake keeps an existing one. Raises TierFull, TierUnavailable."""
         name = self._name(key)
-        with self._use() as session:
-            size = session.store.get_size(name)
-            if size == payload.nbytes + PACKED_BYTES:
-                return True
-            if size >= 0:
-                session.store.remove(name, True)
         packed = self.packed_header(key, payload)
         with self._memory.header() as (header, header_address), self._use() as session:
             header[:] = np.frombuffer(packed, dtype=np.uint8)

@@ -61,8 +61,7 @@ def main(
 
         def run(name: str, server: Server) -> None:
             answer = ask(server, message)
-            found = server.found_for(answer.request_id)
-            answers[name] = (answer, found.source if found else "")
+            answers[name] = (answer, server.source_of(answer.request_id))
             console.print(f"  {name}: first token after {answer.ttft_s:.3f} s")
 
         console.print("starting vLLM (a minute; on a busy machine up to five, then it is given up)")

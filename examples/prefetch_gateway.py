@@ -144,9 +144,9 @@ def push_out(server: Server, others: list[str], place: Path) -> None:
 
 def check(server: Server, answer: Answer, source: str) -> None:
     """Raise SystemExit unless all of the hit came from `source`."""
-    found = server.found_for(answer.request_id)
-    if found is None or found.source != source or not answer.hit_tokens:
-        raise SystemExit(f"wrong: expected a hit from {source}, found {found}")
+    found = server.source_of(answer.request_id)
+    if found != source or not answer.hit_tokens:
+        raise SystemExit(f"wrong: expected a hit from {source}, found {found or 'none'}")
 
 
 @contextmanager

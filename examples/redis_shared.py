@@ -74,8 +74,7 @@ def main(
             ("second server, never asked before", second),
         ):
             answer = ask(server, message)
-            found = server.found_for(answer.request_id)
-            answers[name] = answer, found.source if found else ""
+            answers[name] = answer, server.source_of(answer.request_id)
             if len(answers) == 1:
                 wait_for_chunks(url, prefix, answer.prompt_tokens // CHUNK_TOKENS)
 

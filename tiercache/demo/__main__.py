@@ -93,8 +93,7 @@ def measure(place: Path, tokens: int, console: Console) -> dict[str, Run]:
     def run(name: str, server: Server) -> None:
         with working(f"asking: {LABELS[name]}", console):
             answer = ask(server, message)
-        found = server.found_for(answer.request_id)
-        runs[name] = Run(name, found.source if found else "", answer)
+        runs[name] = Run(name, server.source_of(answer.request_id), answer)
         hit = f"{answer.hit_tokens:,} of {answer.prompt_tokens:,} tokens hit"
         console.print(f"  {LABELS[name]:26} {answer.ttft_s:8.3f} s   {hit}", soft_wrap=True)
 

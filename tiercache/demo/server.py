@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiercache.demo.evidence import Found, found_for, stored_tokens
+from tiercache.demo.evidence import source_of, stored_tokens
 
 MODEL_NAME = "smollm2-135m"
 CONNECTOR = "tiercache.integrations.vllm:TierCacheConnector"
@@ -39,9 +39,9 @@ class Server:
     group: int
     """Process group of the server."""
 
-    def found_for(self, request_id: str) -> Found | None:
-        """Return the counts that the connector logged for a request; None if there are none."""
-        return found_for(request_id, self.log.read_text(errors="replace"))
+    def source_of(self, request_id: str) -> str:
+        """Return the source of a request's KV, as the connector logged it (`evidence.source_of`)."""
+        return source_of(request_id, self.log.read_text(errors="replace"))
 
     def forget_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Empty vLLM's own prefix cache, so that the next hit has to come from tiercache.

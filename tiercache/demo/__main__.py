@@ -7,13 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from tiercache.demo.model import ModelFailed, prepare_model
-from tiercache.demo.progress import working
 from tiercache.demo.question import PROMPT_TOKENS, ask, long_message
 from tiercache.demo.report import LABELS, Run, draw, problems, same_text, show, write_json
 from tiercache.demo.server import Server, ServerFailed, serving
@@ -75,10 +74,9 @@ def measure(place: Path, tokens: int, console: Console) -> dict[str, Run]:
     vLLM's prefix cache is the reference and is emptied afterwards. It has the same KV, so a hit in tiercache must give
     exactly the same answer.
     """
-    with working("preparing the model (once, about 20 s)", console):
-        model = prepare_model(place / "model")
-    with working("cutting the prompt", console):
-        message = long_message(model, tokens)
+    console.print("preparing the model (once, about 20 s) and the question")
+    model = prepare_model(place / "model")
+    message = long_message(model, tokens)
     kv = place / "kv"
     shutil.rmtree(kv, ignore_errors=True)
     config = place / "tiercache.yaml"
@@ -91,8 +89,7 @@ def measure(place: Path, tokens: int, console: Console) -> dict[str, Run]:
     runs: dict[str, Run] = {}
 
     def run(name: str, server: Server) -> None:
-        with working(f"asking: {LABELS[name]}", console):
-            answer = ask(server, message)
+        answer = ask(server, message)
         runs[name] = Run(name, server.source_of(answer.request_id), answer)
         hit = f"{answer.hit_tokens:,} of {answer.prompt_tokens:,} tokens hit"
         console.print(f"  {LABELS[name]:26} {answer.ttft_s:8.3f} s   {hit}", soft_wrap=True)
@@ -112,12 +109,11 @@ def measure(place: Path, tokens: int, console: Console) -> dict[str, Run]:
 
 @contextmanager
 def _warm_server(what: str, model: Path, log: Path, config: Path, console: Console) -> Iterator[Server]:
-    with ExitStack() as stack:
-        with working(f"starting {what}", console):
-            server = stack.enter_context(serving(model, log, config))
-            ask(server, WARM_UP, 4)
+    console.print(f"starting {what} (about a minute)")
+    with serving(model, log, config) as server:
+        ask(server, WARM_UP, 4)
         yield server
-        stack.enter_context(working(f"stopping {what}", console))
+        console.print("stopping it")
 
 
 def _short(path: Path) -> str:

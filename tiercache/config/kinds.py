@@ -83,21 +83,20 @@ class Whole(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Number(Kind):
-    """A finite number of at least `low`, or more than `low` with `above`, and at most `high`."""
+    """A finite number of at least 0, or more than 0 with `above`, and at most `high`."""
 
-    low: float = 0.0
     above: bool = False
     unit: str = ""
     high: float | None = None
 
     @property
     def expected(self) -> str:
-        least = f"{_noun('a number', self.unit)} {'>' if self.above else '>='} {self.low:g}"
+        least = f"{_noun('a number', self.unit)} {'>' if self.above else '>='} 0"
         return least if self.high is None else f"{least} and <= {self.high:g}"
 
     def parse(self, raw: Any) -> float:
         value = _number(raw, self.expected, self.unit)
-        if value < self.low or (self.above and value == self.low) or (self.high is not None and value > self.high):
+        if value < 0 or (self.above and value == 0) or (self.high is not None and value > self.high):
             raise self.refusal()
         return value
 

@@ -20,11 +20,7 @@ class Programs:
 
     def __init__(self, setting: Setting, block_bytes: int, renew: Callable[[Sequence[ChunkKey]], None]) -> None:
         """`renew` is called with announced keys, to protect them from eviction."""
-        self.plan = PrefetchPlan(
-            block_bytes,
-            int(setting.prefetch_share * setting.ram_blocks) * block_bytes,
-            setting.prefetch_bytes_per_s,
-        )
+        self.plan = PrefetchPlan(block_bytes, int(setting.prefetch_share * setting.ram_blocks) * block_bytes)
         self._announcements = Announcements(setting.hint_lead_s)
         self._error = setting.hint_error
         self._chance = Random(0)

@@ -43,8 +43,6 @@ class Setting:
     flash_bytes_per_day: float = 0.0
     prefetch: tuple[str, ...] = ()
     """Predictors to use: `hints`, `sessions` or both."""
-    prefetch_bytes_per_s: float = 0.0
-    """Rate limit of prefetches; 0 means the rate of the flash."""
     prefetch_share: float = 0.5
     """Largest fraction of the hot cache for prefetched chunks that have not been accessed yet."""
     hint_lead_s: float = 10.0

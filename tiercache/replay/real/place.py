@@ -65,7 +65,6 @@ async def opened(
         "max_local_cpu_size": (slots + 0.5) * chunk_bytes / GB,
         "cache_policy": setting.policy,
         "prefetch_share": setting.prefetch_share,
-        "prefetch_bytes_per_s": setting.prefetch_bytes_per_s,
         "close_timeout_s": 0.0,
         "device": "none",
     }

@@ -83,7 +83,7 @@ def test_a_good_run_writes_its_report_and_leaves_nothing_running(workplace: Path
         ("disk_restart", 6016, "disk"),
         ("prefix_cache", 6016, "vllm"),
     ]
-    assert (workplace / "demo" / "ttft.png").exists()
+    assert (workplace / "demo" / "ttft.png").read_bytes().startswith(b"\x89PNG")
     assert left_running(workplace) == []
 
 

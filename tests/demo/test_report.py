@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.demo.question import Answer
-from tiercache.demo.report import Run, draw, problems, same_text, write_json
+from tiercache.demo.report import Run, problems, same_text, write_json
 
 
 @pytest.fixture
@@ -25,11 +25,6 @@ def runs() -> dict[str, Run]:
 
 def change(run: Run, **changes: object) -> Run:
     return replace(run, answer=replace(run.answer, **changes))  # type: ignore[arg-type]
-
-
-def test_good_runs_have_no_problems(runs: dict[str, Run]) -> None:
-    assert problems(runs) == []
-    assert same_text(runs)
 
 
 def test_json_has_the_promised_shape(runs: dict[str, Run], tmp_path: Path) -> None:
@@ -84,8 +79,3 @@ def test_a_cold_answer_may_differ(runs: dict[str, Run]) -> None:
     runs["cold"] = change(runs["cold"], text="It is about a language.")
     assert same_text(runs)
     assert problems(runs) == []
-
-
-def test_the_picture_is_drawn(runs: dict[str, Run], tmp_path: Path) -> None:
-    draw(runs, tmp_path / "ttft.png")
-    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")

@@ -62,14 +62,9 @@ def path_of(name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", TIERS)
-def test_it_makes_the_tiers_that_tiercache_has(name: str) -> None:
+def test_it_makes_the_tiers_that_tiercache_has_and_each_other_key_is_named_in_a_warning(name: str) -> None:
     config = Config.load(path_of(name), environ={})
     assert {tier.name: tier.state for tier in explain(config).tiers if tier.name != "cpu"} == TIERS[name]
-
-
-@pytest.mark.parametrize("name", TIERS)
-def test_each_key_has_an_effect_or_is_named_in_a_warning(name: str) -> None:
-    config = Config.load(path_of(name), environ={})
     warned = " ".join(config.warnings)
     given = {setting.name for setting in file_settings(path_of(name))}
     silent = {key for key in given if key not in warned}

@@ -162,37 +162,24 @@ def test_the_right_value_has_its_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "got"),
+    ("raw", "got", "said"),
     [
-        (dataclasses.replace(HEADER, key=chunk(2)[0]), 5000),
-        (dataclasses.replace(HEADER, fingerprint=bytes(16)), 5000),
-        (dataclasses.replace(HEADER, payload_bytes=4999), 5000),
-        (dataclasses.replace(HEADER, payload_checksum=1), 5000),
-        (HEADER, 4999),
+        (dataclasses.replace(HEADER, key=chunk(2)[0]).pack(), 5000, ""),
+        (dataclasses.replace(HEADER, fingerprint=bytes(16)).pack(), 5000, ""),
+        (dataclasses.replace(HEADER, payload_bytes=4999).pack(), 5000, ""),
+        (dataclasses.replace(HEADER, payload_checksum=1).pack(), 5000, ""),
+        (HEADER.pack()[:70] + bytes([HEADER.pack()[70] ^ 1]) + HEADER.pack()[71:], 5000, "header checksum"),
+        (HEADER.pack(), 4999, ""),
+        *((HEADER.pack()[:left_bytes], 0, "") for left_bytes in (0, 3, 8, 87)),
     ],
-    ids=["another chunk's", "another layout's", "longer than it says", "damaged", "cut"],
 )
-def test_a_value_that_is_not_this_chunk_is_corrupt(header: Header, got: int) -> None:
-    with pytest.raises(CorruptChunk) as caught:
-        Stepped().verified(KEY, header.pack(), PADDED[:5000], got)
-    assert not isinstance(caught.value, NotOurs)
-
-
-@pytest.mark.parametrize("left_bytes", [0, 3, 8, 87])
-def test_what_is_left_of_a_torn_value_is_corrupt(left_bytes: int) -> None:
-    with pytest.raises(CorruptChunk) as caught:
-        Stepped().verified(KEY, HEADER.pack()[:left_bytes], PADDED[:5000], 0)
+def test_a_value_that_is_not_this_chunk_is_corrupt(raw: bytes, got: int, said: str) -> None:
+    with pytest.raises(CorruptChunk, match=said) as caught:
+        Stepped().verified(KEY, raw, PADDED[:5000], got)
     assert not isinstance(caught.value, NotOurs)
 
 
 @pytest.mark.parametrize("raw", [b"hello", b"x" * 88, HEADER.pack()[1:]])
 def test_a_value_that_is_no_chunk_is_not_ours(raw: bytes) -> None:
     with pytest.raises(NotOurs):
-        Stepped().verified(KEY, raw, PADDED[:5000], 5000)
-
-
-def test_a_damaged_header_is_corrupt() -> None:
-    raw = bytearray(HEADER.pack())
-    raw[70] ^= 1
-    with pytest.raises(CorruptChunk, match="header checksum"):
         Stepped().verified(KEY, raw, PADDED[:5000], 5000)

@@ -39,15 +39,6 @@ async def test_a_tier_that_is_down(bench: Bench) -> None:
     bench.tier.gate.set()
 
 
-async def test_a_tier_that_is_slower_than_computing(bench: Bench) -> None:
-    keys = bench.keep_on_tier(range(1, 4))
-    reader, advisor = watched(bench)
-    reader.settings.recompute_s = 0.01
-    reader.tiers[0].estimate.add(1.0, asyncio.get_running_loop().time())
-    await look_up(reader, advisor, keys)
-    assert missed(advisor) == {"too_slow": 3.0}
-
-
 async def test_a_chunk_behind_a_missing_one(bench: Bench) -> None:
     here, after = bench.keep_on_tier(range(1, 3))
     reader, advisor = watched(bench)

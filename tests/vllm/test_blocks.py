@@ -307,25 +307,6 @@ def test_a_save_that_is_taken_back_ends_when_its_copy_has_and_is_not_stored(monk
 
 
 @pytest.mark.parametrize("blocks_of", [in_host_memory, in_device_memory])
-@pytest.mark.parametrize(
-    ("wrong", "found"),
-    [
-        (torch.zeros(2, BLOCKS, TOKENS, HEADS, HEAD_SIZE), r"found \(2, 24, 32, 2, 8\)"),
-        (torch.zeros(BLOCKS, TOKENS, HEAD_SIZE), r"found \(24, 32, 8\)"),
-        (torch.zeros(BLOCKS, TOKENS, HEADS, CONTENT), r"found \(24, 32, 2, 16\)"),
-        (torch.zeros(BLOCKS, HEADS, TOKENS, HEAD_SIZE), r"found \(24, 2, 32, 8\)"),
-        (torch.zeros(BLOCKS + 1, HEADS, TOKENS, CONTENT), r"found \(25, 2, 32, 16\)"),
-        (torch.zeros(3 * BLOCKS, HEADS, TOKENS // 3, CONTENT), r"found \(72, 2, 10, 16\)"),
-        (torch.zeros(0, HEADS, TOKENS, CONTENT), r"found \(0, 2, 32, 16\)"),
-        (torch.zeros(SHAPE, dtype=torch.bfloat16), "64 bytes, .*found .* of 2 bytes"),
-    ],
-)
-def test_an_unknown_shape_is_refused(blocks_of: Callable[..., Any], wrong: Any, found: str) -> None:
-    with pytest.raises(LayoutError, match=rf"KV of layer layer\.0: .*{found}"):
-        blocks_of({"layer.0": wrong}, 4 * CONTENT)
-
-
-@pytest.mark.parametrize("blocks_of", [in_host_memory, in_device_memory])
 def test_unlike_layers_and_no_layers_are_refused(blocks_of: Callable[..., Any]) -> None:
     one, other = torch.zeros(SHAPE, dtype=torch.bfloat16), torch.zeros(SHAPE, dtype=torch.float16)
     with pytest.raises(LayoutError, match=r"KV of layer layer\.1: expected .*bfloat16.* found .*float16"):
@@ -337,6 +318,20 @@ def test_unlike_layers_and_no_layers_are_refused(blocks_of: Callable[..., Any]) 
 @pytest.mark.parametrize(
     ("blocks_of", "wrong", "found"),
     [
+        *(
+            (blocks_of, wrong, found)
+            for blocks_of in (in_host_memory, in_device_memory)
+            for wrong, found in [
+                (torch.zeros(2, BLOCKS, TOKENS, HEADS, HEAD_SIZE), r"found \(2, 24, 32, 2, 8\)"),
+                (torch.zeros(BLOCKS, TOKENS, HEAD_SIZE), r"found \(24, 32, 8\)"),
+                (torch.zeros(BLOCKS, TOKENS, HEADS, CONTENT), r"found \(24, 32, 2, 16\)"),
+                (torch.zeros(BLOCKS, HEADS, TOKENS, HEAD_SIZE), r"found \(24, 2, 32, 8\)"),
+                (torch.zeros(BLOCKS + 1, HEADS, TOKENS, CONTENT), r"found \(25, 2, 32, 16\)"),
+                (torch.zeros(3 * BLOCKS, HEADS, TOKENS // 3, CONTENT), r"found \(72, 2, 10, 16\)"),
+                (torch.zeros(0, HEADS, TOKENS, CONTENT), r"found \(0, 2, 32, 16\)"),
+                (torch.zeros(SHAPE, dtype=torch.bfloat16), "64 bytes, .*found .* of 2 bytes"),
+            ]
+        ),
         (in_host_memory, torch.zeros(BLOCKS, TOKENS, HEADS, CONTENT).transpose(1, 2), "expected 24 dense blocks"),
         (in_host_memory, torch.zeros(BLOCKS, LAYERS, HEADS, TOKENS, CONTENT)[:, 0], "expected 24 dense blocks"),
         (in_host_memory, torch.zeros(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT), "24 dense blocks .* found 48"),
@@ -346,6 +341,6 @@ def test_unlike_layers_and_no_layers_are_refused(blocks_of: Callable[..., Any]) 
         (in_device_memory, torch.zeros(SHAPE, device="meta"), "KV tensor 0: expected memory of cpu"),
     ],
 )
-def test_an_unknown_arrangement_is_refused(blocks_of: Callable[..., Any], wrong: Any, found: str) -> None:
+def test_an_unknown_shape_or_arrangement_is_refused(blocks_of: Callable[..., Any], wrong: Any, found: str) -> None:
     with pytest.raises(LayoutError, match=rf"KV of layer layer\.0: .*{found}"):
         blocks_of({"layer.0": wrong}, 4 * CONTENT)

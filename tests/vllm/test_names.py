@@ -107,15 +107,6 @@ def test_a_caches_own_salt_and_a_requests_make_another_tenant_than_either() -> N
     assert both == [b"", tenant_tag("a"), tenant_tag("b"), tenant_tag("a", "b")]
 
 
-@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
-def test_a_reset_gives_names_that_never_were(algorithm: str) -> None:
-    names = BlockNames(algorithm, 4)
-    made = request(list(range(8)))
-    before = names.extend([], made)
-    names.forget_everything()
-    assert not set(names.extend([], made)) & set(before)
-
-
 def test_engine_hashes_are_the_same_in_every_process() -> None:
     """vLLM's SHA-256 chain starts from a fixed seed; a change of that would turn every restart into a cold start."""
     script = (
@@ -161,7 +152,8 @@ async def test_announced_tokens_get_the_names_of_a_request(
     assert len(expected) == 70
     assert await worker.of_tokens(tokens, salt, lora) == expected
     worker.follow(names.forget_everything())
-    assert await worker.of_tokens(tokens, salt, lora) == names.extend([], real, adapter_key) != expected
+    after = names.extend([], real, adapter_key)
+    assert await worker.of_tokens(tokens, salt, lora) == after and not set(after) & set(expected)
     assert await worker.of_tokens(tokens[:15], salt, lora) == [], "they fill no block"
 
 

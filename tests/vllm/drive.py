@@ -452,26 +452,24 @@ class Driver:
             path.unlink(missing_ok=True)
         return len(files)
 
-    def evict_elsewhere(self, directory: str, cap_bytes: int) -> list[str]:
-        """Another process opens the directory with that cap, once the engine reserves no bytes any more, and deletes what is
-        too much. The chunks that are left, and known to be: by name of their files."""
+    def remove_elsewhere(self, directory: str) -> list[str]:
+        """Another process opens the directory and removes every second chunk. The chunks that are left, and known to be: by
+        name of their files."""
         code = (
-            "import asyncio, pathlib, sys, time\n"
+            "import asyncio, pathlib, sys\n"
             "from tiercache.tiers.disk import DiskTier\n"
-            "from tiercache.tiers.files.capacity import counted_in\n"
             "from tiercache.tiers.files.directories import FileSettings\n"
-            "root = pathlib.Path(sys.argv[1])\n"
-            "chunks = root / 'tiercache-chunks'\n"
-            "def occupied(): return sum(path.lstat().st_blocks * 512 for path in chunks.rglob('*'))\n"
-            "while counted_in(chunks / '.tiercache' / 'ledger') > occupied(): time.sleep(0.01)\n"
             "async def main():\n"
-            "    tier = DiskTier(FileSettings((root,), int(sys.argv[2])), b'f' * 16)\n"
+            "    tier = DiskTier(FileSettings((pathlib.Path(sys.argv[1]),), 2**40), b'f' * 16)\n"
             "    await tier.open()\n"
             "    await tier.scanned()\n"
+            "    for name in sys.argv[2:]:\n"
+            "        await tier.remove(bytes.fromhex(name))\n"
             "    await tier.close()\n"
             "asyncio.run(main())\n"
         )
-        subprocess.run([sys.executable, "-c", code, directory, str(cap_bytes)], check=True, timeout=120)
+        names = [path.name for path in chunk_files(directory)[::2]]
+        subprocess.run([sys.executable, "-c", code, directory, *names], check=True, timeout=120)
         return self.known_files(directory)
 
     def _offloading(self) -> Any:

@@ -56,17 +56,6 @@ def test_every_fourth_seed_runs_them_in_an_order_of_its_own() -> None:
     assert order(7) == order(7)
 
 
-def test_a_thread_reaches_a_loop_that_waits() -> None:
-    world = World(0)
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert await loop.run_in_executor(None, lambda: world.pause(2.0) or "done") == "done"
-        assert loop.time() == 1_002.0
-
-    run(world, main)
-
-
 def test_what_a_callback_raises_is_kept_as_nobodys() -> None:
     async def main() -> None:
         asyncio.get_running_loop().call_soon(lambda: 1 / 0)

@@ -235,14 +235,6 @@ def test_what_follows_the_end_is_said(exported: Path, tmp_path: Path) -> None:
     assert len(contents(tmp_path / "new")) == 6
 
 
-def test_imported_twice_nothing_changes(exported: Path, tmp_path: Path) -> None:
-    for chunks, present in [(6, 0), (0, 6)]:
-        run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1, "--json")
-        found = json.loads(run.stdout)
-        assert (run.returncode, found["chunks"], found["present"]) == (0, chunks, present)
-    assert is_counted_right(tmp_path / "new")
-
-
 async def test_a_directory_above_the_cap_gets_nothing_and_loses_nothing(directory: Path, exported: Path) -> None:
     chunk_paths(directory)[0].unlink()
     async with TierCache.open(config_for(directory), LAYOUT) as cache:
@@ -303,21 +295,6 @@ def test_a_reader_that_goes_away_is_one_sentence(directory: Path) -> None:
         run.stdout.close()
         assert run.stderr.read().count("\n") == 1
     assert run.returncode == 2
-
-
-async def test_an_export_while_a_cache_writes_has_whole_chunks(directory: Path, tmp_path: Path) -> None:
-    async with TierCache.open(config_for(directory), LAYOUT) as cache:
-        export = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tiercache", "export", directory, "-o", tmp_path / "kv.export"
-        )
-        ended = asyncio.create_task(export.wait())
-        number = 6
-        while not ended.done():
-            await cache.put(number.to_bytes(24, "big"), np.full(LAYOUT.chunk_bytes, number % 256, np.uint8))
-            number += 1
-        assert await ended == 0
-    run = tiercache("import", tmp_path / "kv.export", tmp_path / "new", "--max-size", 1, "--json")
-    assert run.returncode == 0 and json.loads(run.stdout)["chunks"] >= 6
 
 
 def test_an_export_replaces_no_file_and_leaves_none_behind(directory: Path, tmp_path: Path) -> None:

@@ -75,15 +75,6 @@ def test_no_cache_is_an_error(tmp_path: Path) -> None:
     assert "is control_socket set there?" in found.stderr
 
 
-async def test_the_socket_answers_with_figures_and_sentences(cache: TierCache, place: Path) -> None:
-    await cache.lookup(TOKENS)
-    answer = await ask(place, Advise())
-    assert answer["advice"]["usage"]["found_tokens"] == CHUNKS * LAYOUT.chunk_tokens
-    assert answer["sentences"]
-    (named,) = (await Fleet([place]).ask_each(Advise())).values()
-    assert isinstance(named, dict) and named.keys() == answer.keys()
-
-
 async def test_lookups_of_a_gateway_are_not_requests(cache: TierCache, place: Path) -> None:
     assert (await ask(place, Lookup(tokens=TOKENS)))["found"] == CHUNKS
     assert (await ask(place, Advise()))["advice"]["requests"] == 0

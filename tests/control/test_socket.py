@@ -262,9 +262,9 @@ async def test_hung_tier_makes_an_answer_late_and_no_more(
     async def hang(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(server, "ANSWER_S", 0.05)
     monkeypatch.setattr(cache, "forget", hang)
-    with pytest.raises(ControlError, match="may hang") as caught:
+    with monkeypatch.context() as soon, pytest.raises(ControlError, match="may hang") as caught:
+        soon.setattr(server, "ANSWER_S", 0.05)
         await ask(place, Forget(tokens=TOKENS))
     assert caught.value.kind == "late"
     assert (await ask(place, Lookup(tokens=TOKENS)))["found"] == CHUNKS

@@ -10,17 +10,8 @@ from tiercache.core import tombstones as module
 from tiercache.core.keys import KEY_BYTES
 from tiercache.core.tombstones import KeyTraffic, Tombstones
 
-A, B = b"a" * KEY_BYTES, b"b" * KEY_BYTES
+A = b"a" * KEY_BYTES
 KEYS = [bytes([number]) * KEY_BYTES for number in range(4)]
-
-
-def test_a_forget_reaches_operations_that_began_before_it() -> None:
-    tombstones = Tombstones()
-    before = tombstones.epoch
-    tombstones.forget(A)
-    after = tombstones.epoch
-    assert tombstones.forgot(A, before) and not tombstones.forgot(B, before) and not tombstones.forgot(A, after)
-    assert tombstones.forgotten([A, B], before) == {A} and tombstones.forgotten([A, B], after) == set()
 
 
 def test_a_bounded_number_is_kept_and_operations_from_before_count_as_forgotten(

@@ -22,10 +22,11 @@ from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver, Event
 from tiercache.device.paged import DevicePayload, device_payload
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError
-from tiercache.lifecycle import FILE_SYSTEMS_S, Closing, OnDevice, Parts, build, by_deadline, in_thread
+from tiercache.lifecycle import FILE_SYSTEMS_S, Closing, Parts, build, by_deadline, in_thread
 from tiercache.live import apply, attach, detach, settle
 from tiercache.memory.slots import Lease
 from tiercache.payloads import Sink, Source, check_loop, check_number, check_seconds, sink_of, source_of
+from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reads import Hit
 from tiercache.scheduler.writer import FlushReport
@@ -236,7 +237,7 @@ class TierCache:
         if chunks and parts.on_device is not None:
             with parts.closing:
                 event = _event(parts.on_device, after)
-                stored += await parts.on_device.path.put(chunks, event, self._until_s(deadline_s), hot_only)
+                stored += await parts.on_device.put(chunks, event, self._until_s(deadline_s), hot_only)
             parts.advisor.stored(map(_KEY_OF, chunks))
             if prefix:
                 parts.cpu.link(keys)
@@ -324,7 +325,7 @@ class TierCache:
             until_s = self._until_s(deadline_s)
             with parts.closing:
                 event = _event(parts.on_device, after)
-                delivered = await parts.on_device.path.get(keys, there, event, until_s, held)
+                delivered = await parts.on_device.get(keys, there, event, until_s, held)
             self._served(keys, delivered, until_s)
             return delivered
         return await self.get_to(keys, [sink_of(buffer) for buffer in buffers], deadline_s=deadline_s, held=held)
@@ -442,7 +443,7 @@ class TierCache:
         device, skipped, breakers = None, parts.ingest.skipped, parts.reader.breakers()
         if (on_device := parts.on_device) is not None:
             device = DeviceStatistics(on_device.device.pool.count, on_device.device.pool.free)
-            skipped += on_device.path.skipped
+            skipped += on_device.skipped
             breakers |= on_device.reader.breakers()
         return Statistics(
             tiers={tier.name: tier.statistics() for tier in (parts.cpu, *parts.tiers)},
@@ -620,7 +621,7 @@ class TierCache:
         return parts
 
 
-def _event(on_device: OnDevice, after: Event | None) -> Event:
+def _event(on_device: DevicePath, after: Event | None) -> Event:
     """Return `after`, or an event of the calling thread's own stream."""
     driver = on_device.device.driver
     return driver.record(driver.current_stream()) if after is None else after

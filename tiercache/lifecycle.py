@@ -200,17 +200,6 @@ def log_close(task: asyncio.Future[Any], name: str) -> None:
 
 
 @dataclass
-class OnDevice:
-    """Additional parts of a cache with an accelerator."""
-
-    device: Device
-    staging: StagingTier
-    reader: Reader
-    """Reads device tiers into device memory."""
-    path: DevicePath
-
-
-@dataclass
 class Parts:
     """The parts of a cache that has started. They remain after its close."""
 
@@ -223,7 +212,8 @@ class Parts:
     fan_out: FanOut
     ingest: Ingest
     reader: Reader
-    on_device: OnDevice | None
+    on_device: DevicePath | None
+    """Set with an accelerator."""
     ahead: Prefetcher
     advisor: Advisor
     opened: dict[str, Close]
@@ -399,8 +389,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
         reader = Reader(cpu, [staging, *readable], reading)
         serving = [tier for tier in readable if tier.serves_device]
         device_reader = Reader(staging, serving, reading, counts_with=reader)
-        path = DevicePath(device, cpu, staging, reader, device_reader, fan_out)
-        on_device = OnDevice(device, staging, device_reader, path)
+        on_device = DevicePath(staging, reader, device_reader, fan_out)
     readers = [reader] if on_device is None else [reader, on_device.reader]
     closing.push([("reading", reader.close) for reader in readers])
     closing.schedulers += [*fan_out.writers, *readers]

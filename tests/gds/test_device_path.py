@@ -80,7 +80,7 @@ class Bench:
         self.fan_out = FanOut([self.writer])
         self.host_reader = Reader(self.cpu, [self.staging, self.tier], ReaderSettings())
         self.device_reader = Reader(self.staging, [self.tier], ReaderSettings())
-        self.path = DevicePath(self.device, self.cpu, self.staging, self.host_reader, self.device_reader, self.fan_out)
+        self.path = DevicePath(self.staging, self.host_reader, self.device_reader, self.fan_out)
 
     async def close(self) -> None:
         self.tier.gate.set()

@@ -26,7 +26,7 @@ from tiercache.memory.workers import all_or_none, once_ended, retrieve_exception
 from tiercache.scheduler.batch import deliver, or_held
 from tiercache.scheduler.reads import Reader
 from tiercache.scheduler.writer import FanOut
-from tiercache.tiers.cpu import CpuTier, StagingTier
+from tiercache.tiers.cpu import StagingTier
 
 _BATCH_BYTES = 64 << 20
 BATCHES_AT_ONCE = 3
@@ -56,21 +56,14 @@ class _Batch:
 class DevicePath:
     """Bound to the event loop. Deadlines are loop times in seconds."""
 
-    def __init__(
-        self,
-        device: Device,
-        cpu: CpuTier,
-        staging: StagingTier,
-        host_reader: Reader,
-        device_reader: Reader,
-        fan_out: FanOut,
-    ) -> None:
-        self.device = device
-        self.cpu = cpu
+    def __init__(self, staging: StagingTier, host_reader: Reader, reader: Reader, fan_out: FanOut) -> None:
+        """`reader` reads device tiers into `staging`, and `host_reader` all tiers into the hot cache."""
+        self.device = staging.device
+        self.cpu = host_reader.cpu
         self.staging = staging
+        self.reader = reader
         self.skipped = 0
         self._host_reader = host_reader
-        self._device_reader = device_reader
         self._fan_out = fan_out
         self._puts = asyncio.Semaphore(BATCHES_AT_ONCE)
         self._gets = asyncio.Semaphore(BATCHES_AT_ONCE)
@@ -243,7 +236,7 @@ class DevicePath:
         if after is not None and not await self._has_happened(after, deadline_s):
             return 0
         # Each reader estimates its own tiers; a chunk may come through either.
-        waits = [wait for reader in (self._host_reader, self._device_reader) if (wait := reader.worth_waiting_s(keys))]
+        waits = [wait for reader in (self._host_reader, self.reader) if (wait := reader.worth_waiting_s(keys))]
         if waits and held is None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + sum(waits))
         landing = _Landing(self.device, self.staging, self._gets, self._host_reader, payloads, deadline_s)
@@ -251,7 +244,7 @@ class DevicePath:
         return await deliver(self.cpu, keys, landing, deadline_s, lease_hot, self._fetch, self._lanes)
 
     def _lease_hot(self, key: ChunkKey) -> Lease | None:
-        return self._host_reader.lease_now(key, counted=True) or self._device_reader.lease_now(key)
+        return self._host_reader.lease_now(key, counted=True) or self.reader.lease_now(key)
 
     async def _fetch(
         self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
@@ -259,7 +252,7 @@ class DevicePath:
         """Return a lease on a chunk from a device tier that has it or may have it, else from the host's cascade."""
         known = any(writer.tier.contains(key) for writer in self._device_writers)
         if known or (self._device_writers and not any(writer.tier.contains(key) for writer in self._host_writers)):
-            lease = await self._device_reader.fetch(key, deadline_s, parent, time)
+            lease = await self.reader.fetch(key, deadline_s, parent, time)
             if lease is not None:
                 return lease
         return await self._host_reader.fetch(key, deadline_s, parent, time)

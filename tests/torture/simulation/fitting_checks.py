@@ -22,7 +22,7 @@ def check_fittings(cache: TierCache) -> None:
     """Raises Violation."""
     kept: dict[str, Any] = {}
     if (on_device := cache.parts.on_device) is not None:
-        device, staging, path = on_device.device, on_device.staging, on_device.path
+        device, staging = on_device.device, on_device.staging
         kept |= {
             "slots of the device": device.pool.count - device.pool.free,
             "slots held for writes to device tiers": staging.budget.held[Purpose.WRITE],
@@ -31,8 +31,8 @@ def check_fittings(cache: TierCache) -> None:
             "reads into the device": len(on_device.reader.in_flight),
             "ends of the device": device.pending,
             "unknown ends of copies": device.unfinished,
-            "batches of puts": BATCHES_AT_ONCE - path._puts._value,
-            "batches of gets": BATCHES_AT_ONCE - path._gets._value,
+            "batches of puts": BATCHES_AT_ONCE - on_device._puts._value,
+            "batches of gets": BATCHES_AT_ONCE - on_device._gets._value,
         }
     for tier in cache.tiers:
         io = tier.directories.io if isinstance(tier, FileTier) else None

@@ -389,7 +389,7 @@ class TierCache:
         parts = self._in_use()
         given = list(what)
         keys: list[Any] = given if given and isinstance(given[0], bytes) else self.keys(given)
-        return parts.ahead.prefetch(keys, deadline, ttl, priority, parts.reader.settings.probe_deadline_s)
+        return parts.ahead.prefetch(keys, deadline, ttl, priority)
 
     # Lookups
 

@@ -396,7 +396,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     chunk_bytes, slots = layout.chunk_bytes, cpu.pool.count
     share_bytes = int(config.prefetch_share * slots) * chunk_bytes
     plan = PrefetchPlan(chunk_bytes, share_bytes, config.prefetch_bytes_per_s)
-    ahead = Prefetcher(reader, plan, read_s=reading.deadline_s, on_continued=fan_out.continued)
+    ahead = Prefetcher(reader, plan, on_continued=fan_out.continued)
     closing.push([("prefetching", ahead.close)])
     if config.preload == "recent":
         warm_start = WarmStart(tiers, layout.namespace(config.tenant_salt), layout.rank, cpu, ahead)

@@ -30,7 +30,7 @@ class Prefetching:
     def hint(
         self, keys: list[ChunkKey], due_in_s: float = 0.0, ttl_s: float = 60.0, priority: int = 0
     ) -> PrefetchHandle:
-        return self.prefetcher.prefetch(keys, due_in_s, ttl_s, priority, look_s=1.0)
+        return self.prefetcher.prefetch(keys, due_in_s, ttl_s, priority)
 
     async def use(self, key: ChunkKey) -> np.ndarray:
         lease = await self.reader.fetch(key, asyncio.get_running_loop().time() + 5.0)

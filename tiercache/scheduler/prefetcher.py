@@ -90,17 +90,14 @@ class Prefetcher:
         reader: Reader,
         plan: PrefetchPlan,
         *,
-        read_s: float = 10.0,
         on_continued: Callable[[Sequence[ChunkKey]], None] | None = None,
     ) -> None:
-        """`read_s` is the timeout for reading a chunk.
-
-        `on_continued` is called with the chunks of sessions that have a further turn.
+        """Lookups and reads have the deadlines of `reader`. `on_continued` is called with the chunks of sessions that
+        have a further turn.
         """
         self.plan = plan
         self.sessions = SessionPredictor()
         self._reader = reader
-        self._read_s = read_s
         self._on_continued = on_continued
         self._loop = asyncio.get_running_loop()
         self._lanes = max(2, sum(tier.tier.traits.read_concurrency + 2 for tier in reader.tiers))
@@ -134,10 +131,8 @@ class Prefetcher:
         """Number of pinned chunks."""
         return len(self._pins)
 
-    def prefetch(
-        self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
-    ) -> PrefetchHandle:
-        """Prefetch as `TierCache.prefetch` does. `look_s` is the timeout of the lookup."""
+    def prefetch(self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int) -> PrefetchHandle:
+        """Prefetch as `TierCache.prefetch` does."""
         if not isfinite(due_in_s):
             raise ValueError(f"deadline: expected a number of seconds, found {due_in_s}")
         check_seconds("ttl", ttl_s)
@@ -154,7 +149,7 @@ class Prefetcher:
         handle = PrefetchHandle(self, request)
         if not handle.done:
             self._keys_looked_up += len(request.keys)
-            task = self._loop.create_task(self._look_up(request, now_s + look_s), name="tiercache-prefetch")
+            task = self._loop.create_task(self._look_up(request), name="tiercache-prefetch")
             self._lookups[task] = request
             task.add_done_callback(self._lookups.pop)
         return handle
@@ -286,10 +281,10 @@ class Prefetcher:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.unpin(list(self._pins))
 
-    async def _look_up(self, request: PrefetchRequest, deadline_s: float) -> None:
+    async def _look_up(self, request: PrefetchRequest) -> None:
         found, keys = 0, request.keys
         try:
-            found, _ = await self._reader.lookup(keys, deadline_s)
+            found, _ = await self._reader.lookup(keys)
         except Exception:
             logger.exception("a lookup failed unexpectedly")  # all chunks count as missing
         finally:
@@ -326,7 +321,7 @@ class Prefetcher:
             parent, time = promotion.parent, None
             if promotion.source == PRELOAD:  # a list is not a prefix
                 parent, time = None, -next(self._preloads)
-            lease = await self._reader.promote(key, self._loop.time() + self._read_s, parent, time)
+            lease = await self._reader.promote(key, self._loop.time() + self._reader.settings.deadline_s, parent, time)
         finally:
             del self._reads[key]
             kept = self.plan.ended(promotion, promoted=lease is not None)

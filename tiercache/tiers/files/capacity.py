@@ -2,8 +2,8 @@
 
 The counter is a small file that all processes change under flock(2). A process reserves bytes in steps. It spends
 these, and the bytes of chunks that it deletes, without the lock, and creates no file before it has the bytes. So the
-counter is never below what the files occupy. A process that finds a dead one removes the dead one's temporary files and
-subtracts their sizes. What else the dead one had reserved, about a step, stays counted until a scan.
+counter is never below what the files occupy. A process that finds a dead one removes the dead one's temporary files.
+What the dead one had reserved, for these and about a step more, stays counted until a scan.
 
 A scan corrects the counter if no other process uses bytes meanwhile (`mark` and `recount`), as the owner lock files
 (`owners.py`) show.
@@ -26,9 +26,9 @@ from tiercache.core.index import pause_s
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.access import ABSENT, OWNER, Access, lock_within, open_file
 from tiercache.tiers.files.format import NO_ROOM
-from tiercache.tiers.files.owners import Owner, Record
+from tiercache.tiers.files.owners import Owner
 
-_FILE = struct.Struct("<8sQQQ")
+_FILE = struct.Struct("<8sQQ")
 _COUNTED = struct.Struct("<8sQ")
 _MAGIC = b"TIERLEDG"
 _UNTRUSTED_MAGIC = b"TIERLED?"
@@ -55,8 +55,6 @@ class Count(NamedTuple):
     counted_bytes: int = 0
     changes: int = 0
     """Number of changes, modulo 2**64."""
-    identity: int = 0
-    """A random number that distinguishes this counter from a later one."""
     trusted: bool = False
     """False until a scan has counted the files that are older than the counter, or while a process asks for a recount.
     Nothing is written then.
@@ -135,7 +133,7 @@ class Capacity:
             with self._locked(_LOCK_WAIT_S):
                 found = _read(self._descriptor)
                 if found is None:
-                    found = Count(identity=int.from_bytes(os.urandom(8), "little"))
+                    found = Count()
                     self._store(found)
                 self._count = found
         except BaseException:
@@ -303,10 +301,6 @@ class Capacity:
             return False
         return True
 
-    def return_dead(self) -> int:
-        """Remove the temporary files of dead processes. Return their number. Raises OSError and TierUnavailable."""
-        return self._owner.remove_dead(self._count.identity, lambda: self.deleting(0))
-
     # The counter
 
     def refresh(self) -> bool:
@@ -354,8 +348,7 @@ class Capacity:
         """
         with self._turn(_LOCK_WAIT_S), self._locked(_LOCK_WAIT_S):
             now = self._load()
-            # Look twice: a process that removes a dead one's files is active before it removes the dead one's lock file.
-            active = self._owner.active_others() or self._owner.active_others()
+            active = self._owner.active_others()
             if not mark.is_alone or active or now.changes - self._changes != mark.others_changes:
                 self._ask_for_quiet(now, found_bytes + active * self.step_bytes)
                 return 0
@@ -493,15 +486,15 @@ class Capacity:
         if self._owner.lost:
             raise self._lost("has no lock file of this process beside it")
         self._is_active = None
-        self._owner.write(Record(self._count.identity, is_active), synced=self._synced and is_active)
+        self._owner.write(is_active, synced=self._synced and is_active)
         self._is_active = is_active
 
     def _look_for_dead(self) -> None:
-        """Call `return_dead` for at most a tenth of the time. Does not raise."""
+        """Call `Owner.remove_dead` for at most a tenth of the time. Does not raise."""
         began_s = time.monotonic()
         if began_s >= self._next_look_s:
-            with suppress(OSError, TierUnavailable):
-                self.return_dead()
+            with suppress(OSError):
+                self._owner.remove_dead()
             now_s = time.monotonic()
             self._next_look_s = now_s + pause_s([now_s - began_s])
 
@@ -516,7 +509,7 @@ class Capacity:
         """Write the counter. Reads it after an error: a network file system may have lost only the answer."""
         magic = _MAGIC if count.trusted else _UNTRUSTED_MAGIC
         try:
-            os.pwrite(self._descriptor, _FILE.pack(magic, count.counted_bytes, count.changes, count.identity), 0)
+            os.pwrite(self._descriptor, _FILE.pack(magic, count.counted_bytes, count.changes), 0)
         except OSError:
             if _read(self._descriptor) != count:
                 raise
@@ -566,12 +559,12 @@ class Capacity:
 
 
 def _read(descriptor: int) -> Count | None:
-    """Return a counter's content, or None. Older files have other numbers in the last two fields."""
+    """Return a counter's content, or None. Older files have another number in the last field, and one more."""
     raw = os.pread(descriptor, _FILE.size, 0)
     if len(raw) < _COUNTED.size or raw[:8] not in (_MAGIC, _UNTRUSTED_MAGIC):
         return None
-    magic, counted_bytes, changes, identity = _FILE.unpack(raw.ljust(_FILE.size, b"\0"))
-    return Count(counted_bytes, changes, identity, magic == _MAGIC)
+    magic, counted_bytes, changes = _FILE.unpack(raw.ljust(_FILE.size, b"\0"))
+    return Count(counted_bytes, changes, magic == _MAGIC)
 
 
 def counted_in(path: Path) -> int | None:

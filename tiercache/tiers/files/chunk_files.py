@@ -149,7 +149,7 @@ class ChunkFiles:
         self.access.make_root(self.root)
         self._note_device()
         self._with_room(self._keep_books)
-        self.strays_removed = self.capacity.return_dead()
+        self.strays_removed = self._owner.remove_dead()
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary, self._owner.new_name())
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
@@ -501,7 +501,7 @@ class ChunkFiles:
 
     def begin_scan(self) -> tuple[Mark, list[str]]:
         """Return the counter's mark, which `recount` needs, and the directories to scan. Call it before a scan."""
-        self.strays_removed += self.capacity.return_dead()
+        self.strays_removed += self._owner.remove_dead()
         self.require_manifest()
         self.trim_quarantine()  # retries failed removals, and applies a lowered cap
         mark = self.capacity.mark()

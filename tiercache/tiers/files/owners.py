@@ -12,41 +12,18 @@ import fcntl
 import itertools
 import os
 import re
-import struct
 import uuid
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-from tiercache.tiers.files.access import (
-    ABSENT,
-    UNSUPPORTED,
-    Access,
-    occupied_bytes,
-    open_file,
-    opened_directory,
-    rename_new,
-)
+from tiercache.tiers.files.access import ABSENT, Access, open_file, opened_directory
 
 PENDING_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
 _LOCK_NAME = re.compile(r"[0-9a-f]{32}\.lock")
 TEMPORARY = ".tiercache/tmp"
-_RECORD = struct.Struct("<8sQQ")
-_MAGIC = b"TIEROWN2"
-
-
-class Record(NamedTuple):
-    """The content of a lock file."""
-
-    counter: int = 0
-    """Identity of the counter from which the process reserves bytes."""
-    is_active: bool = False
-    """True if the process may use or delete bytes."""
-
-
-Deleting = Callable[[], contextlib.AbstractContextManager[Callable[[int], None]]]
-"""Bracket of a deletion, see `Capacity.deleting`."""
+_ACTIVE, _IDLE = b"1", b"0"
+"""Content of a lock file: its process may use or delete bytes, or not. Other content is another version's."""
 
 
 class Owner:
@@ -88,9 +65,9 @@ class Owner:
                     os.close(descriptor)
                     self.name = uuid.uuid4().hex
 
-    def write(self, record: Record, *, synced: bool) -> None:
-        """Write a record. On OSError the old or the new one is stored."""
-        os.pwrite(self._descriptor, _RECORD.pack(_MAGIC, *record), 0)
+    def write(self, is_active: bool, *, synced: bool) -> None:
+        """Tell others if this process may use or delete bytes. On OSError the old or the new content is stored."""
+        os.pwrite(self._descriptor, _ACTIVE if is_active else _IDLE, 0)
         if synced:
             os.fdatasync(self._descriptor)
 
@@ -131,16 +108,15 @@ class Owner:
                     count += 1
                     continue
                 try:
-                    count += _read(descriptor).is_active
+                    count += os.pread(descriptor, 1, 0) not in (b"", _IDLE)  # empty: it was never active
                 finally:
                     os.close(descriptor)
         return count
 
-    def remove_dead(self, counter: int, deleting: Deleting) -> int:
+    def remove_dead(self) -> int:
         """Remove temporary files of processes whose locks are free, and their lock files. Return the number of files.
 
-        `deleting` brackets that, and is told how many bytes each file frees that the `counter` includes. Raises
-        FileNotFoundError.
+        What the counter has for these files stays counted. Raises FileNotFoundError.
         """
         with contextlib.ExitStack() as stack:
             temporary = stack.enter_context(self._opened(TEMPORARY))
@@ -153,19 +129,11 @@ class Owner:
             for name in names:  # left by processes without lock files
                 if PENDING_NAME.fullmatch(name) and name[:32] not in known and _has_no_lock(name, temporary):
                     removed += _unlink(name, temporary)
-            dead = {}
-            for name in locks:
-                record = stack.enter_context(_locked(name, temporary))
-                if record is not None:
-                    dead[name.removesuffix(".lock")] = record
+            dead = [name for name in locks if stack.enter_context(_locked(name, temporary))]
             if dead:
-                freed = stack.enter_context(deleting())
-                for owner, freed_bytes in self._remove_files(dead):
-                    removed += 1
-                    if dead[owner].counter == counter:
-                        freed(freed_bytes)
+                removed += self._remove_files({name.removesuffix(".lock") for name in dead})
                 for name in dead:  # last, since lock files lead to all other leftovers
-                    _unlink(f"{name}.lock", temporary)
+                    _unlink(name, temporary)
         return removed
 
     def _opened(self, name: str) -> contextlib.AbstractContextManager[int]:
@@ -182,57 +150,34 @@ class Owner:
     def _locks(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if _LOCK_NAME.fullmatch(name) and name != f"{self.name}.lock"]
 
-    def _remove_files(self, dead: Container[str]) -> Iterator[tuple[str, int]]:
-        """Remove the files of all dead processes in one listing per directory. Yield the owner and bytes of each."""
+    def _remove_files(self, dead: Container[str]) -> int:
+        """Remove the files of all dead processes in one listing per directory. Return their number."""
+        removed = 0
         for place in (TEMPORARY, *self._places):
             with contextlib.suppress(*ABSENT), self._opened(place) as directory:
                 for name in os.listdir(directory):
                     if PENDING_NAME.fullmatch(name) and name[:32] in dead:
-                        with contextlib.suppress(FileNotFoundError):
-                            yield name[:32], self._remove(name, directory)
-
-    def _remove(self, name: str, directory: int) -> int:
-        """Remove a dead process's file. Return the bytes that were counted for it, or fewer. Raises FileNotFoundError."""
-        status = os.lstat(name, dir_fd=directory)
-        ours = self.new_name()
-        try:
-            rename_new(name, ours, directory)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-            # Files are published by links here. This one may have been published and evicted, which uncounted it.
-            os.unlink(name, dir_fd=directory)
-            return 0
-        os.unlink(ours, dir_fd=directory)
-        return min(occupied_bytes(status), status.st_size)
+                        removed += _unlink(name, directory)
+        return removed
 
 
 @contextmanager
-def _locked(name: str, temporary: int) -> Iterator[Record | None]:
-    """Lock a free lock file and yield its record; None if its owner lives or it is missing."""
+def _locked(name: str, temporary: int) -> Iterator[bool]:
+    """Lock a free lock file and yield True; False if its owner lives or it is missing."""
     try:
         descriptor = open_file(name, os.O_RDWR, temporary)
     except (FileNotFoundError, PermissionError):
-        yield None
+        yield False
         return
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield None
+            yield False
         else:
-            yield _read(descriptor)
+            yield True
     finally:
         os.close(descriptor)
-
-
-def _read(descriptor: int) -> Record:
-    """Return a lock file's record. A process that was never active writes none; other content is another version's."""
-    raw = os.pread(descriptor, _RECORD.size, 0)
-    if raw[:8] != _MAGIC or len(raw) < _RECORD.size:
-        return Record(is_active=bool(raw))
-    _, counter, is_active = _RECORD.unpack(raw)
-    return Record(counter, bool(is_active))
 
 
 def _has_no_lock(name: str, temporary: int) -> bool:

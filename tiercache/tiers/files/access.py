@@ -210,10 +210,9 @@ def open_file(path: Path | str, flags: int, dir_fd: int | None = None) -> int:
 
 
 @contextmanager
-def opened_directory(path: Path | str, *, to_list: bool = False) -> Iterator[int]:
-    """Open a directory for calls with `dir_fd`. `to_list` allows listdir and scandir."""
-    how = os.O_RDONLY if to_list else os.O_PATH
-    descriptor = os.open(path, how | os.O_DIRECTORY | os.O_CLOEXEC)
+def opened_directory(path: Path | str) -> Iterator[int]:
+    """Open a directory for listdir, scandir and calls with `dir_fd`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield descriptor
     finally:

@@ -191,10 +191,10 @@ class ChunkFiles:
     def _delete_any(self) -> bool:
         """Delete any chunk without counting it. Return False if there is none."""
         for top in TOP_LEVELS:
-            with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
-                for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
+            with suppress(*ABSENT):
+                for name in filter(CHUNK_NAME.fullmatch, os.listdir(self.root / top)):
                     with suppress(FileNotFoundError):
-                        remove_chunk(name, directory)
+                        remove_chunk(f"{self.root}/{top}/{name}")
                         logger.warning("%s: the device is full; chunk %s made room for our files", self.root, name)
                         return True
         return False
@@ -206,7 +206,7 @@ class ChunkFiles:
     def answers(self) -> bool:
         """Return True if the path leads to a working directory. Lists it, since the kernel caches names of a dead mount."""
         try:
-            with opened_directory(self._private, to_list=True) as directory:
+            with opened_directory(self._private) as directory:
                 os.stat("ledger", dir_fd=directory)
         except OSError:
             return False
@@ -489,7 +489,7 @@ class ChunkFiles:
     def own_keys(self, top: str) -> set[ChunkKey]:
         """Return the chunks in a subdirectory whose headers have our fingerprint."""
         found = set()
-        with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
+        with suppress(*ABSENT), opened_directory(self.root / top) as directory:
             for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
                 try:
                     with os.fdopen(open_file(name, os.O_RDONLY, directory), "rb", buffering=0) as file:
@@ -525,10 +525,8 @@ class ChunkFiles:
 
     def _delete_file(self, key: ChunkKey) -> int | None:
         """Return the bytes that the chunk occupied, None if there was none."""
-        above, name = os.path.split(self.path(key))
         try:
-            with opened_directory(above) as directory:
-                return remove_chunk(name, directory)
+            return remove_chunk(self.path(key))
         except ABSENT:
             return None
 

@@ -18,8 +18,7 @@ import stat
 import threading
 import time
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -169,55 +168,44 @@ class Quarantine:
     def take(self, path: str) -> None:
         """Move a bad chunk here. Raises OSError; FileNotFoundError if another instance moved it."""
         self._access.make_directory(self.directory)
-        above, name = os.path.split(path)
-        with opened_directory(above) as source, opened_directory(self.directory) as target:
-            os.rename(name, f"{name}.{time.time_ns()}", src_dir_fd=source, dst_dir_fd=target)
+        os.rename(path, f"{self.directory}/{os.path.basename(path)}.{time.time_ns()}")
 
     def trim(self, capacity: Capacity, cap_bytes: int) -> None:
         """Keep the last few files within a share of the cap, and skip those that cannot be removed. `cap_bytes` 0:
         unknown.
         """
-        with self._opened() as (directory, found):
-            kept = sorted(((status.st_mtime_ns, name, occupied_bytes(status)) for name, status in found), reverse=True)
-            left_bytes = cap_bytes / _SHARE if cap_bytes else math.inf
-            for place, (_, name, occupied) in enumerate(kept):
-                left_bytes -= occupied
-                if place >= _KEEPS or left_bytes < 0:
-                    _remove(name, directory, occupied, capacity)
+        found = [(status.st_mtime_ns, path, occupied_bytes(status)) for path, status in self._files()]
+        left_bytes = cap_bytes / _SHARE if cap_bytes else math.inf
+        for place, (_, path, occupied) in enumerate(sorted(found, reverse=True)):
+            left_bytes -= occupied
+            if place >= _KEEPS or left_bytes < 0:
+                _remove(path, occupied, capacity)
 
     def forget(self, key: ChunkKey, capacity: Capacity) -> None:
         """Remove the quarantined files of a key. Raises OSError, TierUnavailable."""
-        with self._opened(key.hex()) as (directory, found):
-            for name, status in found:
-                _remove(name, directory, occupied_bytes(status), capacity)
+        for path, status in self._files(key.hex()):
+            _remove(path, occupied_bytes(status), capacity)
 
     def occupied_bytes(self) -> int:
-        with self._opened() as (_, found):
-            return sum(occupied_bytes(status) for _, status in found)
+        return sum(occupied_bytes(status) for _, status in self._files())
 
-    @contextmanager
-    def _opened(self, key: str = "") -> Iterator[tuple[int, list[tuple[str, os.stat_result]]]]:
-        """Yield a descriptor of the directory and our files in it, or those of one `key`; none if it is missing."""
-        with contextlib.ExitStack() as stack:
-            try:
-                directory = stack.enter_context(opened_directory(self.directory, to_list=True))
-            except ABSENT:
-                yield -1, []
-                return
-            found = []
-            for name in os.listdir(directory):
+    def _files(self, key: str = "") -> list[tuple[str, os.stat_result]]:
+        """Return the paths of our files here, or those of one `key`; none if the directory is missing."""
+        found = []
+        with contextlib.suppress(*ABSENT):
+            for name in os.listdir(self.directory):
                 if QUARANTINED_NAME.fullmatch(name) and name.startswith(key):
                     with contextlib.suppress(OSError):
-                        status = os.lstat(name, dir_fd=directory)
+                        status = os.lstat(path := f"{self.directory}/{name}")
                         if stat.S_ISREG(status.st_mode):
-                            found.append((name, status))
-            yield directory, found
+                            found.append((path, status))
+        return found
 
 
-def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> None:
+def _remove(path: str, occupied: int, capacity: Capacity) -> None:
     """Delete and uncount a file. If that fails, it stays counted."""
     with capacity.deleting(occupied) as freed, contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=directory)
+        os.unlink(path)
         freed(occupied)
 
 
@@ -270,15 +258,15 @@ class Scanned:
         return np.argsort(-np.asarray(self.times_s), kind="stable")
 
 
-def remove_chunk(name: str, directory: int) -> int:
-    """Unlink a chunk in an open directory. Return the bytes that it occupied.
+def remove_chunk(path: str) -> int:
+    """Unlink a chunk. Return the bytes that it occupied.
 
     Raises FileNotFoundError, also for anything that is no regular file, and OSError.
     """
-    status = os.lstat(name, dir_fd=directory)
+    status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise FileNotFoundError(errno.ENOENT, "is not a file, and stays", name)
-    os.unlink(name, dir_fd=directory)
+        raise FileNotFoundError(errno.ENOENT, "is not a file, and stays", path)
+    os.unlink(path)
     return occupied_bytes(status)
 
 
@@ -291,7 +279,7 @@ def scan_chunks(path: Path, owner: Owner, access: Access | None, known: Containe
     """
     found = Scanned()
     try:
-        with opened_directory(path, to_list=True) as directory:
+        with opened_directory(path) as directory:
             found.counted_bytes = occupied_bytes(os.stat(directory))
             with os.scandir(directory) as entries:
                 for entry in entries:

@@ -137,7 +137,7 @@ class Owner:
         return removed
 
     def _opened(self, name: str) -> contextlib.AbstractContextManager[int]:
-        return opened_directory(self._root / name, to_list=True)
+        return opened_directory(self._root / name)
 
     def _is_here(self, temporary: int) -> bool:
         """Return True if an open directory contains our lock file."""

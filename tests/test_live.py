@@ -429,7 +429,7 @@ async def test_a_tier_that_cannot_be_opened_stays_detached(tmp_path: Path) -> No
         keys = await fill(cache, 2)
         await cache.detach("disk")
         (chunks_of(directory) / "tiercache.json").rename(tmp_path / "aside")
-        (chunks_of(directory) / "tiercache.json").write_text("{}")
+        (chunks_of(directory) / "tiercache.json").write_text('{"format": 99}')
         with pytest.raises(ConfigError):
             await cache.attach("disk")
         cache.clear_hot()

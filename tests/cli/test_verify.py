@@ -129,10 +129,9 @@ def test_a_part_that_this_user_cannot_read_is_no_success(directory: Path) -> Non
     assert run.stderr == f"error: {directory} cannot be verified: [Errno 13] Permission denied: '{closed}'\n"
 
 
-@pytest.mark.parametrize("manifest", ['{"format": 99}', "[]"])
-def test_another_format_is_one_sentence(directory: Path, manifest: str) -> None:
+def test_another_format_is_one_sentence(directory: Path) -> None:
     flip(chunk_paths(directory)[0], 5000)
-    (chunks_of(directory) / "tiercache.json").write_text(manifest)
+    (chunks_of(directory) / "tiercache.json").write_text('{"format": 99}')
     run = tiercache("verify", directory)
     assert run.returncode == 2
     assert run.stderr.startswith(f"error: {directory} cannot be verified: {directory}")

@@ -13,10 +13,11 @@ from tests.tiers import weka
 from tests.tiers.test_disk import fill, is_hit, opened
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
-from tiercache.tiers.files.directory import Scanned, Scanner
+from tiercache.tiers.files.chunk_files import ChunkFiles
+from tiercache.tiers.files.directory import Scanned
 
 KEY = chunk(1)[0]
-_scan = Scanner.scan
+_scan = ChunkFiles.scan
 
 
 async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
@@ -27,14 +28,14 @@ async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
         await fill(other, range(1, 2))
         seen = threading.Event()
 
-        def scanned_then_removed(scanner: Scanner, top: str, known: Collection[bytes] | None = None) -> Scanned:
-            found = _scan(scanner, top, known)
+        def scanned_then_removed(files: ChunkFiles, top: str, known: Collection[bytes] | None = None) -> Scanned:
+            found = _scan(files, top, known)
             if found.keys and not seen.is_set():
                 seen.set()
                 asyncio.run_coroutine_threadsafe(tier.remove(KEY), loop).result(10.0)
             return found
 
-        monkeypatch.setattr(Scanner, "scan", scanned_then_removed)
+        monkeypatch.setattr(ChunkFiles, "scan", scanned_then_removed)
         await tier.refreshed()
         assert seen.is_set()
         await fill(tier, range(1, 2))

@@ -75,11 +75,12 @@ class _Write:
 
     key: ChunkKey
     lease: Lease
-    task: asyncio.Task[bool] | None = None
+    task: asyncio.Task[None] | None = None
     began_s: float = 0.0
     """The loop time at which the tier began this attempt."""
     timer: asyncio.TimerHandle | None = None
     """Runs while the tier writes."""
+    ended: bool = False
 
 
 class TierWriter:
@@ -115,7 +116,7 @@ class TierWriter:
         return len(self._queue) + len(self._writing)
 
     @property
-    def abandoned(self) -> Sequence[asyncio.Task[bool]]:
+    def abandoned(self) -> Sequence[asyncio.Task[None]]:
         """Writes that outlived their deadline and still hold memory."""
         return [write.task for write in tuple(self._abandoned) if write.task is not None]
 
@@ -214,11 +215,10 @@ class TierWriter:
             await asyncio.wait(tasks, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
         waiting = []
         for write in tuple(self._writing):
-            if (task := write.task) is not None and not task.done():
-                self._abandon(write)
-                if write.timer is None:  # it waits for its next attempt
-                    task.cancel()
-                    waiting.append(task)
+            self._abandon(write)
+            if write.timer is None and write.task is not None:  # it waits for its next attempt
+                write.task.cancel()
+                waiting.append(write.task)
         await asyncio.gather(*waiting, return_exceptions=True)
 
     def limit(self, settings: WriterSettings) -> None:
@@ -262,22 +262,31 @@ class TierWriter:
             self._latest[key] = write = _Write(key, lease, began_s=now_s)
             self._writing.add(write)
             write.task = asyncio.create_task(self._write(write), name=f"tiercache-write-{self.tier.name}")
+            # For a task that is cancelled before its first step.
             write.task.add_done_callback(partial(self._end, write))
 
-    def _end(self, write: _Write, task: asyncio.Task[bool]) -> None:
-        """Release the resources of a write, whose memory is no longer in use."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            logger.error("%s: a write failed unexpectedly", self.tier.name, exc_info=error)
-        answered = not task.cancelled() and error is None and task.result()
-        if not (answered or write in self._abandoned):
-            self.counters.dropped += 1
+    async def _write(self, write: _Write) -> None:
+        answered = False
+        try:
+            answered = await self._attempt(write)
+        except Exception:
+            logger.exception("%s: a write failed unexpectedly", self.tier.name)
+        finally:
+            if not (answered or write in self._abandoned):
+                self.counters.dropped += 1
+            self._end(write)
+
+    def _end(self, write: _Write, task: asyncio.Task[None] | None = None) -> None:
+        """Release the resources of a write once its memory is no longer in use. Idempotent."""
+        if write.ended:
+            return
+        write.ended = True
         write.lease.release()
         self._abandoned.discard(write)
         self._leave_table(write)
         self._start_writes()
 
-    async def _write(self, write: _Write) -> bool:
+    async def _attempt(self, write: _Write) -> bool:
         """Write a chunk, with retries.
 
         Returns False if it is given up, True if the tier answered, or if the chunk was forgotten.

@@ -277,10 +277,14 @@ class Calls:
 
     async def _change(self, work: Awaitable[object]) -> str:
         """What was there before may be gone after it."""
+        arena = self.cache.parts.arena
+        is_lent = arena.lent  # of a 3FS tier that was detached a moment ago
         with self.expected.change():
             try:
                 await work
             except ConfigError as error:
+                if is_lent or arena.lent:
+                    return "refused"
                 lost = isinstance(error.__cause__, DeviceError) and error.__cause__.lost  # for good
                 if not (lost or self._node.stage.faults()):
                     raise Violation(f"nothing fails, and a change does: {error}") from error

@@ -430,21 +430,27 @@ class Directories:
 
     async def _scan(self, directory: Directory, first: bool) -> None:
         files = directory.files
-        is_missing = False
+        failure: OSError | TierUnavailable | None = None
         try:
             found = await scan(directory, self.metadata.background, first=first)
             if found is not None:
                 self.counters.strays += found.strays
         except (OSError, TierUnavailable) as error:
-            is_missing = isinstance(error, FileNotFoundError)
+            failure = error
             logger.warning("%s could not be scanned: %s", files.root, error)
         finally:
             if directory.files is files:
                 directory.scanned, directory.scanning = True, None
-        if is_missing:
+        if isinstance(failure, FileNotFoundError):
             await self.replace(directory, files)
-        else:
-            await self._trim(directory)
+            return
+        if isinstance(failure, OSError):
+            # Without a count nothing is written, so perhaps no other call notices a dead mount.
+            self.io.suspect(failure)
+            if await self.is_replaced(files, failure):
+                with contextlib.suppress(OSError, TierUnavailable):
+                    await self.reopen(directory, files)
+        await self._trim(directory)
 
     # Making room
 

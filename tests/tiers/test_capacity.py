@@ -341,6 +341,18 @@ def test_closed_beside_a_deletion_that_is_under_way_it_gives_back_what_that_free
         assert not locks(tmp_path)
 
 
+def test_a_deletion_that_begins_in_a_closed_one_beside_another_gives_back_what_it_frees(tmp_path: Path) -> None:
+    """A detached tier still deletes what a `forget` has queued."""
+    with opened(tmp_path) as capacity:
+        write(capacity, 100)
+        with capacity.deleting(60, forced=True) as freed:
+            capacity.close()
+            with capacity.deleting(40, forced=True) as freed_later:
+                freed_later(40)
+            freed(60)
+        assert counted_in(counter(tmp_path)) == 0
+
+
 def test_what_cannot_be_given_back_at_the_end_is_found_by_a_scan(tmp_path: Path) -> None:
     with opened(tmp_path, step=100) as capacity:
         write(capacity, 10)

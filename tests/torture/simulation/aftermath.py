@@ -211,10 +211,14 @@ async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) 
             break
         await store(node, [key], places)
         await asyncio.sleep(2.0)
-    # A key that found no room, since a deleted file was still mapped, is offered again, for as long as that stores more.
+    # A key that found no room, since a deleted file was still mapped, is offered again, for as long as that stores more. No
+    # more than there is room for: to make some on a full device, one put may evict many.
     while _not_full(node, places):
         before_bytes = sum(place.look().occupied_bytes for place in places)
-        await store(node, keys, places)
+        for key in keys:
+            await store(node, [key], places)
+            if not _not_full(node, places):
+                break
         if sum(place.look().occupied_bytes for place in places) <= before_bytes:
             break
     for place in _not_full(node, places):

@@ -290,7 +290,7 @@ class Capacity:
     def _announce(self, *, forced: bool) -> bool:
         """Show other processes that bytes may become free. Return False if that failed and the deletion goes on."""
         try:
-            if self._closing:
+            if self._closed:
                 raise self._lost("is closed")
             if not self._is_active:
                 with self._turn(_LOCK_WAIT_S):

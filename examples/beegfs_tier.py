@@ -35,7 +35,7 @@ def make_tier(settings: RemoteSettings) -> FileTier:
             file_access=options.get("file_access", "owner"),
         ),
         settings.fingerprint,
-        PosixIO,  # moves bytes in threads; reads a bad chunk again before it goes to quarantine
+        PosixIO,  # moves bytes in threads; reads a bad chunk again before it is deleted
         RelistingLookup,  # also finds chunks that others store
         metadata_threads=8,  # metadata calls are round trips to a server
     )

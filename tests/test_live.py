@@ -172,21 +172,6 @@ async def test_a_smaller_disk_is_evicted_to_its_cap_by_both_processes_that_use_i
         assert await found(cache, keys) == 100
 
 
-async def test_a_smaller_disk_has_a_smaller_quarantine(tmp_path: Path) -> None:
-    async with opened(tmp_path) as cache:
-        keys = await fill(cache, 8)
-        assert (await cache.flush()).complete
-        for file in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*"):
-            os.truncate(file, 4096)
-        cache.clear_hot()
-        assert await found(cache, keys) == 0
-        quarantine = chunks_of(tmp_path) / "quarantine"
-        assert len(list(quarantine.iterdir())) == 8
-        await cache.reconfigure({"max_local_disk_size": chunks_on_disk(1)})
-        while len(list(quarantine.iterdir())) > 4:  # a quarter of the cap
-            await asyncio.sleep(0.01)
-
-
 async def test_quotas_that_are_lowered_and_raised(tmp_path: Path) -> None:
     quotas = {"tenant_max_local_cpu_size": gb(16 * CHUNK_BYTES), "tenant_max_local_disk_size": chunks_on_disk(16)}
     async with opened(tmp_path, **quotas) as cache:

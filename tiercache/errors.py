@@ -14,7 +14,7 @@ class LayoutError(TierCacheError):
 
 
 class CorruptChunk(TierCacheError):
-    """A stored chunk failed verification. Inside the cache this becomes a counted miss and a quarantined file."""
+    """A stored chunk failed verification. Inside the cache this becomes a counted miss, and its file is deleted."""
 
 
 class TierFull(TierCacheError):

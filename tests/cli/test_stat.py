@@ -16,7 +16,7 @@ def test_chunks_are_counted_by_layout(directory: Path) -> None:
     assert found["layouts"][LAYOUT.fingerprint.hex()]["payload_bytes"] == 6 * LAYOUT.chunk_bytes
     assert found["occupied_bytes"] == sum(path.stat().st_blocks * 512 for path in chunk_paths(directory))
     assert found["newest_s"] <= found["median_age_s"] <= found["oldest_s"]
-    assert (found["unreadable"], found["quarantined"], found["unfinished"], found["foreign"]) == ([], 0, 0, 0)
+    assert (found["unreadable"], found["unfinished"], found["foreign"]) == ([], 0, 0)
     assert found["ledger_bytes"] == found["counted_bytes"] > found["occupied_bytes"]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chunks import chunks_of
 from tests.gds.conftest import FINGERPRINT, Slots
 from tests.tiers.opened import open_tier
 from tests.tiers.test_contract import limits
@@ -88,7 +87,7 @@ async def test_many_at_once_do_not_mix(tier: GdsTier, slots: Slots) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_damaged_file_is_refused_and_put_aside_and_stored_anew(
+async def test_damaged_file_is_refused_and_deleted_and_stored_anew(
     tier: GdsTier, slots: Slots, tmp_path: Path, damage: str
 ) -> None:
     await tier.scanned()  # a scan that comes by removes what is cut
@@ -97,7 +96,7 @@ async def test_damaged_file_is_refused_and_put_aside_and_stored_anew(
     with pytest.raises(CorruptChunk):
         await tier.read_device(key, slots.empty())
     assert not tier.contains(key)
-    assert len(list((chunks_of(tmp_path) / "quarantine").iterdir())) == 1
+    assert not Path(tier.path(key)).exists()
     assert await tier.read_device(key, slots.empty()) is None
     await store(tier, slots, 1)
     assert await is_hit(tier, slots, 1)

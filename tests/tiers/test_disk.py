@@ -58,10 +58,10 @@ async def is_hit(tier: Tier, number: int) -> bool:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """What the file system really allocates for chunks, directories of chunks and quarantine."""
+    """What the file system really allocates for chunks and their directories."""
     total = 0
     for path in directory.rglob("*"):
-        if ".tiercache" not in path.parts and path.name != "tiercache.json" and path.name != "quarantine":
+        if ".tiercache" not in path.parts and path.name != "tiercache.json":
             total += path.lstat().st_blocks * 512
     return total
 
@@ -110,7 +110,7 @@ def whole_file(number: int, fingerprint: bytes) -> bytes:
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "page cache"])
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_damaged_file_is_a_miss_and_quarantined(tmp_path: Path, damage: str, direct: bool) -> None:
+async def test_damaged_file_is_a_miss_and_deleted(tmp_path: Path, damage: str, direct: bool) -> None:
     async with opened(tmp_path, direct=direct) as tier:
         await tier.scanned()  # which removes what is torn
         await fill(tier, range(1, 3))
@@ -119,8 +119,8 @@ async def test_damaged_file_is_a_miss_and_quarantined(tmp_path: Path, damage: st
         DAMAGES[damage](path)
         assert not await is_hit(tier, 1)
         assert not path.exists()
-        assert [found.name.split(".")[0] for found in (chunks_of(tmp_path) / "quarantine").iterdir()] == [key.hex()]
         assert tier.statistics().corrupt == 1
+        assert tier.statistics().occupied_bytes == allocated_bytes(chunks_of(tmp_path)), "its bytes are free again"
         assert await is_hit(tier, 2), "its neighbour is not affected"
         assert await tier.write(key, payload, CHUNK_BYTES), "the chunk can be stored again"
         assert await is_hit(tier, 1)
@@ -136,40 +136,6 @@ async def test_file_damaged_between_two_lives_is_never_a_hit(tmp_path: Path, dam
         await tier.scanned()
         assert not await is_hit(tier, 1)
         assert await is_hit(tier, 2)
-
-
-async def test_quarantine_is_bounded_and_counted_and_what_others_have_there_is_neither(tmp_path: Path) -> None:
-    quarantine = chunks_of(tmp_path) / "quarantine"
-    async with opened(tmp_path) as tier:
-        await fill(tier, range(1, 21))
-        quarantine.mkdir()
-        theirs = [quarantine / f"sample-{number}" for number in range(20)]
-        for path in theirs:
-            path.write_bytes(bytes(8192))
-        theirs.append(quarantine / f"{bytes(24).hex()}.{10**18}")
-        theirs[-1].symlink_to("nowhere")
-        for number in range(1, 21):
-            flip(Path(tier.path(chunk(number)[0])), 5000)
-            assert not await is_hit(tier, number)
-        assert len(set(quarantine.iterdir()) - set(theirs)) == 8, "the last ones"
-        theirs_bytes = sum(path.lstat().st_blocks * 512 for path in theirs)
-        assert tier.statistics().occupied_bytes == allocated_bytes(chunks_of(tmp_path)) - theirs_bytes
-    assert set(theirs) <= set(quarantine.iterdir())
-    async with opened(tmp_path) as tier:
-        await tier.scanned()
-        assert tier.statistics().occupied_bytes == allocated_bytes(chunks_of(tmp_path)) - theirs_bytes
-
-
-async def test_quarantine_takes_a_quarter_of_a_small_cap_at_most(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=8) as tier:
-        await tier.scanned()
-        for number in range(1, 9):
-            await fill(tier, range(number, number + 1))
-            flip(Path(tier.path(chunk(number)[0])), 5000)
-            assert not await is_hit(tier, number)
-        assert len(list((chunks_of(tmp_path) / "quarantine").iterdir())) == 2
-        await fill(tier, range(11, 15))
-        assert tier.statistics().evicted == 0
 
 
 async def test_cap_is_physical_and_holds_while_everything_is_replaced(tmp_path: Path) -> None:
@@ -257,7 +223,6 @@ async def test_torn_file_that_a_scan_meets_before_a_read_is_removed_and_stored_a
         await tier.scanned()
         assert not path.exists()
         assert not await is_hit(tier, 1)
-        assert not (chunks_of(tmp_path) / "quarantine").exists()
         await fill(tier, range(1, 2))
         assert await is_hit(tier, 1)
 

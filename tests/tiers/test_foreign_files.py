@@ -38,11 +38,6 @@ def put_foreign_files(place: Path, count: int = 60) -> None:
         path.write_bytes(b"theirs" * 3 if number % 3 == 0 else bytes([number + 1]) * FILE_BYTES)
         path.with_name(f"{name[:32]}.{number}").write_text("theirs")
         path.chmod(0o644)
-    quarantine = place / "quarantine"
-    quarantine.mkdir(mode=0o755)
-    for number in range(20):
-        (quarantine / f"sample-{number}").write_text("theirs")
-        (quarantine / f"{bytes([number]).hex() * 24}.txt").write_text("theirs")
     (place / "README").write_text("theirs")
 
 
@@ -90,24 +85,6 @@ async def test_what_a_power_cut_left_of_a_chunk_is_removed(place: Path) -> None:
         assert await tier.remove(chunk(1)[0])
         assert await tier.remove(chunk(2)[0]), "the key in a damaged header is ours still"
     assert not blank.exists() and not damaged.exists()
-
-
-@pytest.mark.parametrize("kind", ["disk", "fs", "weka"])
-async def test_forget_removes_the_chunk_from_quarantine_too(place: Path, kind: str) -> None:
-    async with opened(kind, place, cap_bytes=1 << 24) as tier:
-        await store(tier, range(1, 4))
-        for number in (1, 2):
-            flip(Path(tier.path(chunk(number)[0])), FILE_BYTES - 9)
-            assert not await is_hit(tier, number)
-        await store(tier, range(1, 2))
-        assert len(list((chunks_of(place) / "quarantine").iterdir())) == 2
-        await tier.remove(chunk(1)[0])
-        (left,) = (chunks_of(place) / "quarantine").iterdir()
-        assert left.name.startswith(chunk(2)[0].hex())
-        await tier.remove(chunk(2)[0])
-        assert not list((chunks_of(place) / "quarantine").iterdir()), "also where no chunk of that key is stored"
-    found = survey(place)
-    assert found["ledger_bytes"] == found["counted_bytes"]
 
 
 @pytest.mark.parametrize("kind", ["disk", "fs", "weka"])

@@ -62,10 +62,6 @@ def leave_things_behind(directory: Path, paths: dict[int, Path]) -> None:
     """What a process that writes clears away, or gives another mode."""
     flip(paths[1], 4096 + 17)
     paths[2].chmod(0o640)
-    (chunks_of(directory) / "quarantine").mkdir(exist_ok=True)
-    for number in range(12):
-        (chunks_of(directory) / "quarantine" / f"{key(number).hex()}.{number}").write_bytes(bytes(4096))
-    (chunks_of(directory) / "quarantine").chmod(0o755)
     paths[3].parent.chmod(0o755)
     (paths[3].parent / key(99).hex()).write_bytes(b"torn")
     (paths[3].parent / f"{'ab' * 16}.7").write_bytes(b"half-written")

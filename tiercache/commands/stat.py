@@ -22,7 +22,7 @@ from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.tables import show_figures
 from tiercache.tiers.files.access import ABSENT, open_file
 from tiercache.tiers.files.capacity import counted_in
-from tiercache.tiers.files.directory import CHUNK_NAME, QUARANTINED_NAME, TOP_LEVELS, place_of
+from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS, place_of
 from tiercache.tiers.files.owners import PENDING_NAME
 
 
@@ -43,7 +43,7 @@ def stat_command(directory: Path, as_json: bool) -> int:
 def survey(directory: Path) -> dict[str, Any]:
     """Count the chunks below `directory`, and the bytes that the file system allocates to them. Read-only.
 
-    `counted_bytes` is the expected value of the capacity counter (chunks, quarantine and their directories);
+    `counted_bytes` is the expected value of the capacity counter (chunks and their directories);
     `ledger_bytes` is its actual value. They differ while a process writes, and after a crash until a recount.
     """
     place, now_s = place_of(directory), time.time()
@@ -74,22 +74,15 @@ def survey(directory: Path) -> dict[str, Any]:
                 ages.append(now_s - status.st_mtime)
             elif header is not None:
                 unreadable.append(f"{path}: {header}")
-    quarantine = [
-        _allocated_bytes(status)
-        for path, status in _files(place / "quarantine")
-        if QUARANTINED_NAME.fullmatch(os.path.basename(path))
-    ]
     ages.sort()
     return {
         "directory": str(directory),
         "chunks": len(ages),
         "occupied_bytes": sum(layout["occupied_bytes"] for layout in layouts.values()),
-        "counted_bytes": counted_bytes + sum(quarantine),
+        "counted_bytes": counted_bytes,
         "ledger_bytes": counted_in(place / ".tiercache" / "ledger"),
         "layouts": dict(sorted(layouts.items())),
         "unreadable": sorted(unreadable),
-        "quarantined": len(quarantine),
-        "quarantined_bytes": sum(quarantine),
         "unfinished": len(unfinished_bytes),
         "unfinished_bytes": sum(unfinished_bytes),
         "foreign": foreign,
@@ -157,12 +150,9 @@ def _show(directory: Path, found: dict[str, Any]) -> None:
     show_figures(table, Console())
     counter = "says nothing" if found["ledger_bytes"] is None else f"says {_mib(found['ledger_bytes'])}"
     print(f"{found['chunks']:,} chunks on {_mib(found['occupied_bytes'])}")
-    print(f"the counter {counter}, there are {_mib(found['counted_bytes'])} (with quarantine and directories)")
+    print(f"the counter {counter}, there are {_mib(found['counted_bytes'])} (with directories)")
     if found["chunks"]:
         print(f"ages: newest {found['newest_s']:,} s, median {found['median_age_s']:,} s, oldest {found['oldest_s']:,} s")
-    if found["quarantined"]:
-        size = _mib(found["quarantined_bytes"])
-        print(f"{found['quarantined']} chunks in quarantine ({size}): they failed verification")
     if found["unfinished"]:
         size = _mib(found["unfinished_bytes"])
         print(f"{found['unfinished']} unfinished files ({size}): being written, or left by a crash until the next start")

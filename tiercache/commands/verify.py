@@ -41,7 +41,7 @@ class Verified:
     checked: int = 0
     checked_bytes: int = 0
     bad: list[str] = field(default_factory=list)
-    """A sentence for each file moved to quarantine: what was expected, what was found."""
+    """A sentence for each deleted file: what was expected, what was found."""
     unreadable: list[str] = field(default_factory=list)
     """Files that could not be read; they stay in place."""
 
@@ -59,7 +59,7 @@ def verify_command(directory: Path, as_json: bool) -> int:
         print(json.dumps(asdict(found), indent=2))
     else:
         for line in found.bad:
-            print(f"bad, now in quarantine: {line}")
+            print(f"bad, deleted: {line}")
         for line in found.unreadable:
             print(f"unreadable: {line}")
         size = f"{found.checked_bytes / 2**20:,.1f} MiB"
@@ -83,7 +83,7 @@ def verify(directory: Path, console: Console) -> Verified:
             elif isinstance(outcome, CorruptChunk):
                 # Opened for the first bad chunk only, so that a check without errors leaves no files.
                 files = files or open_files(place_of(directory), stack)
-                files.quarantine(bytes.fromhex(path.name))
+                files.delete_bad(bytes.fromhex(path.name))
                 found.bad.append(str(outcome))
             else:
                 found.unreadable.append(f"{path}: {outcome.strerror}")

@@ -130,7 +130,7 @@ def map_chunk_file(path: Path | str, key: ChunkKey, fingerprint: bytes) -> Mappe
     checksum = host_checksum(memory[HEADER_BYTES:])
     header = verify_chunk(path, memory[:PACKED_BYTES].data, key, fingerprint, length_bytes, length_bytes, checksum)
     if header.codec is not Codec.PLAIN:
-        # Only another tier compresses. Its file goes to quarantine, so that the chunk can be stored again.
+        # Only another tier compresses. Its file is deleted, so that the chunk can be stored again.
         raise CorruptChunk(f"{path}: it is compressed, and cannot be read in place")
     return Mapped(key, memory, header.payload_bytes, (status.st_dev, status.st_ino))
 

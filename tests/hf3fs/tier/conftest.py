@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chunks import chunks_of
 from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
 from tests.hf3fs_emulator.client import descriptors
 from tests.needs import needs_fuse
@@ -215,10 +214,6 @@ async def written(tier: Hf3fsTier, memory: Memory, number: int) -> None:
                 return await put(tier, memory, number)
             except (OSError, TierUnavailable):
                 await until(lambda: tier.io.engine.serves)
-
-
-def quarantined(tier: Hf3fsTier) -> list[Path]:
-    return [path for root in tier.settings.directories for path in (chunks_of(root) / "quarantine").glob("*")]
 
 
 def start_reading(tier: Hf3fsTier, memory: Memory, *numbers: int) -> list[asyncio.Task[int | None]]:

@@ -18,7 +18,6 @@ from tests.hf3fs.tier.conftest import (
     get,
     mortal_on_fuse,
     put,
-    quarantined,
     responsive,
     start_reading,
     until,
@@ -57,7 +56,7 @@ async def test_hanging_daemon_keeps_what_it_may_still_write_to(
         assert tier.io.engine.restarts == 0
         for number in (1, 2, 3):
             await get(tier, memory, number)
-        assert not quarantined(tier)
+        assert tier.statistics().corrupt == 0
 
 
 async def test_write_that_was_given_up_never_shows(
@@ -95,7 +94,7 @@ async def test_lost_answers_cost_neither_memory_nor_entries_for_good(
             await get(tier, memory, number)
         assert await all_places_are_free(tier)
         assert tier.io.engine.in_flight == 0
-        assert not quarantined(tier)
+        assert tier.statistics().corrupt == 0
 
 
 async def test_lost_read_is_an_error_and_its_memory_is_not_used_again(
@@ -137,7 +136,6 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
             await get(tier, memory, number)
         await works_again(tier, memory, 9)
         assert tier.statistics().corrupt == 0
-        assert not quarantined(tier)
         await tier.scanned()
         occupied = sum(os.stat(tier.path(chunk(number)[0])).st_blocks * 512 for number in range(1, 10))
         directories = [entry for entry in os.scandir(chunks_of(mortal.mount / "chunks")) if len(entry.name) == 2]
@@ -181,7 +179,7 @@ async def test_paused_daemon_hangs_threads_and_not_the_loop(
         for number in (1, 2):
             await get(tier, memory, number)
         assert tier.io.engine.in_flight == 0
-        assert not quarantined(tier)
+        assert tier.statistics().corrupt == 0
 
 
 @mortal_on_fuse
@@ -222,7 +220,7 @@ async def test_a_short_or_failed_read_of_a_ring_is_no_fault_of_the_file(
             await tier.read(chunk(1)[0], memory.make())
     await get(tier, memory, 1)
     assert emulator.control.statistics().faults_struck
-    assert tier.statistics().corrupt == 0 and not quarantined(tier)
+    assert tier.statistics().corrupt == 0
 
 
 @needs_fuse
@@ -238,8 +236,7 @@ async def test_a_file_that_cannot_be_read_in_any_way_costs_itself(
     emulator.control.fail_call("open", errno.EIO)
     with pytest.raises(CorruptChunk, match="cannot be read"):
         await tier.read(chunk(1)[0], memory.make())
-    assert len(quarantined(tier)) == 1
-    assert not tier.contains(chunk(1)[0])
+    assert not tier.contains(chunk(1)[0]) and not os.path.exists(tier.path(chunk(1)[0]))
     await put(tier, memory, 1)
     await get(tier, memory, 1)
     await get(tier, memory, 2)
@@ -256,7 +253,7 @@ async def test_stale_descriptor_is_no_fault_of_the_file(tier: Hf3fsTier, memory:
         old.seek(5000)
         old.write(b"damage")
     await get(tier, memory, 1)
-    assert tier.statistics().corrupt == 0 and not quarantined(tier)
+    assert tier.statistics().corrupt == 0
 
 
 async def test_close_in_the_middle_blames_nobody(
@@ -274,7 +271,7 @@ async def test_close_in_the_middle_blames_nobody(
     emulator.control.resume()
     async with opened(place) as tier:
         await get(tier, memory, 1)
-        assert not quarantined(tier)
+        assert tier.statistics().corrupt == 0
 
 
 @pytest.mark.parametrize("memory", ["arena"], indirect=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.chunks import chunks_of
 from tests.compression.contract import CompressionContract
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
@@ -182,7 +181,6 @@ async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: F
         mount.flip_next()
         assert await is_hit(tier, 1)
         assert not mount.behind.with_name("behind.flip").exists(), "it was flipped"
-        assert not (chunks_of(mount.behind) / "quarantine").exists()
         assert tier.statistics().corrupt == 0
 
 

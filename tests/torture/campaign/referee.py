@@ -246,8 +246,6 @@ class Referee:
         self._count(occupied.counted_bytes)
         if occupied.private_bytes > _PRIVATE_BYTES:
             self._found("left behind", f"{self.place.name}: the tier's own files take {occupied.private_bytes} bytes")
-        if occupied.quarantined:
-            self._found("corrupt", f"{self.place.name}: {occupied.quarantined} files are in quarantine")
 
     def _found(self, kind: str, sentence: str) -> None:
         self._report.findings.add(kind, f"{sentence}; see {self._crew.log}")

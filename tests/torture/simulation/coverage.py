@@ -48,7 +48,7 @@ class Coverage:
             statistics = tier.statistics()
             found |= {
                 f"{tier.name} evicted": statistics.evicted,
-                f"{tier.name} quarantined": statistics.corrupt,
+                f"{tier.name} corrupt": statistics.corrupt,
                 f"{tier.name} strays removed": statistics.strays,
                 f"{tier.name} failed to write": statistics.write_failures,
             }

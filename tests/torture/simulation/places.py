@@ -24,7 +24,6 @@ _PENDING = re.compile(r"([0-9a-f]{32})\.(0|[1-9]\d*)")
 _COUNT = struct.Struct("<8sQ")
 _COUNTED = b"TIERLEDG"
 _BLOCK_BYTES = 4096
-_QUARANTINED = 8
 
 
 @dataclass
@@ -35,7 +34,6 @@ class Found:
     pending: dict[str, int] = field(default_factory=dict)
     """Bytes of files that are being written, by the id of their writer, where that one's lock file is there."""
     directories: list[Directory] = field(default_factory=list)
-    quarantined: list[File] = field(default_factory=list)
     counted_bytes: int | None = None
     """What the counter says; None where it says nothing."""
     others: list[str] = field(default_factory=list)
@@ -44,8 +42,7 @@ class Found:
     @functools.cached_property
     def occupied_bytes(self) -> int:
         """Of all that counts against the cap."""
-        files = (*self.chunks.values(), *self.quarantined)
-        blocks = sum([file.blocks.bit_count() for file in files]) + len(self.directories)
+        blocks = sum([file.blocks.bit_count() for file in self.chunks.values()]) + len(self.directories)
         return blocks * _BLOCK_BYTES + sum(self.pending.values())
 
 
@@ -85,8 +82,6 @@ class Place:
                         chunks[key] = file
                     elif not _is_pending(below, file, locks, found):
                         found.others.append(f"{name}/{below}")
-            elif isinstance(inode, Directory) and name == "quarantine":
-                found.quarantined = [file for file in inode.names.values() if isinstance(file, File)]
             elif isinstance(inode, Directory) and name == ".tiercache":
                 self._look_at_own(inode, locks, found)
             elif name != "tiercache.json":
@@ -155,8 +150,6 @@ class Place:
         strays = [*found.others, *found.pending]
         if strays:
             raise Violation(f"{self.disk.root}: left behind: {strays}")
-        if len(found.quarantined) > _QUARANTINED:
-            raise Violation(f"{self.disk.root}: {len(found.quarantined)} files are in quarantine")
         unknown = found.chunks.keys() - set(known)
         if unknown:
             raise Violation(f"{self.disk.root}: chunks that were never put: {unknown}")

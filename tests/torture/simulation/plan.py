@@ -89,7 +89,7 @@ _ON_DISKS = ("empty", "wipe", "prune", "spoil", "clock", "litter", "power")
 
 
 def cap_bytes(chunks: int, directories: int) -> int:
-    """For so many chunks, beside what is in quarantine and the directories that count."""
+    """For so many chunks, beside the directories that count, and eight chunks more for each."""
     return chunks * FILE_BYTES + directories * (8 * FILE_BYTES + 4 * 4096)
 
 

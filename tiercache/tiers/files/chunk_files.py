@@ -1,13 +1,12 @@
-"""The chunk files of one directory: read, write, delete, quarantine and count them.
+"""The chunk files of one directory: read, write, delete and count them.
 
 `ChunkFiles` is synchronous, may block, and runs in worker threads. A write deletes its victims, reserves bytes with
-`Capacity`, writes a temporary file and publishes it under the name of its key. A read verifies the file and quarantines a
-bad one. `OnlyRead` changes nothing in the directory and counts nothing.
+`Capacity`, writes a temporary file and publishes it under the name of its key. A read verifies the file and deletes a bad
+one. `OnlyRead` changes nothing in the directory and counts nothing.
 
 ```
 <root>/tiercache.json            manifest: the format of this directory
 <root>/<2 hex>/<key>             chunks
-<root>/quarantine/<key>.<time>   the last few that failed verification
 <root>/.tiercache/ledger         the capacity counter: bytes in use, shared by all processes
 <root>/.tiercache/recent-*       lists of what was hot at a close: `scheduler/warm_start.py`
 <root>/<2 hex>/<owner>.<n>       temporary files with `beside`
@@ -52,7 +51,6 @@ from tiercache.tiers.files.directory import (
     TOP_LEVELS,
     Deleted,
     PendingFile,
-    Quarantine,
     Scanned,
     Victims,
     check_manifest,
@@ -116,7 +114,6 @@ class ChunkFiles:
         self._private = root / ".tiercache"
         self._temporary = root / TEMPORARY
         self._owner = Owner(root, TOP_LEVELS)
-        self.quarantined = Quarantine(root / "quarantine", access)
         self._undeleted: deque[PendingFile] = deque()
         """Temporary files of failed writes that could not be deleted, or may exist. They stay counted."""
         self._is_closed = False
@@ -155,7 +152,7 @@ class ChunkFiles:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
         there = frozenset(os.listdir(self.root))
         tops = [top for top in TOP_LEVELS if top in there]
-        for name in (*tops, "quarantine"):
+        for name in tops:
             self.access.enforce(self.root / name)
         if not tops:
             if self._beside:
@@ -271,7 +268,7 @@ class ChunkFiles:
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Read and verify a chunk. Return its length; None if the file is missing or the directory was deleted.
 
-        Raises CorruptChunk (the file is in quarantine then), FileNotFoundError if the directory is temporarily missing.
+        Raises CorruptChunk (the file is deleted then), FileNotFoundError if the directory is temporarily missing.
         """
 
         def reader(path: str) -> int:
@@ -297,7 +294,7 @@ class ChunkFiles:
                 raise
             return None
         except CorruptChunk:
-            self.quarantine(key)
+            self.delete_bad(key)
             raise
 
     def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, turns: DeviceTurns | None = None) -> int:
@@ -424,8 +421,6 @@ class ChunkFiles:
         Raises OSError if the file cannot be examined, TierUnavailable if the directory is unmounted or was moved: the chunk
         would come back with it. Nothing comes back from a directory whose lock file was deleted.
         """
-        if not self.is_wiped():
-            self.quarantined.forget(key, self.capacity)
         if self._remove_if_there(key, occupied_bytes):
             return True
         if self.is_mounted_anew() and not self.answers() and not self._owner.lost:
@@ -462,29 +457,15 @@ class ChunkFiles:
                     done.error = error
         return done
 
-    def quarantine(self, key: ChunkKey) -> None:
-        """Move a bad chunk into quarantine, which keeps the last few for inspection."""
-        path = self.path(key)
+    def delete_bad(self, key: ChunkKey) -> None:
+        """Delete a chunk that failed verification. It could not be stored again otherwise, since publishing never replaces a
+        file. Does not raise.
+        """
         try:
-            if self.is_wiped():
-                return  # the path may lead to a foreign directory now
-            if stat.S_ISREG(os.lstat(path).st_mode):
-                self.quarantined.take(path)
-        except FileNotFoundError:
-            return  # another instance moved it
-        except OSError as error:
-            logger.warning("%s: chunk %s could not be quarantined: %s", self.root, key.hex()[:12], error)
-            with contextlib.suppress(OSError):
-                # Publishing never replaces a file, so a bad one would stay forever.
-                self.delete(key, occupied_bytes(os.lstat(path)))
-            return
-        self.trim_quarantine()
-
-    def trim_quarantine(self) -> None:
-        """Apply the cap to quarantine. Does not raise."""
-        with contextlib.suppress(OSError, TierUnavailable):
-            if not self.is_wiped():
-                self.quarantined.trim(self.capacity, self.cap_bytes)
+            if not self.is_wiped():  # otherwise the path may lead to a foreign directory
+                self._remove_if_there(key, None)
+        except (OSError, TierUnavailable) as error:
+            logger.warning("%s: the bad chunk %s could not be deleted: %s", self.root, key.hex()[:12], error)
 
     def own_keys(self, top: str) -> set[ChunkKey]:
         """Return the chunks in a subdirectory whose headers have our fingerprint."""
@@ -503,7 +484,6 @@ class ChunkFiles:
         """Return the counter's mark, which `recount` needs, and the directories to scan. Call it before a scan."""
         self.strays_removed += self._owner.remove_dead()
         self.require_manifest()
-        self.trim_quarantine()  # retries failed removals, and applies a lowered cap
         mark = self.capacity.mark()
         there = frozenset(os.listdir(self.root))
         return mark, [top for top in TOP_LEVELS if top in there]
@@ -513,7 +493,7 @@ class ChunkFiles:
         return scan_chunks(self.root / top, self._owner, self.access, known)
 
     def recount(self, mark: Mark, found_bytes: int) -> int:
-        """Call `Capacity.recount` after a complete scan that found `found_bytes`, quarantine included."""
+        """Call `Capacity.recount` after a complete scan that found `found_bytes`."""
         return self.capacity.recount(mark, found_bytes)
 
     def _require_ours(self) -> None:
@@ -565,7 +545,7 @@ class OnlyRead(ChunkFiles):
     def is_wiped(self) -> bool:
         return False
 
-    def quarantine(self, key: ChunkKey) -> None:
+    def delete_bad(self, key: ChunkKey) -> None:
         """Leave a bad chunk in place."""
 
     def begin_scan(self) -> tuple[Mark, list[str]]:

@@ -312,13 +312,7 @@ class Directories:
         self.settings = replace(self.settings, cap_bytes=cap_bytes, tenant_bytes=tenant_bytes)
         self._limit_all()
         for directory in self.all:
-            self.begin(self._evict_excess(directory), f"trim-{directory.files.root}")
-
-    async def _evict_excess(self, directory: Directory) -> None:
-        if not self._only_reads:
-            with contextlib.suppress(TierUnavailable):  # no thread could be started
-                await self.metadata.evicting.submit(directory.files.trim_quarantine)
-        await self._trim(directory)
+            self.begin(self._trim(directory), f"trim-{directory.files.root}")
 
     def _limit_all(self) -> None:
         for directory in self.all:

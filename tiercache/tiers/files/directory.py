@@ -1,7 +1,7 @@
-"""Parts of one directory of chunk files: location, manifest, publication, quarantine and scan.
+"""Parts of one directory of chunk files: location, manifest, publication and scan.
 
-Chunks are in a subdirectory of the configured directory, which `make_place` creates. `publish` names finished files,
-`Quarantine` keeps bad ones, and `scan_chunks` finds them. Everything is synchronous and runs in worker threads.
+Chunks are in a subdirectory of the configured directory, which `make_place` creates. `publish` names finished files, and
+`scan_chunks` finds them. Everything is synchronous and runs in worker threads.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import mmap
 import os
 import re
 import stat
 import threading
-import time
 from array import array
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -149,64 +147,6 @@ def make_directory(path: str, access: Access, capacity: Capacity) -> None:
                 counted_bytes = made_bytes
     finally:
         capacity.settle(min(made_bytes, counted_bytes), counted_bytes)
-
-
-QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
-"""A key and a time in nanoseconds. Files with other names are left alone."""
-_KEEPS = 8
-_SHARE = 4
-"""The quarantine may occupy the cap divided by this."""
-
-
-class Quarantine:
-    """Keeps the last few bad chunks, counted and bounded."""
-
-    def __init__(self, directory: Path, access: Access) -> None:
-        self.directory = directory
-        self._access = access
-
-    def take(self, path: str) -> None:
-        """Move a bad chunk here. Raises OSError; FileNotFoundError if another instance moved it."""
-        self._access.make_directory(self.directory)
-        os.rename(path, f"{self.directory}/{os.path.basename(path)}.{time.time_ns()}")
-
-    def trim(self, capacity: Capacity, cap_bytes: int) -> None:
-        """Keep the last few files within a share of the cap, and skip those that cannot be removed. `cap_bytes` 0:
-        unknown.
-        """
-        found = [(status.st_mtime_ns, path, occupied_bytes(status)) for path, status in self._files()]
-        left_bytes = cap_bytes / _SHARE if cap_bytes else math.inf
-        for place, (_, path, occupied) in enumerate(sorted(found, reverse=True)):
-            left_bytes -= occupied
-            if place >= _KEEPS or left_bytes < 0:
-                _remove(path, occupied, capacity)
-
-    def forget(self, key: ChunkKey, capacity: Capacity) -> None:
-        """Remove the quarantined files of a key. Raises OSError, TierUnavailable."""
-        for path, status in self._files(key.hex()):
-            _remove(path, occupied_bytes(status), capacity)
-
-    def occupied_bytes(self) -> int:
-        return sum(occupied_bytes(status) for _, status in self._files())
-
-    def _files(self, key: str = "") -> list[tuple[str, os.stat_result]]:
-        """Return the paths of our files here, or those of one `key`; none if the directory is missing."""
-        found = []
-        with contextlib.suppress(*ABSENT):
-            for name in os.listdir(self.directory):
-                if QUARANTINED_NAME.fullmatch(name) and name.startswith(key):
-                    with contextlib.suppress(OSError):
-                        status = os.lstat(path := f"{self.directory}/{name}")
-                        if stat.S_ISREG(status.st_mode):
-                            found.append((path, status))
-        return found
-
-
-def _remove(path: str, occupied: int, capacity: Capacity) -> None:
-    """Delete and uncount a file. If that fails, it stays counted."""
-    with capacity.deleting(occupied) as freed, contextlib.suppress(OSError):
-        os.unlink(path)
-        freed(occupied)
 
 
 CHUNK_NAME = re.compile(HEX_KEY)

@@ -57,7 +57,7 @@ class Directory:
         """Evicted keys whose files may still exist, with the end of their deletion."""
         self.next_scan_s = 0.0
         self.explained_bytes = 0
-        """Counted bytes that the last scan found outside the index: directories, quarantine and others' writes."""
+        """Counted bytes that the last scan found outside the index: directories and others' writes."""
         self.replacing = asyncio.Lock()
         self.seed = xxhash.xxh3_64_intdigest(str(files.root).encode())
 
@@ -153,9 +153,6 @@ async def scan(directory: Directory, workers: Workers, *, first: bool) -> Scanne
                 indexed_bytes += sum(part.sizes)
                 new.add(await merge(index, part, known, is_obsolete, cold=True))
                 found.count(part)
-        began_s = loop.time()
-        found.counted_bytes += await workers.submit(files.quarantined.occupied_bytes)
-        calls_s.append(loop.time() - began_s)
         newest_first = await workers.submit(new.newest_first)
         if directory.files is not files:
             return None  # the replacement has its own scan

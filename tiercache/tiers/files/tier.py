@@ -319,7 +319,7 @@ class FileTier(DeviceTier):
                 raise
             self._found_bad(directory, key)
             logger.warning("a chunk cannot be read: %s", error)
-            await self.directories.metadata.submit(directory.files.quarantine, key)
+            await self.directories.metadata.submit(directory.files.delete_bad, key)
             raise CorruptChunk(f"{directory.files.path(key)}: cannot be read: {error}") from error
         if length is None:
             if not is_obsolete(key):  # else it was stored after we had looked

@@ -23,11 +23,9 @@ class Occupied:
     """What the files of a place occupy on their device, in bytes."""
 
     counted_bytes: int
-    """Chunks, finished or not, quarantine, and the directories they lie in: all that the cap is about."""
+    """Chunks, finished or not, and the directories they lie in: all that the cap is about."""
     private_bytes: int = 0
     """The tier's own: count, locks, records."""
-    quarantined: int = 0
-    """Files."""
 
 
 class Place(ABC):

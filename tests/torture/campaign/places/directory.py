@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ class DirectoryPlace(Place):
 
 def occupied(root: Path) -> Occupied:
     """What lies below `root` at this instant, each file once however many names it has."""
-    counted_bytes = private_bytes = quarantined = 0
+    counted_bytes = private_bytes = 0
     seen: set[int] = set()
     for place, directories, files in os.walk(root):
         relative = os.path.relpath(place, root)
@@ -82,5 +81,4 @@ def occupied(root: Path) -> Occupied:
                     private_bytes += status.st_blocks * 512
                 else:
                     counted_bytes += status.st_blocks * 512
-                quarantined += relative == "quarantine" and stat.S_ISREG(status.st_mode)
-    return Occupied(counted_bytes, private_bytes, quarantined)
+    return Occupied(counted_bytes, private_bytes)

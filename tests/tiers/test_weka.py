@@ -64,6 +64,10 @@ def test_refreshing_takes_a_tenth_of_the_time_at_most(took_s: float, least_s: fl
     assert (least, least + more) == (pytest.approx(least_s), pytest.approx(hintless_s))
 
 
+def test_calls_of_a_mount_that_hung_do_not_lengthen_the_pause_to_hours() -> None:
+    assert pauses_s(1.0, [400.0, 45.0])[0] <= 60.0
+
+
 async def test_a_mount_that_hung_twice_is_refreshed_soon_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refresh, submit = Refresher._refresh, Workers.submit
     hangs_s: list[float] = []

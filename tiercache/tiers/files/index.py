@@ -28,11 +28,13 @@ T = TypeVar("T")
 _SETTLE_S = 1.0
 _HURRY = 10
 """A hint can shorten the pause by this factor."""
+_LONGEST_PAUSE_S = 60.0
+"""So that calls of a mount that hung do not keep other processes' chunks unknown for long."""
 
 
 def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
     """Return the pause after a refresh with calls of these times, and how much longer to wait for a hint."""
-    least_s = max(refresh_s / _HURRY, pause_s(calls_s))
+    least_s = min(_LONGEST_PAUSE_S, max(refresh_s / _HURRY, pause_s(calls_s)))
     return least_s, max(0.0, refresh_s - least_s)
 
 

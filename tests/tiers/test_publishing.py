@@ -63,7 +63,7 @@ def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[ChunkFiles,
     one, other = two
     key, payload = chunk(1)
     occupied_bytes = one.write(key, payload, CHUNK_BYTES)
-    assert other.delete(key, occupied_bytes)
+    assert other.delete(key)
     assert one.write(key, payload, CHUNK_BYTES) == occupied_bytes
     assert one.capacity.used_bytes == allocated_bytes(one.root)
 
@@ -80,7 +80,7 @@ def test_a_chunk_deleted_just_when_its_name_was_taken_can_be_published(
         monkeypatch.setattr(directory, "_name", name)
         with pytest.raises(FileExistsError):
             name(temporary, path, capacity)
-        assert one.delete(key, occupied_bytes)
+        assert one.delete(key)
         raise FileExistsError(path)
 
     monkeypatch.setattr(directory, "_name", deleted)

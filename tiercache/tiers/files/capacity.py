@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +43,10 @@ _QUIET_PAUSE_S = 600.0
 _LOCK_WAIT_S = 5.0
 _SHORT_WAIT_S = 0.25
 """Longest wait for changes that can be retried later."""
+
+
+Freeing = Callable[[int], AbstractContextManager[None]]
+"""Brackets the unlink of a file that occupies so many bytes."""
 
 
 class CounterLost(FileNotFoundError):
@@ -247,39 +251,41 @@ class Capacity:
     # Deleting
 
     @contextmanager
-    def deleting(
-        self, most_bytes: int, *, reuse_bytes: int = 0, forced: bool = False
-    ) -> Iterator[Callable[[int], None]]:
-        """Bracket the deletion of files of about `most_bytes`. Yields a function to call with the bytes of each deleted
-        file, which may exceed that sum. `reuse_bytes` of them are kept for a write that follows, and about a step more.
+    def deleting(self, *, reuse_bytes: int = 0, forced: bool = False) -> Iterator[Freeing]:
+        """Bracket the deletion of files. Yields a context manager to call with the bytes of each file, which brackets its
+        unlink: the bytes are freed unless that raises. `reuse_bytes` of them are kept for a write that follows, and about
+        a step more.
 
         If the lock file cannot be written on a full device, the deletion goes on, and its bytes stay counted until a
-        recount. `forced`: it goes on after any OSError or TierUnavailable here.
+        recount. `forced`: it goes on after any OSError or TierUnavailable here, unless this process has been closed.
         """
-        left_bytes = most_bytes
 
-        def freed(amount_bytes: int) -> None:
-            nonlocal left_bytes, reuse_bytes
-            expected_bytes = min(amount_bytes, left_bytes)
-            left_bytes -= expected_bytes
-            kept_bytes = min(amount_bytes, reuse_bytes)
-            reuse_bytes -= kept_bytes
+        @contextmanager
+        def freeing(amount_bytes: int) -> Iterator[None]:
+            nonlocal reuse_bytes
             with self._state:
-                self._deleting_bytes -= expected_bytes
-                if is_announced:
-                    self._released_bytes += amount_bytes
-                    self._unused_bytes += amount_bytes
-                    self._awaited_bytes += kept_bytes
+                self._deleting_bytes += amount_bytes
+            is_gone = False
+            try:
+                yield
+                is_gone = is_announced
+            finally:
+                with self._state:
+                    self._deleting_bytes -= amount_bytes
+                    if is_gone:
+                        kept_bytes = min(amount_bytes, reuse_bytes)
+                        reuse_bytes -= kept_bytes
+                        self._released_bytes += amount_bytes
+                        self._unused_bytes += amount_bytes
+                        self._awaited_bytes += kept_bytes
 
         with self._state:
             self._operations += 1
-            self._deleting_bytes += most_bytes
         try:
             is_announced = self._announce(forced=forced)
-            yield freed
+            yield freeing
         finally:
             with self._state:
-                self._deleting_bytes -= left_bytes
                 kept_bytes = self._awaited_bytes
                 surplus = self._unused_bytes > self.step_bytes + kept_bytes
             if surplus:
@@ -290,13 +296,13 @@ class Capacity:
     def _announce(self, *, forced: bool) -> bool:
         """Show other processes that bytes may become free. Return False if that failed and the deletion goes on."""
         try:
-            if self._closed:
+            if self._closed or (self._closing and not self._is_active):
                 raise self._lost("is closed")
             if not self._is_active:
                 with self._turn(_LOCK_WAIT_S):
                     self._become_active()
         except (OSError, TierUnavailable) as error:
-            if not forced and not (isinstance(error, OSError) and error.errno in NO_ROOM):
+            if self._closing or not (forced or (isinstance(error, OSError) and error.errno in NO_ROOM)):
                 raise
             return False
         return True

@@ -405,38 +405,33 @@ class ChunkFiles:
         self.discard(pending)
         return others_bytes
 
-    def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
-        """Unlink a chunk of about `occupied_bytes`; return True if it existed. Only the process whose unlink succeeds
-        releases the bytes, those of the deleted file: another process may have stored the key in another size.
+    def delete(self, key: ChunkKey) -> bool:
+        """Unlink a chunk; return True if it existed. Only the process whose unlink succeeds releases the bytes, those of the
+        deleted file: another process may have stored the key in another size. Raises OSError, TierUnavailable.
         """
-        with self.capacity.deleting(occupied_bytes, forced=True) as freed:
-            freed_bytes = self._delete_file(key)
-            if freed_bytes is not None:
-                freed(freed_bytes)
-        return freed_bytes is not None
+        path = self.path(key)
+        try:
+            os.lstat(path)
+        except ABSENT:
+            return False
+        with self.capacity.deleting(forced=True) as freeing:
+            try:
+                remove_chunk(path, freeing)
+            except ABSENT:
+                return False
+        return True
 
-    def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
-        """Delete a chunk like `delete`; `occupied_bytes` is None if its size is unknown.
+    def remove(self, key: ChunkKey) -> bool:
+        """Delete a chunk like `delete`.
 
-        Raises OSError if the file cannot be examined, TierUnavailable if the directory is unmounted or was moved: the chunk
-        would come back with it. Nothing comes back from a directory whose lock file was deleted.
+        Raises TierUnavailable if the directory is unmounted or was moved: the chunk would come back with it. Nothing comes
+        back from a directory whose lock file was deleted.
         """
-        if self._remove_if_there(key, occupied_bytes):
+        if self.delete(key):
             return True
         if self.is_mounted_anew() and not self.answers() and not self._owner.lost:
             raise TierUnavailable(f"{self.root} is not there")
-        return self._remove_if_there(key, None)  # the mount may have returned meanwhile
-
-    def _remove_if_there(self, key: ChunkKey, known_bytes: int | None) -> bool:
-        if known_bytes is None:
-            try:
-                status = os.lstat(self.path(key))
-            except ABSENT:
-                return False
-            if not stat.S_ISREG(status.st_mode):
-                return False
-            known_bytes = occupied_bytes(status)
-        return self.delete(key, known_bytes)
+        return self.delete(key)  # the mount may have returned meanwhile
 
     def delete_all(self, victims: Victims, reuse_bytes: int = 0) -> Deleted:
         """Unlink many chunks, and keep `reuse_bytes` for a write that follows. Errors of single files are in the result.
@@ -445,13 +440,12 @@ class ChunkFiles:
         """
         self._require_ours()
         done = Deleted()
-        with self.capacity.deleting(sum(occupied for _, occupied in victims), reuse_bytes=reuse_bytes) as freed:
+        with self.capacity.deleting(reuse_bytes=reuse_bytes) as freeing:
             for key, occupied in victims:
                 try:
-                    freed_bytes = self._delete_file(key)
-                    if freed_bytes is not None:
-                        freed(freed_bytes)
-                        done.freed_bytes += freed_bytes
+                    done.freed_bytes += remove_chunk(self.path(key), freeing)
+                except ABSENT:
+                    continue
                 except OSError as error:
                     done.left.append((key, occupied))
                     done.error = error
@@ -463,7 +457,7 @@ class ChunkFiles:
         """
         try:
             if not self.is_wiped():  # otherwise the path may lead to a foreign directory
-                self._remove_if_there(key, None)
+                self.delete(key)
         except (OSError, TierUnavailable) as error:
             logger.warning("%s: the bad chunk %s could not be deleted: %s", self.root, key.hex()[:12], error)
 
@@ -502,13 +496,6 @@ class ChunkFiles:
         """
         if self._owner.lost or self.capacity.missing:
             raise CounterLost(errno.ENOENT, "the lock file or the counter of this instance is gone", str(self._private))
-
-    def _delete_file(self, key: ChunkKey) -> int | None:
-        """Return the bytes that the chunk occupied, None if there was none."""
-        try:
-            return remove_chunk(self.path(key))
-        except ABSENT:
-            return None
 
 
 class NoCapacity(Capacity):

@@ -6,7 +6,6 @@ Chunks are in a subdirectory of the configured directory, which `make_place` cre
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -17,6 +16,7 @@ import stat
 import threading
 from array import array
 from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.errors import TierFull
+from tiercache.errors import TierFull, TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
     UNSUPPORTED,
@@ -36,7 +36,7 @@ from tiercache.tiers.files.access import (
     require_directory,
     warn_of_missing_mount,
 )
-from tiercache.tiers.files.capacity import Capacity, counted_in
+from tiercache.tiers.files.capacity import Capacity, Freeing, counted_in
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.owners import Owner
 
@@ -63,7 +63,7 @@ class Deleted:
     freed_bytes: int = 0
     left: Victims = field(default_factory=list)
     """Chunks that could not be deleted, for the reason in `error`."""
-    error: OSError | None = None
+    error: OSError | TierUnavailable | None = None
 
 
 _ATTEMPTS = 8
@@ -82,7 +82,7 @@ def link_new(temporary: str, path: str) -> None:
         # A network file system may repeat a call whose answer was lost.
         if not os.path.samefile(temporary, path):
             raise
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.unlink(temporary)
 
 
@@ -101,7 +101,7 @@ def publish(temporary: str, path: str, access: Access, capacity: Capacity) -> in
             _name(temporary, path, capacity)
             return None
         except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):  # it was evicted meanwhile
+            with suppress(FileNotFoundError):  # it was evicted meanwhile
                 return occupied_bytes(os.lstat(path))
         except FileNotFoundError:
             if not os.path.lexists(temporary):
@@ -198,16 +198,18 @@ class Scanned:
         return np.argsort(-np.asarray(self.times_s), kind="stable")
 
 
-def remove_chunk(path: str) -> int:
-    """Unlink a chunk. Return the bytes that it occupied.
+def remove_chunk(path: str, freeing: Freeing = lambda _: nullcontext()) -> int:
+    """Unlink a chunk within `freeing`, see `Capacity.deleting`. Return the bytes that it occupied.
 
     Raises FileNotFoundError, also for anything that is no regular file, and OSError.
     """
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         raise FileNotFoundError(errno.ENOENT, "is not a file, and stays", path)
-    os.unlink(path)
-    return occupied_bytes(status)
+    freed_bytes = occupied_bytes(status)
+    with freeing(freed_bytes):
+        os.unlink(path)
+    return freed_bytes
 
 
 def scan_chunks(path: Path, owner: Owner, access: Access | None, known: Container[ChunkKey] | None = None) -> Scanned:
@@ -230,7 +232,7 @@ def scan_chunks(path: Path, owner: Owner, access: Access | None, known: Containe
                         if (key := bytes.fromhex(entry.name)) in known:
                             found.kept.append(key)
                             continue
-                    with contextlib.suppress(FileNotFoundError):
+                    with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         if not stat.S_ISREG(status.st_mode):
                             continue
@@ -270,7 +272,7 @@ def require_manifest(root: Path, temporary: str, access: Access) -> None:
         access.grant(temporary)
         os.replace(temporary, root / MANIFEST)
     except OSError as error:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary)
         if error.errno not in NO_ROOM:
             raise

@@ -474,9 +474,9 @@ class FileTier(DeviceTier):
             return False
         # A chunk may be in several directories, if some were added later, and in none of the indexes. After a cancellation
         # the thread goes on.
-        places = []
         for directory in self.directories.all:
-            places.append((directory.files, directory.index.remove(key)))
+            directory.index.remove(key)
+        places = [directory.files for directory in self.directories.all]
         try:
             with self._at_mount():
                 return await self.directories.metadata.submit(_remove, places, key)
@@ -508,12 +508,12 @@ def _mounts_of(directories: Sequence[Path], may_miss: bool) -> list[Mount]:
     return list(dict.fromkeys(mount_of(directory) for directory in directories))
 
 
-def _remove(places: list[tuple[ChunkFiles, int | None]], key: ChunkKey) -> bool:
+def _remove(places: Sequence[ChunkFiles], key: ChunkKey) -> bool:
     """Return True if the chunk was in any directory. Raises the error of a directory after all others were tried."""
     gone, failure = False, None
-    for files, occupied_bytes in places:
+    for files in places:
         try:
-            gone = files.remove(key, occupied_bytes) or gone
+            gone = files.remove(key) or gone
         except (OSError, TierUnavailable) as error:
             failure = error
     if failure is not None:

@@ -40,6 +40,7 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.directories import FileSettings
+from tiercache.tiers.files.owners import Owner
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -138,6 +139,46 @@ async def test_an_emptied_directory_is_filled_again(tmp_path: Path, cap_before: 
         assert sum([await is_hit(tier, number) for number in range(101, 117)]) >= 15
         assert physical_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
         assert (chunks_of(tmp_path) / "tiercache.json").exists()
+
+
+async def test_an_eviction_that_fails_keeps_its_victims_in_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first unlink: the lock file cannot be written for a moment."""
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        await tier.scanned()
+        await fill(tier, range(1, 33))
+        assert tier.statistics().evicted
+        files = tier.directories.all[0].files
+        while files.is_behind:
+            files.catch_up()
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Owner, "write", fail)
+            with pytest.raises(OSError, match="Input/output"):
+                await tier.write(*chunk(90), CHUNK_BYTES)
+        numbers = [number for number in range(1, 33) if Path(tier.path(chunk(number)[0])).exists()]
+        assert [number for number in numbers if not tier.contains(chunk(number)[0])] == []
+
+
+async def test_a_cap_that_is_lowered_just_when_the_bookkeeping_was_deleted_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        await tier.scanned()
+        await fill(tier, range(1, 17))
+        shutil.rmtree(chunks_of(tmp_path) / ".tiercache" / "tmp")
+        tier.limit(8 * (FILE_BYTES + 8192), 0)
+        trimming = [task for task in tier.directories._tasks if "trim" in task.get_name()]
+        assert trimming
+        await asyncio.wait(trimming)
+        assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        await fill(tier, range(31, 33))
+        await tier.scanned()
+        assert physical_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
 
 
 async def test_the_cap_holds_when_the_ledger_is_deleted_while_two_instances_run(tmp_path: Path) -> None:

@@ -502,12 +502,15 @@ class Directories:
         return victims
 
     async def delete(self, directory: Directory, victims: Victims, reuse_bytes: int = 0) -> Deleted:
-        """Delete the files of evicted chunks like `ChunkFiles.delete_all`. Those that are left go back into the index, as
-        the most recently used.
+        """Delete the files of evicted chunks like `ChunkFiles.delete_all`, whose errors are in the result. Those that are
+        left go back into the index, as the most recently used.
         """
         files = directory.files
-        with directory.leaving(victims):
-            done = await wait_shielded(self.metadata.evicting.submit(files.delete_all, victims, reuse_bytes))
+        try:
+            with directory.leaving(victims):
+                done = await wait_shielded(self.metadata.evicting.submit(files.delete_all, victims, reuse_bytes))
+        except (OSError, TierUnavailable) as error:
+            done = Deleted(left=victims, error=error)
         if directory.files is files:
             for key, occupied_bytes in done.left:
                 directory.index.add(key, occupied_bytes)

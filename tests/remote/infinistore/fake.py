@@ -37,6 +37,9 @@ class Server:
         self.may_connect = threading.Event()
         """Connecting waits for it."""
         self.may_connect.set()
+        self.may_close = threading.Event()
+        """Closing waits for it."""
+        self.may_close.set()
         self.connections: list[InfinityConnection] = []
 
 
@@ -80,6 +83,7 @@ class InfinityConnection:
         self.rdma_connected = self.config.connection_type == TYPE_RDMA
 
     def close(self):  # type: ignore[no-untyped-def]
+        assert server.may_close.wait(30)
         self.connected = self.rdma_connected = False
         self.held.clear()
 

@@ -173,6 +173,33 @@ async def test_a_transfer_that_hangs_closes_the_connection_and_a_new_one_is_made
         assert len(server.connections) == 2
 
 
+@pytest.mark.parametrize("earlier", ["a connection that works", "a connection that was closed"])
+async def test_a_transfer_that_hangs_while_the_tier_closes_ends_after_its_connection(
+    server: fake.Server, earlier: str
+) -> None:
+    tier = make_tier(timeout_s=0.3)
+    await tier.open()
+    assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+    if earlier == "a connection that was closed":
+        server.codes.append(-1)
+        with pytest.raises(TierUnavailable):
+            await tier.read(KEY, page_aligned(CHUNK_BYTES))
+        await eventually(lambda: tier.probe([chunk(2)[0]]))
+    server.hang = True
+    server.may_close.clear()
+    connection = server.connections[-1]
+    reading = asyncio.create_task(tier.read(KEY, page_aligned(CHUNK_BYTES)))
+    async with asyncio.timeout(20):
+        while not connection.held:
+            await asyncio.sleep(0)
+    await tier.close()
+    assert connection.connected and not reading.done(), reading
+    server.may_close.set()
+    with pytest.raises(TierUnavailable):
+        await reading
+    assert not connection.connected
+
+
 async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(
     server: fake.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,9 +107,9 @@ class InfiniStoreTier(RemoteTier):
     async def _disconnect(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
-            self._connection = None
-            closed = self._connector.submit(self._close_last)  # also a connection that is just being made
-            await asyncio.wait([closed], timeout=self.settings.timeout_s)
+            self._connection, self._problem = None, "the tier is closed"
+            self._closed = self._connector.submit(self._close_last)  # also a connection that is just being made
+            await asyncio.wait([self._closed], timeout=self.settings.timeout_s)
         for workers in (self._hashers, self._blocking, self._connector):
             workers.close()
 

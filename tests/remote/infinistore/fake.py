@@ -27,7 +27,7 @@ class InfiniStoreKeyNotFound(InfiniStoreException):
 
 
 class Server:
-    """What all connections see. `codes` are given instead of answers, in turn; `hang` lets transfers hang."""
+    """What all connections see. `codes` are given instead of answers, in turn; `hang` lets RDMA transfers hang."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -37,6 +37,9 @@ class Server:
         self.may_connect = threading.Event()
         """Connecting waits for it."""
         self.may_connect.set()
+        self.may_answer = threading.Event()
+        """Transfers over TCP wait for it, also on a closed connection: closing a socket does not end its `recv`."""
+        self.may_answer.set()
         self.may_close = threading.Event()
         """Closing waits for it."""
         self.may_close.set()
@@ -153,10 +156,12 @@ class InfinityConnection:
             raise Exception("Failed to check if this key exists")
 
     def tcp_read_cache(self, key: str, **kwargs) -> np.ndarray:  # type: ignore[no-untyped-def]
+        assert server.may_answer.wait(30)
         self._check_connected()
         return np.frombuffer(server.values[key], dtype=np.uint8)
 
     def tcp_write_cache(self, key: str, ptr: int, size: int, **kwargs):  # type: ignore[no-untyped-def]
+        assert server.may_answer.wait(30)
         self._check_connected()
         assert key and ptr and size
         server.values[key] = ctypes.string_at(ptr, size)

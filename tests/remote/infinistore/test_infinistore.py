@@ -173,6 +173,31 @@ async def test_a_transfer_that_hangs_closes_the_connection_and_a_new_one_is_made
         assert len(server.connections) == 2
 
 
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_over_tcp_a_transfer_that_hangs_closes_the_connection_and_ends_with_its_call(
+    server: fake.Server, way: str
+) -> None:
+    other, other_payload = chunk(2)
+    async with open_tier(make_tier(timeout_s=0.3, connection_type="TCP")) as tier:
+        assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+        server.may_answer.clear()
+        into = page_aligned(CHUNK_BYTES)
+        transfer = tier.read(KEY, into) if way == "read" else tier.write(other, other_payload, CHUNK_BYTES)
+        work = asyncio.create_task(transfer)
+        async with asyncio.timeout(20):
+            while len(server.connections) < 2:
+                await asyncio.sleep(0)
+        with pytest.raises(TierUnavailable, match=r"0\.3 s"):
+            await tier.read(KEY, page_aligned(CHUNK_BYTES))  # it waits for the only thread, and its memory is free
+        assert not server.connections[0].connected and not work.done()
+        server.may_answer.set()
+        with pytest.raises(TierUnavailable, match=r"0\.3 s"):
+            await work
+        assert not into.any()
+        assert await eventually(lambda: tier.read(KEY, page_aligned(CHUNK_BYTES))) == CHUNK_BYTES
+        assert len(server.connections) == 2
+
+
 @pytest.mark.parametrize("earlier", ["a connection that works", "a connection that was closed"])
 async def test_a_transfer_that_hangs_while_the_tier_closes_ends_after_its_connection(
     server: fake.Server, earlier: str

@@ -26,7 +26,7 @@ from tiercache.core.header import PACKED_BYTES, aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.arena import Arena
-from tiercache.memory.workers import Workers
+from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.remote.base import NotOurs, RemoteSettings, RemoteTier
 
 logger = logging.getLogger("tiercache.infinistore")
@@ -49,8 +49,8 @@ class _Refused(TierUnavailable):
 class InfiniStoreTier(RemoteTier):
     """A connection to an InfiniStore server. RDMA transfers are asynchronous; blocking calls share one thread.
 
-    Checks of existence, removals and TCP transfers block. An operation that does not end in `timeout_s` closes the
-    connection, so that no byte arrives after its memory was reused. A new connection is made in the background.
+    Checks of existence, removals and TCP transfers block. An operation that has begun and does not end in `timeout_s`
+    closes the connection, so that no byte arrives after its memory was reused. A new one is made in the background.
     """
 
     def __init__(self, settings: RemoteSettings) -> None:
@@ -247,7 +247,7 @@ class InfiniStoreTier(RemoteTier):
             if self._rdma:
                 await self._transfer(connection, connection.rdma_read_cache_async([(name, 0)], place.nbytes, address))
             else:
-                return await self._answer(connection, self._blocking.submit(_read_tcp, connection, name, place))
+                return await self._transfer_over_tcp(connection, _read_tcp, connection, name, place)
         except self._api.InfiniStoreKeyNotFound:
             return None
         except _Refused:
@@ -260,8 +260,7 @@ class InfiniStoreTier(RemoteTier):
         if self._rdma:
             await self._transfer(connection, connection.rdma_write_cache_async([(name, 0)], place.nbytes, address))
         else:
-            work = self._blocking.submit(connection.tcp_write_cache, name, address, place.nbytes)
-            await self._answer(connection, work)
+            await self._transfer_over_tcp(connection, connection.tcp_write_cache, name, address, place.nbytes)
 
     async def _transfer(self, connection: Any, call: Awaitable[Any]) -> None:
         """Wait until the transfer has ended and its memory is no longer in use.
@@ -291,21 +290,33 @@ class InfiniStoreTier(RemoteTier):
             await asyncio.shield(self._break(connection, str(error)))
         raise TierUnavailable(f"{self.name}: {error}")
 
+    async def _transfer_over_tcp(self, connection: Any, call: Callable[..., T], *arguments: object) -> T:
+        """Run a blocking transfer. It ends after `call`, which uses the caller's memory: closing does not wake a `recv`."""
+        work = self._blocking.submit(call, *arguments)
+        try:
+            return await self._answer(connection, work)
+        except TierUnavailable:
+            await asyncio.wait([work])
+            raise
+
     async def _ask(self, call: Callable[[], T]) -> T:
         """Run a blocking call without a payload, and abandon it after `timeout_s`."""
         connection = self._connected()
         if self._blocking.unfinished >= _UNANSWERED + 2 * self.settings.concurrency:
             raise TierUnavailable(f"{self.name}: the server answers none of {self._blocking.unfinished} requests")
-        work = self._blocking.submit(call)
-        await asyncio.wait([work], timeout=self.settings.timeout_s)
-        if not work.done():
-            self._break(connection, f"no answer in {self.settings.timeout_s:g} s")
-            raise TierUnavailable(f"{self.name}: {self._problem}")
-        return await self._answer(connection, work)
+        return await self._answer(connection, self._blocking.submit(call))
 
     async def _answer(self, connection: Any, work: asyncio.Future[T]) -> T:
+        """Wait for a blocking call, for `timeout_s` at most. A call that has not begun by then is withdrawn."""
+        await asyncio.wait([work], timeout=self.settings.timeout_s)
+        if not work.done():
+            problem = f"no answer in {self.settings.timeout_s:g} s"
+            work.add_done_callback(retrieve_exception)
+            if not self._blocking.withdraw(work):
+                self._break(connection, problem)
+            raise TierUnavailable(f"{self.name}: {problem}")
         try:
-            return await work
+            return work.result()
         except Exception as error:  # the API raises plain Exception
             self._break(connection, str(error))
             raise TierUnavailable(f"{self.name}: {error}") from error

@@ -8,12 +8,13 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.remote.redis.servers import Server, running
+from tests.remote.redis.servers import Cluster, Server, running
 from tests.remote.redis.tiers import make_tier, opened
 from tests.remote.waiting import eventually
 from tiercache.errors import ConfigError, TierUnavailable
@@ -144,6 +145,36 @@ async def test_a_frozen_server_is_left_at_the_deadline_and_used_again(tmp_path: 
             assert time.monotonic() - began < 20.0
             server.thaw()
             assert await eventually(lambda: tier.read(KEY, page_aligned(LENGTH))) == LENGTH
+
+
+@pytest.mark.parametrize("url", ["redis-cluster://{}", "redis-sentinel://{}/kv"])
+async def test_a_start_waits_for_all_frozen_servers_as_long_as_for_one(url: str) -> None:
+    """One after another would take twenty seconds."""
+    with frozen_servers(40) as servers:
+        tier = make_tier(url.format(servers), timeout_s=0.5)
+        opening = asyncio.create_task(tier.open())
+        await asyncio.wait([opening], timeout=10)
+        assert opening.done()
+        with pytest.raises(TierUnavailable):
+            await tier.read(KEY, page_aligned(LENGTH))
+        await tier.close()
+
+
+@pytest.mark.parametrize("count", [3, 9])
+async def test_a_cluster_is_found_behind_frozen_servers(cluster: Cluster, count: int) -> None:
+    with frozen_servers(count) as servers:
+        async with opened(f"redis-cluster://{servers},127.0.0.1:{cluster.nodes[0].port}", timeout_s=1.0) as tier:
+            if count > 3:
+                await eventually(lambda: tier.probe([KEY]))
+            assert await tier.write(KEY, PAYLOAD, LENGTH)
+
+
+@contextlib.contextmanager
+def frozen_servers(count: int) -> Iterator[str]:
+    """Yield the addresses of servers that accept and say nothing."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        yield ",".join(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
 
 
 async def refusal(tier: RedisTier) -> str:

@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 _ATTEMPTS = 5
 _REFRESH_INTERVAL_S = 0.1
+_ASKED = 4
+"""Servers of a cluster that are asked for the table of owners at a time, so that each has enough of the timeout."""
 _BACKOFF = redis.backoff.EqualJitterBackoff(cap=2.0, base=0.05)
 _KEEPALIVE_S = 60
 """Idle seconds after which the kernel probes a connection, so that no firewall drops it."""
@@ -75,7 +77,7 @@ class ConnectionPool:
 
     def __init__(self, address: RedisAddress, settings: RemoteSettings) -> None:
         self.address = address
-        self._timeout_s = settings.timeout_s
+        self.timeout_s = settings.timeout_s
         self._lock = threading.Lock()
         self._servers: dict[Endpoint, _Server] = {}
         self._closed = False
@@ -128,19 +130,19 @@ class ConnectionPool:
         if not keep:
             connection.close()
 
-    def ask(self, endpoint: Endpoint, *words: str) -> Any:
-        """Return the answer to a command, on a separate connection."""
-        with self._in_use(endpoint) as connection:
+    def ask(self, endpoint: Endpoint, timeout_s: float, *words: str) -> Any:
+        """Return the answer to a command, on a separate connection, each step of which may take `timeout_s`."""
+        with self._in_use(endpoint, self._within(timeout_s)) as connection:
             connection.send_command(*words)
             answer = connection.read_response()
             connection.disconnect()
             return answer
 
     def master(self) -> Endpoint:
-        """Return the master that the Sentinels name."""
+        """Return the master that the Sentinels name. They are asked one after another, and share the timeout."""
         sentinels = redis.sentinel.Sentinel(
             [(endpoint.host, endpoint.port) for endpoint in self.address.endpoints],
-            sentinel_kwargs=self._common
+            sentinel_kwargs=self._within(self.timeout_s / len(self.address.endpoints))
             | self._network
             | {"password": self.address.sentinel_password, "ssl": self.address.tls},
         )
@@ -178,8 +180,8 @@ class ConnectionPool:
 
     def _connect(self, endpoint: Endpoint, server: _Server) -> RedisConnection:
         try:
-            with self._in_use(endpoint) as raw:
-                connection = RedisConnection(raw, endpoint, self._timeout_s)
+            with self._in_use(endpoint, self._common) as raw:
+                connection = RedisConnection(raw, endpoint, self.timeout_s)
         except (ConnectionLost, SettingRejected) as error:
             with self._lock:
                 server.retry_at_s = time.monotonic() + _BACKOFF.compute(min(server.failures, 10))
@@ -190,14 +192,19 @@ class ConnectionPool:
             server.failures, server.retry_at_s = 0, 0.0
         return connection
 
+    def _within(self, timeout_s: float) -> dict[str, Any]:
+        """Return the common options of a connection, with a shorter timeout."""
+        connect_s = min(timeout_s, self._common["socket_connect_timeout"])
+        return self._common | {"socket_timeout": timeout_s, "socket_connect_timeout": connect_s}
+
     @contextlib.contextmanager
-    def _in_use(self, endpoint: Endpoint) -> Iterator[Any]:
+    def _in_use(self, endpoint: Endpoint, common: dict[str, Any]) -> Iterator[Any]:
         """Yield a redis-py connection that is logged in and has its database selected. Closes it if the block fails."""
         kind = redis.connection.SSLConnection if self.address.tls else redis.connection.Connection
         if endpoint.path:
-            raw: Any = redis.connection.UnixDomainSocketConnection(path=endpoint.path, **self._common, **self._login)
+            raw: Any = redis.connection.UnixDomainSocketConnection(path=endpoint.path, **common, **self._login)
         else:
-            raw = kind(host=endpoint.host, port=endpoint.port, **self._common, **self._login, **self._network)
+            raw = kind(host=endpoint.host, port=endpoint.port, **common, **self._login, **self._network)
         if self._closed:
             raise ConnectionLost("the tier is closed")
         try:
@@ -262,7 +269,8 @@ class Servers:
         self._lock = threading.Lock()
         self._owners: list[Endpoint | None] = [None]
         """Owners by slot in a cluster; otherwise a single entry."""
-        self._lost: Endpoint | None = None
+        self._failed_s: dict[Endpoint, float] = {}
+        """When each server was last lost or gave no table."""
         self._stale = True
         self._refresh_at_s = 0.0
         self._problem = _NO_OWNER
@@ -415,7 +423,7 @@ class Servers:
 
     def _seek(self, endpoint: Endpoint) -> None:
         """Let the next request read the table again, since `endpoint` does not answer or is no longer a master."""
-        self._lost = endpoint
+        self._failed_s[endpoint] = time.monotonic()
         self._stale = self._mode != "standalone"
 
     def _redirected(self, error: ServerError, sender: Endpoint) -> Endpoint:
@@ -442,14 +450,17 @@ class Servers:
             self._refresh_at_s = time.monotonic() + _REFRESH_INTERVAL_S
 
     def _slot_owners(self) -> list[Endpoint | None]:
-        """Ask the servers one after another, the lost server last."""
+        """Ask a few servers one after another, within the timeout of one: those that never failed, then the earliest."""
         known = [owner for owner in dict.fromkeys(self._owners) if owner is not None]
         candidates = dict.fromkeys([*known, *self.pool.address.endpoints])
+        asked = sorted(candidates, key=lambda endpoint: self._failed_s.get(endpoint, 0.0))[:_ASKED]
         problem: ConnectionLost | SettingRejected | None = None
-        for candidate in sorted(candidates, key=lambda endpoint: endpoint == self._lost):
+        for endpoint in asked:
             try:
-                return _slot_owners_of(candidate, self.pool.ask(candidate, "CLUSTER", "SLOTS"))
+                answer = self.pool.ask(endpoint, self.pool.timeout_s / len(asked), "CLUSTER", "SLOTS")
+                return _slot_owners_of(endpoint, answer)
             except (ConnectionLost, SettingRejected) as error:
+                self._failed_s[endpoint] = time.monotonic()
                 problem = problem or error
         assert problem is not None
         raise problem

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.remote.redis.servers import Cluster, Server, running
-from tests.remote.redis.tiers import make_tier, opened
+from tests.remote.redis.servers import Cluster, Server, redis, running
+from tests.remote.redis.tiers import make_tier, opened, value_name
 from tests.remote.waiting import eventually
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
@@ -167,6 +167,54 @@ async def test_a_cluster_is_found_behind_frozen_servers(cluster: Cluster, count:
             if count > 3:
                 await eventually(lambda: tier.probe([KEY]))
             assert await tier.write(KEY, PAYLOAD, LENGTH)
+
+
+async def test_a_lookup_waits_for_frozen_masters_as_long_as_for_a_few_and_finds_what_others_have(
+    cluster: Cluster,
+) -> None:
+    """One after another would take twenty seconds."""
+    healthy = f"127.0.0.1:{cluster.nodes[0].port}"
+    with frozen_servers(40) as frozen, server_with_table([healthy, *frozen.split(",")]) as asked:
+        async with opened(f"redis-cluster://{asked}", timeout_s=0.5) as tier:
+            numbers = range(1, 200)
+            found = next(number for number in numbers if redis.crc.key_slot(value_name(chunk(number, 1)[0])) < STEP)
+            key, payload = chunk(found, LENGTH)
+            assert await tier.write(key, payload, LENGTH)
+            tier.known.clear()
+            keys = [chunk(number, 1)[0] for number in numbers if number != found]
+            lookup = asyncio.create_task(tier.probe([*keys, key]))
+            await asyncio.wait([lookup], timeout=10)
+            assert lookup.done()
+            await lookup
+            assert tier.contains(key)
+
+
+STEP = 5461 // 14
+"""Slots of each owner in `server_with_table`: the first master of `Cluster` has those of the first."""
+
+
+@contextlib.contextmanager
+def server_with_table(owners: list[str]) -> Iterator[str]:
+    """Yield the address of a server that says which masters a cluster has."""
+    bounds = [*(number * STEP for number in range(len(owners))), 16384]
+    rows = [
+        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, end - 1, int(owner.split(":")[1]))
+        for first, end, owner in zip(bounds, bounds[1:], owners, strict=False)
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the listener is shut down
+                while True:
+                    connection = listener.accept()[0]
+                    while words := connection.recv(1000):
+                        table = b"*%d\r\n" % len(rows) + b"".join(rows)
+                        connection.sendall(table if b"SLOTS" in words else b"+OK\r\n" * words.count(b"SETINFO"))
+                    connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

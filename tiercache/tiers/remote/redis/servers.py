@@ -120,6 +120,12 @@ class ConnectionPool:
         connection.renew()
         return connection
 
+    def has_idle(self, endpoint: Endpoint) -> bool:
+        """Return True if `take` need not connect."""
+        with self._lock:
+            server = self._servers.get(endpoint)
+            return server is not None and bool(server.idle)
+
     def give(self, connection: RedisConnection) -> None:
         """Put a connection back, or close it if it cannot be used again."""
         connection.asking = False
@@ -318,7 +324,8 @@ class Servers:
     def exist(self, names: Sequence[bytes]) -> list[bool]:
         """Return a flag per name, True if it exists. All servers are asked at once, with one send each.
 
-        Names of a server that does not answer count as missing. Raises only if no server answers.
+        Names of a server that does not answer count as missing, and those of servers that are still to be connected when
+        connecting to others has taken the timeout. Raises only if no server answers.
         """
         found: dict[int, bool] = {}
         again: list[int] = []
@@ -331,7 +338,11 @@ class Servers:
             except (ConnectionLost, SettingRejected) as error:
                 problem = error
         try:
-            for endpoint, members in groups.items():
+            deadline_s = time.monotonic() + self.pool.timeout_s
+            for endpoint in sorted(groups, key=self.pool.has_idle, reverse=True):
+                if time.monotonic() >= deadline_s:
+                    break
+                members = groups[endpoint]
                 try:
                     asked.append((self._take(endpoint), members))
                     frames = b"".join([command(b"EXISTS", names[member]) for member in members])

@@ -97,6 +97,15 @@ def test_a_prefix_that_is_larger_than_the_cache_keeps_its_head() -> None:
     assert evicted[10:] == list(range(9, 29)), "then the prefix's own end"
 
 
+def test_a_chunk_whose_head_came_back_makes_no_room_for_the_next_one() -> None:
+    """Its head was evicted before it came, and was then put alone: the put of the whole prefix evicted it."""
+    order = LeafLru()
+    put(order, [1])
+    order.insert(Resident(key(9)), key(8), in_order=True)
+    put(order, [8])
+    assert put(order, [8, 9, 10], slots=3) == [1]
+
+
 def test_an_access_while_leased_counts() -> None:
     order = LeafLru()
     put(order, [1])

@@ -130,15 +130,19 @@ class LeafLru:
         """Refresh the residents among `keys`, which follow one another in a prefix.
 
         Returns the time of the first key: the chunk at position i has this time less i, also if it is inserted later.
-        An orphan of the prefix that is not its first chunk is left to `link`. Without `prefix` the keys are
-        independent, and the most recent comes first.
+        An orphan of the prefix stays one if the chunk before it is not resident, or an orphan. Without `prefix` the keys
+        are independent, and the most recent comes first.
         """
         self._clock = time = self._clock + len(keys)
         get, rank_of, lru = self.entries.get, self._rank, self.policy == "LRU"
         at = time
+        joins = True
         for key in keys:
             entry = get(key)
-            if entry is not None and (entry.rank != _ORPHAN or not prefix or at == time):
+            if entry is None:
+                joins = not prefix
+            elif joins or entry.rank != _ORPHAN:
+                joins = True
                 rank = entry.rank = at if lru else rank_of(entry.rank, at)
                 queued = entry.queued_rank
                 if not entry.unleased_children and (

@@ -15,6 +15,7 @@ from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.device.paged import PagedChunk, PagedKv
 from tiercache.errors import ConfigError, LayoutError
+from tiercache.memory.slots import Purpose
 
 BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, HEADS, HEAD = 16, 64, 3, 2, 32
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD * 2
@@ -260,3 +261,20 @@ async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: T
         place = tensor_on(driver, tensor.shape)
         assert await cache.get_into([key_of(1)], [place]) == 1, "it was written before the first cache closed"
         assert same(place, tensor)
+
+
+async def test_a_put_that_gets_no_slot_is_skipped(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
+    async with opened(gds_path=(str(tmp_path),), max_gds_size=0.1) as cache:
+        assert cache.parts.on_device is not None
+        pools, taken = (cache.cpu, cache.parts.on_device.staging), []
+        for pool in pools:
+            for purpose in (Purpose.READ, Purpose.WRITE):
+                while (slot := pool.try_reserve(purpose)) is not None:
+                    taken.append((pool, slot, purpose))
+        (tensor,) = chunks(driver, range(1))
+        assert not await cache.put(key_of(0), tensor, deadline_s=0.0)
+        assert cache.statistics().puts_skipped == 1
+        for pool, slot, purpose in taken:
+            pool.abandon(slot, purpose)
+        assert await cache.put(key_of(0), tensor)
+        assert (await cache.flush()).written == {"gds": 1}

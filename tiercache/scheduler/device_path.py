@@ -183,7 +183,7 @@ class DevicePath:
                 at_quota = self.cpu.wait_queue.blocks_only_itself(Purpose.WRITE, key)
                 left_s = 0.0 if at_quota else deadline_s - loop.time()
                 chunk.hot = await self.cpu.reserve(Purpose.WRITE, left_s, key)
-                if chunk.hot is None and not wants_device:
+                if chunk.hot is None and (chunk.staged is None or not wants_device):
                     self.skipped += 1
                     self._abandon([chunk])
                     return

@@ -97,6 +97,20 @@ def test_a_medium_has_a_chunk_while_one_of_its_tiers_has(made: Callable[..., Wor
         assert worker.says() == told
 
 
+def test_chunks_of_a_detached_tier_are_gone_until_it_is_attached(made: Callable[..., Worker]) -> None:
+    worker = made()
+    worker.watches(*NAMES[:2])
+    worker.stores(*NAMES[:2])
+    worker.clears_hot()
+    worker.says()
+    cache = worker.thread.cache
+    for change, there in ((cache.detach, False), (cache.attach, True)):
+        worker.thread.submit(change("disk")).result(10)
+        worker.thread.submit(cache.tiers[0].scanned()).result(10)
+        said = worker.says() | worker.says()  # the first step after the change makes the worker look
+        assert said == {(name, "STORAGE", there) for name in NAMES[:2]}
+
+
 def test_a_worker_says_when_more_may_follow_and_when_no_more(made: Callable[..., Worker]) -> None:
     worker = made()
     assert worker.residency.take(is_storing=False) is None

@@ -277,10 +277,15 @@ class ChunkWatch:
         self._there: dict[ChunkKey, set[str]] = {}
         self._lock = threading.Lock()
         self._changes: dict[tuple[bytes, str], bool] = {}
+        self._tiers = self._attached()
         self._call(self._begin)
 
     @property
     def has_news(self) -> bool:
+        """True if `take` returns changes. Looks at all chunks anew once a tier was detached or attached."""
+        if (tiers := self._attached()) != self._tiers:
+            self._tiers = tiers
+            self._call(self._look_at_all)
         return bool(self._changes)
 
     def watch(self, names: Mapping[ChunkKey, bytes]) -> None:
@@ -329,13 +334,20 @@ class ChunkWatch:
             key, name = self._names.popitem(last=False)
             self._change(name, self._there.pop(key, ()), there=False)
 
+    def _attached(self) -> list[Tier]:
+        """Return the tiers that are not detached. One that was attached again is another object."""
+        return [tier for tier in local_tiers(self._thread.cache) if not tier.traffic.detached]
+
+    def _look_at_all(self) -> None:
+        for key in self._names:
+            self._look(key)
+
     def _look(self, key: ChunkKey) -> None:
         name = self._names.get(key)
         if name is None:
             return
         before = self._there.get(key, set())
-        tiers = local_tiers(self._thread.cache)  # one that was attached again is another object
-        now = {self._place_of(tier) for tier in tiers if tier.contains(key)}
+        now = {self._place_of(tier) for tier in self._attached() if tier.contains(key)}
         if now != before:
             self._there[key] = now
             self._change(name, now - before, there=True)

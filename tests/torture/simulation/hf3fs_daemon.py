@@ -102,6 +102,8 @@ class Client:
     iovs: int = 0
     unheard: int = 0
     """Operations whose end it never hears of."""
+    behind: bool = False
+    """True if its daemon has died, and it has not made rings of the next one yet: the call that notices this fails."""
 
 
 @dataclass(eq=False)
@@ -163,6 +165,7 @@ class Daemon:
             for descriptor in sorted(client.files.keys() - client.stale):
                 self.let_go(client.files[descriptor])
             client.stale = set(client.files)
+            client.behind |= client.rings > 0
         for job in list(self._jobs):
             self._end(job)
         self.calls.sever(self.disk)

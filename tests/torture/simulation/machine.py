@@ -167,6 +167,11 @@ class Machine:
             return False
         return twin.is_lost or bool(on_device.device.unfinished)
 
+    def is_behind(self, process: Process) -> bool:
+        """Return True if it has rings of a daemon that has died."""
+        client = None if self.daemon is None else self.daemon.clients.get(process)
+        return client is not None and client.behind
+
     def left_by(self, process: Process) -> dict[str, Any]:
         """What a process that has closed its cache still holds."""
         left: dict[str, Any] = {"mapped files": self.mappings.of(process)}

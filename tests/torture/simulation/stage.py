@@ -329,6 +329,8 @@ class Stage:
         gone = [name for name, place in self.places.items() if place.is_gone and self._is_used(name)]
         if now_s - self.last_fault_s < _RECENT_S or gone:
             return True
+        if any(node.is_open and self.machine.is_behind(node.process) for node in self.nodes.values()):
+            return True
         return any(not weather.calm or now_s - weather.last_fault_s < _RECENT_S for weather in self.weathers.values())
 
     def _is_used(self, name: str) -> bool:

@@ -131,7 +131,11 @@ class Ring:
 
     def __post_init__(self) -> None:
         self.generation = self.library.daemon.generation
-        self.library.client.rings += 1
+        client = self.library.client
+        client.rings += 1
+        if client.behind:
+            client.behind = False
+            self.library.daemon.weather.last_fault_s = self.library.daemon.world.now_s
 
     def prepare(self, piece: Piece, read: bool, descriptor: int, offset: int) -> None:
         if read != self.reads or not piece.length:

@@ -180,6 +180,10 @@ class Expected:
             return
         if sum(self.forgets[key] for key in began.keys) != began.forgets or self._losses(began.keys) != began.losses:
             return
+        # Lookups with little time give up a slow server, which is no fault.
+        servers = [source for source in self.cache.parts.reader.tiers if isinstance(source.tier, RemoteTier)]
+        if any(source.breaker._opened_s >= began.at_s for source in servers):
+            return
         raise Violation(
             f"{found} of {began.there} chunks that were there are found after {now_s - began.at_s:.6f} s, though there was "
             "more time"

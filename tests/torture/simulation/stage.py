@@ -40,6 +40,8 @@ _BESIDE_BYTES = 32 * 4096
 """On each device, for what is not a chunk."""
 _CALLS_A_LOOK = 32
 _RECENT_S = 130.0
+_ENDED_S = 0.001
+"""When threads have ended that the last step of a close tells to end, and that nobody waits for."""
 _LONGEST_S = 50_000.0
 """What no run takes, of its own time: those of 300 operations take 1,000 s."""
 
@@ -252,6 +254,7 @@ class Stage:
             await asyncio.sleep(0.01)
             if self.world.now_s - began_s > 120:
                 raise Violation(f"process {number} does not end: {node.state}")
+        await asyncio.sleep(_ENDED_S)
         self._check_ended(node)
         if self.setting.processes == 1:
             self.truth.memory_is_lost()

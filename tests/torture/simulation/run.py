@@ -90,13 +90,13 @@ def run_seed(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """No logs, no collection of garbage at a random moment, and warnings only for us: the dead leave leases and coroutines.
+    """Only errors in logs, no garbage collected at a random moment, and warnings only for us: the dead leave leases.
 
     What was there before is no garbage, and is not looked at.
     """
     disabled = logging.root.manager.disable
     collected = gc.isenabled()
-    logging.disable(logging.CRITICAL)
+    logging.disable(logging.WARNING)
     gc.disable()
     gc.freeze()
     try:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -107,11 +108,20 @@ class Stage:
         """In the place of the system's, for as long as the run lasts."""
         if self.server is not None:
             remote.SERVERS[_URL] = self.server
+        logger, handler = logging.getLogger("tiercache"), logging.Handler()
+        handler.emit = self._logged  # type: ignore[method-assign]
+        logger.addHandler(handler)
         try:
             with self.system.installed(), self.machine.installed():
                 yield
         finally:
             remote.SERVERS.pop(_URL, None)
+            logger.removeHandler(handler)
+
+    def _logged(self, record: logging.LogRecord) -> None:
+        """Fail for an unexpected end of work in the background, of which only logs tell."""
+        if record.exc_info:
+            self.fail(Violation(f"{record.getMessage()}: {record.exc_info[1]!r}"))
 
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:

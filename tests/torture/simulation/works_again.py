@@ -44,7 +44,8 @@ async def works_again(node: Node, within_s: float, first: int) -> None:
             writer: writer.counters.dropped
             for writer in cache.parts.fan_out.writers
             if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time())
-            if not (writer.abandoned or len(writer.removals))
+            # A write that was sent before the last fault ended may still time out.
+            if not (writer.abandoned or len(writer.removals) or writer.statistics().writing)
         }
         node.expected.begun += 1  # for a caller that begins only now
         await node.calls.put_many(several)

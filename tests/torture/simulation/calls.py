@@ -286,7 +286,7 @@ class Calls:
                 if is_lent or arena.lent:
                     return "refused"
                 lost = isinstance(error.__cause__, DeviceError) and error.__cause__.lost  # for good
-                if not (lost or self._node.stage.faults()):
+                if not (lost or self._node.stage.faults() or self._node.stage.start_may_fail()):
                     raise Violation(f"nothing fails, and a change does: {error}") from error
                 return "refused"
         return "changed"

@@ -72,15 +72,19 @@ class DeviceCalls:
         finally:
             self._give_back(parts, began_s)
 
-    async def works(self, cache: TierCache, names: Sequence[bytes], key: int) -> None:
-        """Put one and get it, both ways. Nothing fails any more, though a mount may not be asked again before a while."""
+    async def works(self, cache: TierCache, names: Sequence[bytes], key: int) -> bool:
+        """Put a chunk and get it, in both kinds of memory. Return True if it was stored and found wherever it had to be."""
+        ended: list[int | None] = []  # None: the caller has no memory left
         with contextlib.suppress(TierUnavailable, OSError):
             await cache.forget([names[key]])
         for where in ("blocks", "piece"):
-            await self.put(cache, [names[key]], [key], where, None, False)
+            ended.append(await self.put(cache, [names[key]], [key], where, None, False))
             await cache.flush(1.0)
             cache.clear_hot()
-            await self.get(cache, [names[key]], [key], where, None)
+            found = await self.get(cache, [names[key]], [key], where, None)
+            if cache.tiers:
+                ended.append(found)
+        return 0 not in ended
 
     def close(self) -> None:
         self._making = None

@@ -49,8 +49,8 @@ async def works_again(node: Node, within_s: float, first: int) -> None:
         }
         node.expected.begun += 1  # for a caller that begins only now
         await node.calls.put_many(several)
-        if node.calls.device is not None:
-            await node.calls.device.works(cache, node.keys, key)
+        device = node.calls.device
+        device_works = device is None or await device.works(cache, node.keys, key)
         complete = await node.calls.flush(operation)
         for writer, dropped in well.items():
             if writer.counters.dropped > dropped:
@@ -63,10 +63,10 @@ async def works_again(node: Node, within_s: float, first: int) -> None:
         await node.calls.get(replace(operation, keys=(key + _NEVER_PUT,)))
         await node.calls.lookup(replace(operation, keys=(key + _NEVER_PUT,)))
         left = _not_yet_well(cache)
-        if complete == "complete" and not left:
+        if complete == "complete" and not left and device_works:
             break
         if loop.time() > until_s:
-            raise Violation(f"{within_s:.0f} s after the last fault: flush {complete}, {left}")
+            raise Violation(f"{within_s:.0f} s after the last fault: flush {complete}, device {device_works}, {left}")
         await asyncio.sleep(1.0)
     await _takes_everything(node, first)
     while True:

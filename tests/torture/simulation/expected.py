@@ -153,6 +153,13 @@ class Expected:
         reader.pin = pinned  # type: ignore[method-assign]
         reader.promote = promoted  # type: ignore[assignment, method-assign]
 
+    def known(self, keys: Sequence[int]) -> int:
+        """Return how many of the first of these keys a lookup finds without asking a server."""
+        well = [source.tier for source in self.cache.parts.reader.tiers if source.breaker.state is BreakerState.CLOSED]
+        names = [self.keys[key] for key in keys]
+        there = [self.cache.cpu.contains(name) or any(tier.offers(name) for tier in well) for name in names]
+        return [*there, False].index(False)
+
     def check_stored(self, began: Began, stored: int) -> None:
         """A put stores everything, or finds no room until its deadline, or is overtaken by a forget."""
         if not self._node.is_open or sum(self.forgets[key] for key in began.keys) != began.forgets:

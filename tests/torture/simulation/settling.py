@@ -70,6 +70,7 @@ async def settle(stage: Stage) -> None:
         for place in stage.of_files:
             if any(map(place.disk.owns, roots)):  # no process evicts from a directory that none is configured with
                 place.kept_from_s = 0.0
+                place.check(stage.world.now_s)
     while stage.faults():
         await asyncio.sleep(1.0)
     faultless = stage.last_fault_s < 0 and all(weather.faultless for weather in stage.weathers.values())

@@ -242,8 +242,7 @@ class Stage:
     async def resize_files(self, share: float) -> None:
         """Change the caps of all tiers on files to a share of what they were, in all processes."""
         for place in self.places.values():
-            if share < self.share:
-                place.kept_from_s = float("inf")  # until nothing fails: what fails evicts nothing
+            place.kept_from_s = float("inf") if share < 1.0 else 0.0  # faults stop evictions
             place.cap_bytes = int(place.cap_bytes * share / self.share)
         self.share = share
         for node in list(self.nodes.values()):

@@ -65,4 +65,6 @@ class _BreakerWatch:
 
 def breakers_of(cache: TierCache) -> dict[str, Breaker]:
     found = {f"reads of {source.tier.name}": source.breaker for source in cache.parts.reader.tiers}
+    if (on_device := cache.parts.on_device) is not None:
+        found |= {f"reads of {each.tier.name} into the device": each.breaker for each in on_device.reader.tiers}
     return found | {f"writes of {writer.tier.name}": writer.breaker for writer in cache.parts.fan_out.writers}

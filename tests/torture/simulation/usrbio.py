@@ -177,6 +177,8 @@ class Ring:
 
     def __del__(self) -> None:
         self.library.client.rings -= 1
+        if not self.library.client.rings:
+            self.library.client.unheard = 0  # the places that they cost are made anew with the rings
         if _is_living(self.library):
             with contextlib.suppress(OSError, GreenletExit):
                 os.unlink(self.link)

@@ -16,6 +16,7 @@ from tiercache.core.breaker import BreakerState
 from tiercache.tiers.cpu import StagingTier
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteTier
+from tiercache.tiers.shared_memory import SharedMemoryTier
 
 if TYPE_CHECKING:
     from tests.torture.simulation.node import Node
@@ -27,6 +28,8 @@ REMEMBERED_S = 11.0
 """For so long a cache may believe that a server has what it has evicted."""
 _PATIENCE_S = 1.0
 """How long a get waits for a remote tier, its `timeout_s`, before it goes on."""
+_LOOKED_UP = (RemoteTier, SharedMemoryTier)
+"""Tiers that are asked for chunks which they may not have."""
 _SPARED = 0.8
 """The part of the arena that holds what was used last."""
 
@@ -282,7 +285,7 @@ class Expected:
         name = self.keys[key]
         if self.cache.cpu.contains(name):
             return True
-        joins = name in self.cache.parts.reader.in_flight
+        in_flight = self.cache.parts.reader.in_flight
         return any(
             not isinstance(source.tier, StagingTier)  # a chunk leaves it when its write has ended, or was declined
             and source.breaker.state is BreakerState.CLOSED  # else one goes there at a time
@@ -290,7 +293,8 @@ class Expected:
             and (isinstance(source.tier, RemoteTier) or key not in self.deletions)
             and not source.tier.traffic.refuses(name)
             and self._in_tier(source.tier, name)
-            and not (joins and isinstance(source.tier, RemoteTier))  # it may have answered before others stored it there
+            # A read that is joined may have looked before the chunk was stored there.
+            and not (isinstance(source.tier, _LOOKED_UP) and (name in in_flight or name in source._transfers))
             for source in self.cache.parts.reader.tiers
         )
 

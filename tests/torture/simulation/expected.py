@@ -16,7 +16,6 @@ from tiercache.core.breaker import BreakerState
 from tiercache.tiers.cpu import StagingTier
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteTier
-from tiercache.tiers.shared_memory import SharedMemoryTier
 
 if TYPE_CHECKING:
     from tests.torture.simulation.node import Node
@@ -28,8 +27,6 @@ REMEMBERED_S = 11.0
 """For so long a cache may believe that a server has what it has evicted."""
 _PATIENCE_S = 1.0
 """How long a get waits for a remote tier, its `timeout_s`, before it goes on."""
-_LOOKED_UP = (RemoteTier, SharedMemoryTier)
-"""Tiers that are asked for chunks which they may not have."""
 _SPARED = 0.8
 """The part of the arena that holds what was used last."""
 
@@ -293,8 +290,9 @@ class Expected:
             and (isinstance(source.tier, RemoteTier) or key not in self.deletions)
             and not source.tier.traffic.refuses(name)
             and self._in_tier(source.tier, name)
-            # A read that is joined may have looked before the chunk was stored there.
-            and not (isinstance(source.tier, _LOOKED_UP) and (name in in_flight or name in source._transfers))
+            # Shared tiers are asked for chunks that they may not have: a read that is joined may have looked before this
+            # chunk was stored there.
+            and not (source.tier.traits.shared and (name in in_flight or name in source._transfers))
             for source in self.cache.parts.reader.tiers
         )
 

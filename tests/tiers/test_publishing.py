@@ -1,5 +1,6 @@
 """How a chunk gets its name while other instances publish the same one."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import directory
 from tiercache.tiers.files.access import rename_new
-from tiercache.tiers.files.capacity import Capacity
+from tiercache.tiers.files.capacity import Capacity, CounterLost
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.directory import Publish, link_new
 
@@ -146,3 +147,20 @@ def test_what_a_killed_process_has_published_stays_and_is_counted_once(tmp_path:
     files.recount(mark, files.scan("00").counted_bytes)
     assert files.capacity.used_bytes == allocated_bytes(tmp_path)
     files.close()
+
+
+def test_a_writer_makes_no_directory_where_a_deleted_root_was_made_anew(tmp_path: Path) -> None:
+    """It would be counted nowhere: the writer's counter was deleted with the root."""
+    root, (key, payload) = tmp_path / "chunks", chunk(1)
+    before = ChunkFiles(root, 1 << 30, FINGERPRINT, direct=None, durable=False, step_bytes=1 << 20, beside=True)
+    after = ChunkFiles(root, 1 << 30, FINGERPRINT, direct=None, durable=False, step_bytes=1 << 20, beside=True)
+    before.open()
+    pending = before.begin_write(key, CHUNK_BYTES)
+    shutil.rmtree(root)
+    after.open()
+    with pytest.raises(CounterLost):
+        before.make(pending, lambda path: Path(path).write_bytes(payload))
+    before.discard(pending)
+    assert not Path(pending.path).parent.exists()
+    for files in before, after:
+        files.close()

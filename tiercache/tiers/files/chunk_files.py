@@ -334,6 +334,7 @@ class ChunkFiles:
         except FileNotFoundError:
             if not self._beside:
                 raise
+            self._require_ours()  # else the root may be another process's, which would not count the directory
             make_directory(os.path.dirname(pending.path), self.access, self.capacity)
             return create(pending.path)
 

@@ -43,9 +43,15 @@ def kv_of(*specs: Any) -> KVCacheConfig:
 
 
 def engine_of(
-    context: int = 1, stages: int = 1, scales: bool = False, tolerant: bool = False, sleeps: bool = False
+    context: int = 1,
+    stages: int = 1,
+    scales: bool = False,
+    tolerant: bool = False,
+    sleeps: bool = False,
+    second_runner: bool = False,
 ) -> Any:
     return SimpleNamespace(
+        use_v2_model_runner=second_runner,
         model_config=SimpleNamespace(enable_sleep_mode=sleeps),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=context, pipeline_parallel_size=stages, enable_fault_tolerance=tolerant
@@ -129,6 +135,7 @@ def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
         ((FULL,), {"scales": True}, "found calculate_kv_scales"),
         ((FULL,), {"tolerant": True}, "found enable_fault_tolerance"),
         ((FULL,), {"sleeps": True}, "found enable_sleep_mode"),
+        ((FULL, ALIGNED), {"second_runner": True}, "found the V2 model runner"),
     ],
 )
 def test_other_models_and_engines_are_refused(specs: tuple[Any, ...], engine: dict[str, Any], found: str) -> None:

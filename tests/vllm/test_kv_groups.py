@@ -45,6 +45,7 @@ def kv_of(*specs: Any) -> KVCacheConfig:
 def engine_of(
     context: int = 1,
     stages: int = 1,
+    hosts: int = 1,
     scales: bool = False,
     tolerant: bool = False,
     sleeps: bool = False,
@@ -54,7 +55,10 @@ def engine_of(
         use_v2_model_runner=second_runner,
         model_config=SimpleNamespace(enable_sleep_mode=sleeps),
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=context, pipeline_parallel_size=stages, enable_fault_tolerance=tolerant
+            decode_context_parallel_size=context,
+            pipeline_parallel_size=stages,
+            nnodes_within_dp=hosts,
+            enable_fault_tolerance=tolerant,
         ),
         cache_config=SimpleNamespace(
             calculate_kv_scales=scales, block_size=16, prefix_match_unit=None, enable_prefix_caching=True
@@ -132,6 +136,7 @@ def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
         ((NVFP4,), {}, "found NVFP4 with 2 x 128 bytes"),
         ((FULL,), {"context": 2}, "expected no decode context parallelism, found 2"),
         ((FULL,), {"stages": 2}, "expected one pipeline stage, found 2"),
+        ((FULL,), {"hosts": 2}, "expected all ranks of an engine on one host, found 2 hosts"),
         ((FULL,), {"scales": True}, "found calculate_kv_scales"),
         ((FULL,), {"tolerant": True}, "found enable_fault_tolerance"),
         ((FULL,), {"sleeps": True}, "found enable_sleep_mode"),
@@ -159,7 +164,7 @@ def heads(count: int) -> FullAttentionSpec:
 def config_of(ranks: int, kv_heads: int, rank: int = 0, **unusual: Any) -> Any:
     draft, layers = unusual.pop("draft", None), unusual.pop("layers", None)
     text_config = {"num_key_value_heads": kv_heads} | unusual.pop("text_config", {})
-    parallel = {"pipeline_parallel_size": 1, "nnodes": 1, "distributed_executor_backend": "mp"} | unusual
+    parallel = {"pipeline_parallel_size": 1, "distributed_executor_backend": "mp"} | unusual
     return SimpleNamespace(
         parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks, **parallel),
         model_config=SimpleNamespace(
@@ -191,7 +196,6 @@ def test_few_kv_heads_and_mla_are_on_several(specs: list[Any], ranks: int, kv_he
 @pytest.mark.parametrize(
     "unsure",
     [
-        {"nnodes": 2},
         {"distributed_executor_backend": "ray"},
         {"layers": [{"total_num_kv_heads": 2}]},
         {"draft": object()},

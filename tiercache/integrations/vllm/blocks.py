@@ -140,6 +140,12 @@ def _check_engine(config: VllmConfig) -> None:
         raise LayoutError(
             f"expected one pipeline stage, found {stages}: more could not be verified with this connector"
         )
+    hosts = config.parallel_config.nnodes_within_dp
+    if hosts > 1:
+        raise LayoutError(
+            f"expected all ranks of an engine on one host, found {hosts} hosts: the scheduler looks up prompts through the "
+            "Unix socket of each rank"
+        )
     if getattr(config.parallel_config, "enable_fault_tolerance", False):
         raise LayoutError(
             "expected an engine that ends when a step fails, found enable_fault_tolerance: it goes on, and KV that the step "
@@ -159,12 +165,12 @@ def _check_engine(config: VllmConfig) -> None:
 def replicas_of(config: VllmConfig, specs: Iterable[Any]) -> int:
     """Return how many consecutive ranks hold the same bytes of every layer; 1 if each has its own, or if unknown.
 
-    `specs` are the specifications of the layers. Also returns 1 if the ranks may be on several hosts: only one rank
+    `specs` are the specifications of the layers. Also returns 1 if the ranks may be on several hosts (Ray): only one rank
     writes each chunk, and other hosts may not see its disk.
     """
     parallel = config.parallel_config
     ranks = parallel.tensor_parallel_size
-    if parallel.nnodes > 1 or parallel.distributed_executor_backend not in ("mp", "uni"):
+    if parallel.distributed_executor_backend not in ("mp", "uni"):
         return 1
     heads = _kv_heads(config)
     return reduce(math.gcd, (_replicas(spec, ranks, heads) for spec in specs), int(ranks))

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tiercache.cache import TierCache
@@ -28,7 +28,7 @@ _CLOSED = "the cache is closed"
 class CacheThread:
     """A thread with an open cache. Raises the errors of opening. `device` and `naming` are as for `TierCache`.
 
-    `cache` may be used only inside coroutines given to `submit` and in functions given to `loop.call_soon_threadsafe`.
+    `cache` may be used only inside coroutines given to `submit` and in functions given to `call_soon`.
     A coroutine that raises SystemExit or KeyboardInterrupt ends the thread, as it would a program: the cache is closed
     then.
     """
@@ -70,6 +70,11 @@ class CacheThread:
         coroutine.close()
         raise CacheClosed(_CLOSED)
 
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call `function` on the cache's loop, without waiting for it. Has no effect once the cache is closed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(function, *arguments)
+
     def close(self, timeout_s: float = 10.0) -> FlushReport:
         """Write the queued chunks for up to `timeout_s`, close the cache and end the thread. Idempotent.
 
@@ -83,8 +88,7 @@ class CacheThread:
             if not is_here:
                 raise CacheClosed("the cache belongs to the process that this one was forked from; close it there")
             self._close_timeout_s = timeout_s
-            with contextlib.suppress(RuntimeError):  # it has ended just now
-                self.loop.call_soon_threadsafe(self._stop.set)
+            self.call_soon(self._stop.set)
         report = self._finished.result(wait_s)
         self._thread.join(_LET_GO_S)
         return report

@@ -35,7 +35,7 @@ from tiercache.integrations.vllm.planning import Match
 
 def test_cache_is_looked_at_once_an_interval() -> None:
     asked: list[Any] = []
-    thread: Any = SimpleNamespace(loop=SimpleNamespace(call_soon_threadsafe=asked.append))
+    thread: Any = SimpleNamespace(call_soon=asked.append)
     figures = WorkerFigures(thread, "cache")
     for _ in range(5):
         assert figures.take() is None

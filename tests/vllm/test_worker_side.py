@@ -291,6 +291,7 @@ def test_engine_goes_on_without_its_cache(worker: Worker) -> None:
     worker.loads(into(FIRST, 20, 21))
     assert worker.side.take_bad_blocks() == {20, 21}
     worker.is_saved()
+    worker.side.load(StepWork(generation=b"after a reset", token_s=0.001))
 
 
 # With streams held back

@@ -445,8 +445,7 @@ class Move:
         """Let no copy begin, and wait up to `2 * wait_s` seconds for running ones. Return False if one may go on."""
         returned = self._lending.take_back(wait_s)
         self._last_has_run.set()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._thread.loop.call_soon_threadsafe(self._cancel)
+        self._thread.call_soon(self._cancel)
         if returned and self.wait(wait_s):
             return True
         with self._lock, contextlib.suppress(DeviceError):

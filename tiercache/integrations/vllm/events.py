@@ -8,7 +8,6 @@ a medium when the first chunk that contains it is there, and as removed when the
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from array import array
@@ -278,28 +277,28 @@ class ChunkWatch:
         self._lock = threading.Lock()
         self._changes: dict[tuple[bytes, str], bool] = {}
         self._tiers = self._attached()
-        self._call(self._begin)
+        self._thread.call_soon(self._begin)
 
     @property
     def has_news(self) -> bool:
         """True if `take` returns changes. Looks at all chunks anew once a tier was detached or attached."""
         if (tiers := self._attached()) != self._tiers:
             self._tiers = tiers
-            self._call(self._look_at_all)
+            self._thread.call_soon(self._look_at_all)
         return bool(self._changes)
 
     def watch(self, names: Mapping[ChunkKey, bytes]) -> None:
         """Report where these chunks are, and when they come and go."""
         if names:
-            self._call(self._watch, names)
+            self._thread.call_soon(self._watch, names)
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
         """Stop watching these chunks, without a report."""
-        self._call(self._drop, keys)
+        self._thread.call_soon(self._drop, keys)
 
     def forget_everything(self) -> None:
         """Report all chunks as gone, wherever they are, since no request finds them any more."""
-        self._call(self._shrink, 0)
+        self._thread.call_soon(self._shrink, 0)
 
     def take(self) -> dict[tuple[bytes, str], bool]:
         """Return changes since the last call, at most `_MOST_AT_ONCE`: True if the named chunk is now in the place."""
@@ -308,10 +307,6 @@ class ChunkWatch:
             for change in taken:
                 del self._changes[change]
         return taken
-
-    def _call(self, call: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the cache is closed: nothing changes any more
-            self._thread.loop.call_soon_threadsafe(call, *arguments)
 
     def _begin(self) -> None:
         for tier in local_tiers(self._thread.cache):

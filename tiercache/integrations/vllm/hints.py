@@ -131,8 +131,7 @@ class SessionTurns:
 
     def stores(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
         """Note chunks that are to be forgotten, before the request begins to store them. Called by the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # closed
-            self._thread.loop.call_soon_threadsafe(self._note, request_id, keys)
+        self._thread.call_soon(self._note, request_id, keys)
 
     def _note(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
         tiers = (self._thread.cache.cpu, *self._thread.cache.tiers)

@@ -254,8 +254,7 @@ class LookupServer:
     def release(self, claim: str) -> None:
         """Release the chunks of a load that has ended. Called by the engine's thread."""
         if self._holds:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is held
-                self.thread.loop.call_soon_threadsafe(self.claims.release, claim)
+            self.thread.call_soon(self.claims.release, claim)
 
     def close(self) -> None:
         local.pop(self._key, None)

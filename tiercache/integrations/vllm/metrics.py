@@ -250,8 +250,7 @@ class WorkerFigures:
         """Return what is new since the last call; None if nothing is."""
         if (now_s := time.monotonic()) >= self._due_s:
             self._due_s = now_s + _EVERY_S
-            with contextlib.suppress(RuntimeError):  # the cache is closed
-                self._thread.loop.call_soon_threadsafe(lambda: self._new.append(self._since_last()))
+            self._thread.call_soon(lambda: self._new.append(self._since_last()))
         if not self._new:
             return None
         taken = TierCacheStats()

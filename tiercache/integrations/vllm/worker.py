@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -108,12 +107,12 @@ class WorkerSide:
         """Begin the step's loads, and wait for the synchronous ones until their time limit."""
         if work.generation:
             self._names.follow(work.generation)
-            self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
+            self.thread.call_soon(self.thread.cache.clear_hot)
         if work.token_s is not None:
             # Groups with a window or a state need few chunks for a whole prefix, so each is worth at least as much.
             whole = sum(group.window_tokens is None for group in self.geometry.groups)
             chunk_s = work.token_s * self.geometry.chunk_tokens / max(1, whole)
-            self.thread.loop.call_soon_threadsafe(self.thread.cache.computing_takes, chunk_s)
+            self.thread.call_soon(self.thread.cache.computing_takes, chunk_s)
         if self.residency is not None:
             self.residency.watch(work.watching)
         for loading in [self._begin_load(load) for load in work.loads]:
@@ -287,8 +286,7 @@ class WorkerSide:
             chunks = done.result()
             if save.replaced and chunks:
                 replaced = keys_of(self._namespace, [save.replaced], self.geometry)
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot, replaced)
+                self.thread.call_soon(self.thread.cache.clear_hot, replaced)
             payload_bytes = self._bytes_of(save.transfers[:chunks])
             self.figures.stored(payload_bytes, time.monotonic() - began_s)
             add_span("save", save.trace, began_s, bytes=payload_bytes, rank=self._rank)

@@ -162,7 +162,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     @survives(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Record an access by a request: these chunks are evicted last, and are promoted into the hot cache."""
-        self.thread.loop.call_soon_threadsafe(self._use, self._keys(list(keys)))
+        self.thread.call_soon(self._use, self._keys(list(keys)))
 
     def _use(self, keys: list[ChunkKey]) -> None:
         cache = self.thread.cache
@@ -270,9 +270,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             request.reset()
         if self._watch is not None:
             self._watch.forget_everything()
-        if self._closed:
-            return
-        self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
+        self.thread.call_soon(self.thread.cache.clear_hot)
         logger.info("vLLM reset its caches: what was stored before is not found any more by this engine")
 
     def _wait(self) -> None:

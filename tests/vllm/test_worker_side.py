@@ -19,7 +19,7 @@ from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm import worker as worker_module
-from tiercache.integrations.vllm.blocks import make_mover
+from tiercache.integrations.vllm.blocks import Move, make_mover
 from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
 from tiercache.integrations.vllm.metadata import Load, Save, StepWork
 from tiercache.integrations.vllm.names import BlockNames
@@ -386,6 +386,25 @@ def test_copy_that_does_not_end_in_time_comes_before_the_engines_next_work(
     driver = twin.driver
     driver.synchronize(driver.record(driver.current_stream()))
     assert (twin.content(20, 21).view(torch.uint8) == 5).all()
+
+
+def test_closing_waits_for_all_saves_together(made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_COPY_WAIT_S", 0.0)
+    twin, limits_s, wait = made(device="cpu", close_timeout_s=0.05), [], Move.wait
+
+    def waits(move: Move, limit_s: float) -> bool:
+        limits_s.append(limit_s)
+        ended = wait(move, limit_s)
+        if len(limits_s) == 3:  # for the first save, while its blocks are taken back, and for the second save
+            held.set()
+        return ended
+
+    monkeypatch.setattr(Move, "wait", waits)
+    held = twin.hold()
+    twin.saves(FIRST)
+    twin.saves(SECOND, name="other")
+    twin.side.close()
+    assert sum(limits_s) <= 0.05
 
 
 def test_lost_device_costs_the_cache_and_not_the_engine(twin: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

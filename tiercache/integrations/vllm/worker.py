@@ -196,7 +196,7 @@ class WorkerSide:
             if loading.move is not None:
                 self._take_back(loading.move)
         for saving in self._saving:
-            if not saving.move.wait(_PREEMPTION_WAIT_S):
+            if not saving.move.wait(max(0.0, until_s - time.monotonic())):
                 self._take_back(saving.move)
         self._saving, self._receiving = [], {}
         concurrent.futures.wait(list(self._storing), max(0.0, until_s - time.monotonic()))

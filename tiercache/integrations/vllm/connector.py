@@ -102,7 +102,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         if transfer.kv_load_failure_policy != "recompute":
             # vLLM reads this after it has made the connector. "fail" would end a request if a chunk is missing.
-            logger.info("kv_load_failure_policy is set to recompute: a chunk that cannot be loaded is computed instead")
+            logger.info(
+                "kv_load_failure_policy is set to recompute: a chunk that cannot be loaded is computed instead (below a "
+                "MultiConnector, set it beside that: vLLM reads it there)"
+            )
             transfer.kv_load_failure_policy = "recompute"
         names = self._names()
         if not names.from_engine:

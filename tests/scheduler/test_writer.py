@@ -158,11 +158,13 @@ async def test_report_of_a_flush_counts_what_was_dropped_meanwhile(bench: Bench)
     fan_out = FanOut([writer])
     bench.tier.fail_writes = [OSError("device lost")] * 3
     writer.enqueue_nowait(bench.make_hot(1))
-    assert (await fan_out.flush(20.0)).dropped == {"disk": 1}
+    report = await fan_out.flush(20.0)
+    assert (report.dropped, report.describe()) == ({"disk": 1}, "chunks that were not written: disk: 1")
     await asyncio.sleep(1.5)
     writer.enqueue_nowait(bench.make_hot(2))
     report = await fan_out.flush(20.0)
     assert (report.written, report.dropped) == ({"disk": 1}, {"disk": 0})
+    assert report.describe() == "every chunk was written"
 
 
 async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_writes_end(bench: Bench) -> None:

@@ -431,6 +431,12 @@ class FlushReport:
         """True if no chunk is pending. Chunks may have been dropped."""
         return not any(self.pending.values())
 
+    def describe(self) -> str:
+        """Return a log line that counts the pending and dropped chunks of each tier together."""
+        left = {tier: pending + self.dropped.get(tier, 0) for tier, pending in self.pending.items()}
+        lines = ", ".join(f"{tier}: {chunks}" for tier, chunks in left.items() if chunks)
+        return f"chunks that were not written: {lines}" if lines else "every chunk was written"
+
 
 class FanOut:
     """All writers of a cache.

@@ -317,8 +317,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if self._thread is None:
             return
         report = self._thread.close(self._config.close_timeout_s)
-        left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
-        logger.info("closed; %s", f"pages that were not written: {left}" if left else "every page was written")
+        logger.info("closed; %s", report.describe())
 
     @property
     def _open(self) -> CacheThread:

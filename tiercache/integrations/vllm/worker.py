@@ -201,8 +201,7 @@ class WorkerSide:
         self._saving, self._receiving = [], {}
         concurrent.futures.wait(list(self._storing), max(0.0, until_s - time.monotonic()))
         report = self.thread.close(max(0.0, until_s - time.monotonic()))
-        left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
-        logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")
+        logger.info("closed; %s", report.describe())
 
     # Loading
 

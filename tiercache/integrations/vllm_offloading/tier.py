@@ -315,8 +315,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         atexit.unregister(self.shutdown)
         self._closed = True
         report = self.thread.close(self._config.close_timeout_s)
-        left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
-        logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")
+        logger.info("closed; %s", report.describe())
         self._wait()
         # A remaining view would prevent vLLM from freeing its memory.
         self._rows = None

@@ -143,6 +143,15 @@ def test_recurrent_states_move_without_the_room_behind_them() -> None:
         in_host_memory({"layer.0": overlapping}, 100, heads=1, states=True)
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_kv_that_layers_share_is_moved_once(device: str) -> None:
+    own, shared = torch.zeros((2, *SHAPE), dtype=torch.uint8)
+    spec = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=CONTENT)
+    layers = {"0": own, "1": shared, "2": own, "3": shared}
+    (kv,) = make_mover(Config(device=device), layers, BLOCKS, [KvGroup(0, TOKENS, spec=spec)]).kvs
+    assert (kv.layers, kv.bytes_per_block) == (2, 2 * HEADS * TOKENS * CONTENT)
+
+
 def test_mlas_latents_are_blocks_of_one_head() -> None:
     """As vLLM 0.32 has them: tokens before heads in memory, which is all the same with one head."""
     strides = (TOKENS * 36, 36, 36, 1)

@@ -646,6 +646,9 @@ def _tensors_of(group: KvGroup, tensors: Mapping[str, Any], parts: HeadParts | N
     """Return the group's tensors, or views of its part of the heads."""
     if group.layers:
         tensors = {name: tensors[name] for name in group.layers if name in tensors}
+    # A layer that reads the KV of another layer has the same tensor.
+    names = {tensor.data_ptr(): name for name, tensor in tensors.items()}.values()
+    tensors = {name: tensors[name] for name in names}
     if parts is None:
         return tensors
     heads = group.spec.num_kv_heads // parts.here

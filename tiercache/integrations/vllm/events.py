@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import eq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -242,20 +243,15 @@ class KvEvents:
         self._watching[name] = False
 
     def _shared(self, name: bytes, chunk: KnownChunk, medium: str) -> int:
-        """Return how many of the chunk's first blocks another chunk holds in that medium."""
+        """Return how many of the chunk's first blocks another chunk holds in that medium.
+
+        Hashes are chained, so blocks after the first different one differ.
+        """
         most = 0
         for other in self._heads[chunk.group, chunk.hashes[0]]:
             if other != name and medium in self._chunks[other].media:
-                most = max(most, _common(chunk.hashes, self._chunks[other].hashes))
+                most = max(most, sum(map(eq, chunk.hashes, self._chunks[other].hashes)))
         return most
-
-
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the longest common prefix."""
-    for position, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return position
-    return min(len(one), len(other))
 
 
 class ChunkWatch:

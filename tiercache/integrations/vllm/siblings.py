@@ -79,11 +79,5 @@ def _joined(names: Sequence[bytes]) -> bytes:
 
 def _blocks_in_common(one: bytes, other: bytes) -> int:
     """Return how many first blocks have equal names. Names are chained, so blocks after these differ."""
-    low, high = 0, min(len(one), len(other)) // _KEPT_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        end = middle * _KEPT_BYTES
-        low, high = (
-            (middle, high) if one[end - _KEPT_BYTES : end] == other[end - _KEPT_BYTES : end] else (low, middle - 1)
-        )
-    return low
+    starts = range(0, len(one), _KEPT_BYTES)
+    return sum(one[start : start + _KEPT_BYTES] == other[start : start + _KEPT_BYTES] for start in starts)

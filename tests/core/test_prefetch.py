@@ -101,6 +101,23 @@ def test_keys_of_one_request_and_of_all_together_are_bounded() -> None:
     assert plan.accounts["hints"] == Account(cancelled_bytes=4 * MAX_REQUEST_KEYS * CHUNK)
 
 
+@pytest.mark.parametrize("first", ["sessions", "hints"])
+def test_chunk_of_a_prediction_and_of_a_hint_stays_for_one_when_the_other_expires(first: str) -> None:
+    plan, ttl_s = plan_of(), {"sessions": 60.0, "hints": 60.0, first: 5.0}
+    plan.offer(expecting("a", source="sessions", ttl_s=ttl_s["sessions"]), 0.0)
+    plan.run_timers(0.0)
+    promotion = plan.next(0.0, lambda key, pin: None)
+    assert promotion is not None and not plan.ended(promotion, promoted=True)
+    plan.offer(expecting("a", source="hints", ttl_s=ttl_s["hints"]), 0.0)
+    plan.run_timers(0.0)
+    assert plan.next(0.0, lambda key, pin: pin) is None, "it is hot, and pinned for the hint"
+    plan.run_timers(6.0)
+    assert plan.take_unexpected() == ([b"a"] if first == "hints" else [])
+    plan.used(b"a", hot=True)
+    outcome = {"wasted_bytes": CHUNK} if first == "sessions" else {"used_bytes": CHUNK}
+    assert plan.accounts["sessions"] == Account(promoted_bytes=CHUNK, **outcome)
+
+
 SOME = st.sampled_from([bytes([number]) for number in range(12)])
 SOURCES = st.sampled_from(["hints", "sessions"])
 

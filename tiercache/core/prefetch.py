@@ -492,12 +492,15 @@ class PrefetchPlan:
         self.keys_of[request.source] -= len(request.keys)
         self._account(request.source).cancelled_bytes += (len(request.keys) - request.cursor) * self.chunk_bytes
         for key in request.keys[: request.cursor]:
-            for promotion in (self._promotions.get(key), self._predicted.get(key)):
+            for promotions in (self._promotions, self._predicted):
+                promotion = promotions.get(key)
                 if promotion is not None and request in promotion.requests:
                     promotion.requests.remove(request)
                     if not promotion.requests and not promotion.in_flight:
-                        self.removed(key)
-                        self._unexpected.append(key)
+                        del promotions[key]
+                        self._count_wasted(promotion)
+                        if promotions is self._promotions:
+                            self._unexpected.append(key)
         request.keys = ()
         request.cancel()
 

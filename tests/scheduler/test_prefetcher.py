@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench
+from tests.scheduler.held import opened, tier
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prefetch import PrefetchPlan
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
@@ -257,3 +258,12 @@ async def test_chunks_of_sessions_that_came_back_are_told(bench: Bench) -> None:
     prefetcher.ended("s", keys)
     assert continued == [keys[:2], keys]
     await prefetcher.close()
+
+
+async def test_prefetch_ends_although_a_tier_cancels_its_lookup() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async with opened("a") as cache, asyncio.timeout(60.0):
+        tier("a").fate = cancelled
+        assert (await cache.prefetch([chunk(1)[0]])).missing == 1

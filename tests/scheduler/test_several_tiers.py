@@ -184,6 +184,17 @@ async def test_failing_tier_is_named_and_the_others_answer(bench: Bench, caplog:
     assert "a: a lookup failed: connection refused" in caplog.text
 
 
+async def test_lookup_that_a_tier_itself_cancels_has_failed(bench: Bench) -> None:
+    class Cancelling(Server):
+        async def probe(self, keys: Sequence[ChunkKey]) -> int:
+            raise asyncio.CancelledError
+
+    reader = Reader(bench.cpu, [Cancelling("a"), Server("b", [1])], SETTINGS)
+    for _ in range(3):
+        assert (await reader.lookup(keys_of(1, 2)))[0] == 1
+    assert reader.breakers() == {"a": "open", "b": "closed"}
+
+
 async def test_short_lookups_find_out_about_a_hung_tier_as_well(bench: Bench) -> None:
     hung = FaultyTier(Server("a"))
     hung.gate.clear()

@@ -20,7 +20,7 @@ from tiercache.core.index import counts_in
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk
 from tiercache.memory.slots import PREFETCH, READ, Lease, Purpose, Slot, WaitQueue, done_by, zero_padding
-from tiercache.memory.workers import cancel_all
+from tiercache.memory.workers import cancel_all, was_cancelled
 from tiercache.payloads import Sink
 from tiercache.scheduler.batch import HostMemory, HotCache, deliver, or_held
 from tiercache.tiers.base import DeviceTier, Tier
@@ -274,9 +274,11 @@ class TierReader:
             # Lookups end at this deadline, so a longer limit would never be reached.
             self._timed_out(began_s, self.settings.probe_deadline_s)
             return None
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if was_cancelled():
+                raise
             self.breaker.failed(asyncio.get_running_loop().time(), began_s=began_s)
-            logger.warning("%s: a lookup failed: %s", self.name, error)
+            logger.warning("%s: a lookup failed: %s", self.name, error or type(error).__name__)
             return None
         self._proved_nothing(began_s)
         return found

@@ -600,7 +600,7 @@ class TierCache:
         if deadline_s is None:
             return self.config.blocking_timeout_secs
         check_number("deadline_s", deadline_s)
-        return deadline_s
+        return max(0.0, deadline_s)  # however late the call is, its copies have their time
 
     def _until_s(self, deadline_s: float | None, default_s: float | None = None) -> float:
         """Return the deadline of a call as a loop time; `default_s` applies if it is None."""

@@ -35,11 +35,13 @@ class SlowCopies:
             memory[:] = 1
 
 
-async def occupy(calls: list[Coroutine[Any, Any, int]], copies: SlowCopies) -> list[asyncio.Task[int]]:
+async def occupy(
+    calls: list[Coroutine[Any, Any, int]], copies: SlowCopies, threads: int = 2
+) -> list[asyncio.Task[int]]:
     """Start `calls` and return when the threads that run them are all blocked."""
     tasks = [asyncio.create_task(call) for call in calls]
     async with asyncio.timeout(LIMIT_S):
-        while copies.begun < 2:
+        while copies.begun < threads:
             await asyncio.sleep(0)
     return tasks
 
@@ -145,3 +147,20 @@ async def test_copy_that_hangs_is_an_error_and_its_memory_stays_taken_until_it_e
             while cache.cpu.obtainable < free:
                 await asyncio.sleep(0)
         assert await is_whole(cache)
+
+
+@pytest.mark.parametrize("direction", ["put", "get"])
+@pytest.mark.parametrize("deadline_s", [-60.0, float("-inf")])
+async def test_copy_has_time_although_the_deadline_of_its_call_is_long_past(direction: str, deadline_s: float) -> None:
+    async with opened() as cache:
+        assert await cache.put(key(1), OLD)
+        copies = SlowCopies()
+        call = (
+            cache.put_from([(key(2), CHUNK_BYTES, copies)], deadline_s=deadline_s)
+            if direction == "put"
+            else cache.get_to([key(1)], [copies], deadline_s=deadline_s)
+        )
+        (task,) = await occupy([call], copies, threads=1)
+        await asyncio.sleep(1.0)
+        copies.go_on.set()
+        assert await task == 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench, release
+from tests.scheduler.held import OLD, found, opened, settle, tier
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
@@ -256,3 +257,25 @@ async def test_load_from_a_tier_that_has_become_slow_is_cut_short_and_nobody_fol
     await asyncio.sleep(31.0)
     arrived, took_s = await deliver(reader, 10, 11, 12, 13)
     assert (arrived, took_s) == (4, pytest.approx(0.02, abs=0.05))
+
+
+async def test_demand_takes_over_a_prefetch_that_waits_for_its_second_tier() -> None:
+    keys, order = keys_of(1, 2, 3, 4), list[int]()
+
+    async def get(number: int) -> None:
+        assert await found(cache, keys[number]) == OLD
+        order.append(number)
+
+    async with opened("a", "b", concurrency=1) as cache, asyncio.TaskGroup() as gets:
+        tier("b").chunks |= dict.fromkeys(keys, OLD)
+        tier("b").hold("read")
+        gets.create_task(get(0))
+        await tier("b").until_entered("read")
+        gets.create_task(get(1))
+        cache.prefetch([keys[2]])
+        await settle(40)
+        for number in (2, 3):
+            gets.create_task(get(number))
+            await settle()
+        tier("b").let_go()
+    assert order == [0, 1, 2, 3]

@@ -100,7 +100,7 @@ class InFlight:
     time: int | None
     """The time of the access that it serves, in the hot cache's count."""
     begun: bool = False
-    """True once a tier has begun to read. Until then a demand read overtakes a prefetch."""
+    """True while a tier reads, or has not answered in time. Otherwise a demand read overtakes a prefetch."""
     waiters: list[tuple[asyncio.Future[Lease | None], Purpose]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
@@ -317,6 +317,7 @@ class TierReader:
             raise
         if in_time:
             self._end(transfer)  # the callback may run later
+            request.begun = False  # it may wait for the next tier now
             return
         self._timed_out(began_s)
         if not transfer.abandoned:

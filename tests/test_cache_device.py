@@ -191,6 +191,15 @@ async def test_a_missing_chunk_ends_the_prefix(opened: Opened, driver: TwinDrive
         assert same(places[1], tensors[1])
 
 
+async def test_chunk_that_is_asked_for_in_both_cascades_is_one_miss(
+    opened: Opened, driver: TwinDriver, tmp_path: Path
+) -> None:
+    async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
+        (place,) = chunks(driver, range(1))
+        assert await cache.get_into([key_of(1)], [place]) == 0
+        assert cache.statistics().reader.misses == 1
+
+
 async def test_pool_larger_than_the_device_is_one_clear_error(opened: Opened) -> None:
     with pytest.raises(ConfigError, match=r"gds_buffer_size: 1024 MiB asked, \d+ of 256 MiB of twin are free"):
         async with opened(gds_path=("/tmp/never",), gds_buffer_size=1024):

@@ -518,6 +518,7 @@ class Reader:
             self.tier_counters = {tier.name: TierReadStatistics() for tier in tiers}
         else:
             self.counters, self.tier_counters = counts_with.counters, counts_with.tier_counters
+        self._is_last = counts_with is None  # else the other reader is asked after a miss, and counts it
         self._next_warning_s = float("-inf")
         self.in_flight: dict[ChunkKey, InFlight] = {}
         self.tiers = [TierReader(tier, self) for tier in tiers]
@@ -634,7 +635,7 @@ class Reader:
     ) -> Lease | None:
         """Return a lease as `fetch` does, for a chunk that is not hot."""
         if self._closed:  # a batch that was copying during `close` fetches its next chunk
-            self.counters.misses += 1
+            self.counters.misses += self._is_last
             return None
         read = self.in_flight.get(key)
         if read is not None and self.cpu.tombstones.forgot(key, read.epoch):
@@ -645,7 +646,7 @@ class Reader:
             self.counters.joined += 1
             read.deadline_s = max(read.deadline_s, deadline_s)
         elif not any(tier.may_have(key) for tier in self.tiers):
-            self.counters.misses += 1
+            self.counters.misses += self._is_last
             return None
         else:
             overtaken = read
@@ -656,10 +657,10 @@ class Reader:
         try:
             lease = await read.arrival(purpose, deadline_s)
         except TimeoutError:
-            self.counters.late += 1
+            self.counters.late += self._is_last
             return None
         if lease is None:
-            self.counters.misses += 1
+            self.counters.misses += self._is_last
         return lease
 
     def _overtake(self, prefetch: InFlight, read: InFlight) -> None:

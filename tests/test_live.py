@@ -132,6 +132,20 @@ WRONG = {
 }  # fmt: skip
 
 
+async def test_prefetches_that_wait_for_room_go_on_when_the_hot_cache_grows(tmp_path: Path) -> None:
+    async with opened(tmp_path, layout=LARGE, max_local_cpu_size=gb(ARENA)) as cache:
+        keys = await fill(cache, 10, MIB)
+        await cache.flush()
+        cache.clear_hot()
+        await cache.reconfigure({"max_local_cpu_size": gb(ARENA // 8)})
+        handle = cache.prefetch(keys, ttl=600.0)
+        async with asyncio.timeout(30):
+            while handle.progress.promoted < 4:  # half of 8 slots
+                await asyncio.sleep(0)
+            await cache.reconfigure({"max_local_cpu_size": gb(ARENA)})
+            assert (await handle).promoted == 10
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_a_wrong_value_changes_nothing_and_says_why(wrong: str, tmp_path: Path) -> None:
     values, why = WRONG[wrong]

@@ -79,6 +79,7 @@ async def apply(parts: Parts, layout: Layout, old: Config, new: Config) -> tuple
     for writer in parts.fan_out.writers:
         writer.limit(writer_settings(new, len(parts.tiers), pool.slot_bytes, parts.cpu.budget))
     parts.ahead.plan.share_bytes = int(new.prefetch_share * slots) * layout.chunk_bytes
+    parts.ahead.pump()  # prefetches may have waited for room
     for tier, fresh in limited:
         tier.limit(fresh.settings.cap_bytes or tier.settings.cap_bytes, fresh.settings.tenant_bytes)
     return found, [(tier, _replace(parts, tier, fresh)) for tier, fresh in renewed]

@@ -200,6 +200,14 @@ async def test_chunk_that_is_asked_for_in_both_cascades_is_one_miss(
         assert cache.statistics().reader.misses == 1
 
 
+async def test_head_of_a_prefix_that_is_larger_than_the_hot_cache_stays(opened: Opened, driver: TwinDriver) -> None:
+    async with opened() as cache:
+        slots = cache.cpu.pool.count
+        keys = [key_of(number) for number in range(2 * slots)]
+        assert await cache.put_many(keys, chunks(driver, range(1)) * len(keys), prefix=True) == len(keys)
+        assert cache.lookup_hot(keys) > slots // 2
+
+
 async def test_pool_larger_than_the_device_is_one_clear_error(opened: Opened) -> None:
     with pytest.raises(ConfigError, match=r"gds_buffer_size: 1024 MiB asked, \d+ of 256 MiB of twin are free"):
         async with opened(gds_path=("/tmp/never",), gds_buffer_size=1024):

@@ -237,7 +237,8 @@ class TierCache:
         if chunks and parts.on_device is not None:
             with parts.closing:
                 event = _event(parts.on_device, after)
-                stored += await parts.on_device.put(chunks, event, self._until_s(deadline_s), hot_only)
+                until_s = self._until_s(deadline_s)
+                stored += await parts.on_device.put(chunks, event, until_s, hot_only, prefix=prefix)
             parts.advisor.stored(map(_KEY_OF, chunks))
             if prefix:
                 parts.cpu.link(keys)

@@ -79,6 +79,8 @@ class DevicePath:
         after: Event | None,
         deadline_s: float,
         hot_only: Collection[ChunkKey] = (),
+        *,
+        prefix: bool = False,
     ) -> int:
         """Store chunks, and return how many are in the cache (hot, or queued for a device tier).
 
@@ -91,9 +93,10 @@ class DevicePath:
         began_s = asyncio.get_running_loop().time()
         # This also covers the staging tier, since a chunk is forgotten in both at the same time.
         epoch = self.cpu.tombstones.epoch
+        times = self.cpu.access_for_put([key for key, _ in chunks], prefix=prefix)
         tasks = [
             asyncio.ensure_future(
-                self._put_batch(chunks[start : start + size], epoch, after, began_s, deadline_s, hot_only)
+                self._put_batch(chunks[start : start + size], epoch, times, after, began_s, deadline_s, hot_only)
             )
             for start in range(0, len(chunks), size)
         ]
@@ -104,6 +107,7 @@ class DevicePath:
         self,
         chunks: Sequence[tuple[ChunkKey, DevicePayload]],
         epoch: int,
+        times: Mapping[ChunkKey, int],
         after: Event | None,
         began_s: float,
         deadline_s: float,
@@ -137,8 +141,10 @@ class DevicePath:
         for chunk in batch.storing:
             length = chunk.payload.payload_bytes
             if chunk.hot is not None:
-                stays = chunk.key in hot_only
-                batch.leases.append(self.cpu.publish(chunk.key, chunk.hot, length, Purpose.WRITE, hot_only=stays))
+                stays, time = chunk.key in hot_only, times[chunk.key]
+                batch.leases.append(
+                    self.cpu.publish(chunk.key, chunk.hot, length, Purpose.WRITE, time=time, hot_only=stays)
+                )
             if chunk.staged is not None:
                 batch.staged.append(self.staging.publish(chunk.key, chunk.staged, length, Purpose.WRITE))
         stored = batch.present + len(batch.storing)
@@ -158,7 +164,6 @@ class DevicePath:
         if staged is not None:
             batch.staged.append(staged)
         if hot is not None or staged is not None:
-            self.cpu.access([key])
             batch.present += 1
             return
         wants_host = self.cpu.keep or any(not writer.tier.offers(key) for writer in self._host_writers)

@@ -90,15 +90,12 @@ class Ingest:
         """
         items = each_once(items)
         keys = [key for key, _, _ in items]
-        # Residents are accessed before room is made for the rest, so that the put does not evict its own chunks.
-        latest_first = keys if prefix else keys[::-1]
-        time = self.cpu.access(latest_first, prefix=prefix)
         put = _Put(
             self.cpu.tombstones.epoch,
             began_s := asyncio.get_running_loop().time(),
             began_s + wait_s,
             dict(zip(keys[1:], keys, strict=False)) if prefix else {},
-            dict(zip(latest_first, range(time, time - len(keys), -1), strict=True)),
+            self.cpu.access_for_put(keys, prefix=prefix),
             hot_only,
         )
         try:
@@ -108,8 +105,8 @@ class Ingest:
             put.skipped = len(absent) - len(self.cpu.tombstones.forgotten(absent, put.epoch))
         finally:
             self.skipped += put.skipped
-        if prefix:
-            self.cpu.link(keys, time)  # a chunk that was inserted before its parent has no link to it
+        if prefix and keys:
+            self.cpu.link(keys, put.times[keys[0]])  # a chunk that was inserted before its parent has no link to it
         return put.stored
 
     async def _put_all(self, items: Sequence[Item], put: _Put) -> None:

@@ -242,6 +242,15 @@ class CpuTier(LeaseOwner, Tier):
         """
         return self._order.access(keys, prefix=prefix)
 
+    def access_for_put(self, keys: Sequence[ChunkKey], *, prefix: bool) -> dict[ChunkKey, int]:
+        """Refresh the residents among distinct `keys` before a put makes room for the rest, so that it evicts none of them.
+
+        Returns the time of each key, which `publish` needs. It decreases along a prefix.
+        """
+        latest_first = keys if prefix else keys[::-1]
+        time = self._order.access(latest_first, prefix=prefix)
+        return dict(zip(latest_first, range(time, time - len(keys), -1), strict=True))
+
     def renew(self, keys: Sequence[ChunkKey]) -> None:
         """Make the residents among `keys`, an expected prefix, as recent as an access would, without counting an access."""
         self._order.renew(keys)

@@ -97,3 +97,11 @@ def test_the_prefix_of_objects_is_lmcaches(load_text) -> None:
 def test_a_bucket_of_google_cloud_storage_is_told_what_to_use_instead() -> None:
     (warning,) = Config.load(path_of("gcs"), environ={}).warnings
     assert "https://storage.googleapis.com" in warning
+
+
+def test_further_settings_for_mooncakes_setup_are_accepted_and_named(load_text) -> None:
+    """LMCache hands every key that begins with mooncake_ to Mooncake, or reads it itself."""
+    keys = ["mooncake_transfer_timeout", "mooncake_storage_root_dir", "mooncake_a_setting_of_a_later_version"]
+    config = load_text("remote_url: mooncakestore://host:1/\n" + "".join(f"{key}: 1\n" for key in keys))
+    (warning,) = config.warnings
+    assert all(key in warning for key in keys)

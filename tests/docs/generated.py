@@ -169,7 +169,7 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
         "none: the arena is taken at the start and does not grow",
     ),
     "settings of clients": (
-        ("valkey_", "resp_", "s3_", "fs_connector_", "transfer_timeout", "use_exists_sync", "remote_backend_",
+        ("valkey_", "resp_", "s3_", "fs_connector_", "mooncake_", "transfer_timeout", "use_exists_sync", "remote_backend_",
          "save_chunk_meta", "pipelined_backend"),
         "`concurrency` and `timeout_s` of the remote tier; files and values always have a header",
     ),

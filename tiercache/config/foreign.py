@@ -71,6 +71,7 @@ FOREIGN_PREFIXES = (
     "full_sync_",
     "lmcache.mp.",
     "maru_",
+    "mooncake_",
     "mp.",
     "rust_raw_block.",
     "sagemaker_hyperpod_",

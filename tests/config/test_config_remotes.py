@@ -21,6 +21,7 @@ def only(config: Config) -> Remote:
     [
         ("redis://localhost:6379", "redis"),
         ("rediss://u:p@host:6380/2", "redis"),
+        ("unix:///run/redis.sock?db=1", "redis"),
         ("redis-sentinel://a:26379,b:26379", "redis"),
         ("redis-cluster://a:1,b:2", "redis"),
         ("valkey://host", "redis"),

@@ -229,7 +229,7 @@ def _urls() -> Iterator[str]:
     yield "| `remote_url` | tier | |"
     yield "|---|---|---|"
     for scheme, type_name in ALIASES.items():
-        if scheme not in ("unix", "mooncake"):
+        if scheme != "mooncake":
             yield f"| `{scheme}://` | `{type_name}` | as LMCache writes it |"
     for scheme in ELSEWHERE:
         yield f"| `{scheme}://` | none | accepted; a warning says that the tier is missing |"

@@ -40,7 +40,7 @@ PLUGINS_ELSEWHERE = {
     "and an HMAC key",
 }
 """Further such types, of plug-ins without a URL scheme, with the alternative to use."""
-SCHEMES = tuple(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake"))
+SCHEMES = tuple(scheme for scheme in ALIASES if scheme != "mooncake")
 
 
 @dataclass(frozen=True, slots=True)

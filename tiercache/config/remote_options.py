@@ -65,7 +65,8 @@ OPTIONS: dict[str, tuple[Key, ...]] = {
         Key("tls_cert_file", _TEXT, None, "certificate of this client, PEM"),
         Key("tls_key_file", _TEXT, None, "its key, PEM"),
         Key("tls_verify", Switch(), True, "check the server's certificate and name"),
-        Key("sentinel_service", Text(), "mymaster", "name of the service that Sentinel watches"),
+        Key("sentinel_service", _TEXT, None, "name of the service that Sentinel watches; unset: REDIS_SERVICE_NAME in the "
+            "environment, as for LMCache, else mymaster (LMCache: redismaster)"),
         Key("sentinel_password", _TEXT, None, "password of the Sentinels", secret=True),
     ),
     "mooncake": (

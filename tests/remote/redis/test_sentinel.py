@@ -83,6 +83,15 @@ async def test_a_service_that_nobody_knows_does_not_stop_the_start(watched: Watc
             await tier.read(chunk(1)[0], page_aligned(LENGTH))
 
 
+async def test_the_variable_of_lmcache_names_the_service(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_SERVICE_NAME", "kv")
+    async with opened(watched.url.removesuffix("/kv")) as tier:
+        assert await tier.probe([chunk(1)[0]]) == 0
+    async with opened(watched.url.replace("/kv", "/other")) as tier:
+        with pytest.raises(TierUnavailable, match="'other'"):
+            await tier.probe([chunk(1)[0]])
+
+
 async def test_a_sentinel_taken_for_a_server_and_the_other_way_round_are_said(watched: Watched) -> None:
     with pytest.raises(ConfigError, match="is a Sentinel"):
         await make_tier(f"redis://127.0.0.1:{watched.sentinels[0].port}").open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -76,7 +77,7 @@ def read_address(settings: RemoteSettings) -> RedisAddress:
     username = unquote(user) or options.get("username")
     secret = unquote(password) if colon else options.get("password")
     database: str | int = options.get("database") or 0
-    service = options.get("sentinel_service") or "mymaster"
+    service = options.get("sentinel_service") or os.environ.get("REDIS_SERVICE_NAME") or "mymaster"
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in ("db", "database"):
             raise settings.error("url", "expected no parameter but db; other settings are options of their own")

@@ -105,6 +105,13 @@ def test_settings_from_the_environment(load_text) -> None:
     assert "hush" not in repr(config) + repr(remotes_of(config)) + json.dumps(explain(config).to_dict())
 
 
+def test_credentials_of_resp_in_lmcaches_variables(load_text) -> None:
+    environ = {"LMCACHE_RESP_USERNAME": "kv", "LMCACHE_RESP_PASSWORD": "hush", "LMCACHE_RESP_NUM_THREADS": "8"}
+    config = load_text("remote_url: resp://a:1", environ)
+    assert (only(config).options["username"], only(config).options["password"]) == ("kv", "hush")
+    assert "hush" not in repr(config) + repr(remotes_of(config)) + json.dumps(explain(config).to_dict())
+
+
 def test_lmcaches_settings_of_tiers_that_are_not_there_are_named(load_text) -> None:
     (warning,) = load_text("remote_url: redis://a\nextra_config: {s3_region: x, redis_url: 'redis://b'}").warnings
     assert warning == "accepted but not honoured: s3_region (of remote tiers that are not configured)"

@@ -312,6 +312,8 @@ async def test_what_is_no_redis_at_all_is_said() -> None:
         (f"redis://:{SECRET}@host:notaport", {}, "url: "),
         (f"redis://:{SECRET}@a,b", {}, "url: "),
         (f"redis://:{SECRET}@a/service", {}, "url: "),
+        (f"redis://:{SECRET}@a..b:6379", {}, "url: "),
+        (f"redis-cluster://:{SECRET}@{'a' * 64}.b", {}, "url: "),
         ("unix://relative", {}, "url: "),
         ("redis://host?password=" + SECRET, {}, "url: "),
         ("rediss://host", {"tls": False}, "tls: "),

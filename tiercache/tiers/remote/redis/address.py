@@ -135,6 +135,7 @@ def _endpoint(settings: RemoteSettings, text: str, default_port: int) -> Endpoin
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # the resolver would raise the same error at every request
     except ValueError:
         host, port = None, None
     if not host or parts.netloc != text:

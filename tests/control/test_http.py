@@ -235,6 +235,12 @@ async def test_without_a_token_only_this_machine_by_its_name_is_served(cache: Ti
         assert other.status_code == 400
 
 
+async def test_without_a_token_any_loopback_address_is_served_by_its_name(tmp_path: Path) -> None:
+    async with serve(tmp_path, "--no-token", "--host", "127.0.0.2") as client:
+        assert (await client.get("/healthz")).status_code == 200
+        assert (await client.get("/healthz", headers={"host": "evil.example"})).status_code == 400
+
+
 @pytest.mark.parametrize("from_file", [False, True], ids=["environment", "file"])
 async def test_token_is_asked_for_and_never_printed(cache: TierCache, tmp_path: Path, from_file: bool) -> None:
     token_file = tmp_path / "token"

@@ -34,7 +34,7 @@ def serve_control_command(sockets: list[Path], host: str, port: int, token_file:
         print(
             f"warning: {host} is reachable from outside, and HTTP is not encrypted: put TLS before it", file=sys.stderr
         )
-    uvicorn.Server(server_config(make_app(Fleet(sockets), token), host, port)).run()
+    uvicorn.Server(server_config(make_app(Fleet(sockets), token, host), host, port)).run()
     return 0
 
 

@@ -57,8 +57,8 @@ _STATUS = {
 _LOCAL_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 
 
-def make_app(fleet: Fleet, token: str | None) -> Starlette:
-    """Return the application. Without a token it serves only requests whose host header names this machine.
+def make_app(fleet: Fleet, token: str | None, host: str = "localhost") -> Starlette:
+    """Return the application. Without a token it serves only requests whose host header names `host` or this machine.
 
     This keeps out web pages in a browser whose own domain resolves to this machine.
     """
@@ -71,7 +71,7 @@ def make_app(fleet: Fleet, token: str | None) -> Starlette:
             Route("/metrics", server.guarded(server.metrics), methods=["GET"]),
             Route("/healthz", server.health, methods=["GET"]),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_HOSTS)] if token is None else [],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[*_LOCAL_HOSTS, host])] if token is None else [],
         exception_handlers={ControlError: _refused, HTTPException: _http_error, Exception: _failed},  # type: ignore[dict-item]
     )
 

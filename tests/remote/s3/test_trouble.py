@@ -131,7 +131,7 @@ def operations(tier: S3Tier) -> list[Callable[[], Awaitable[object]]]:
         (
             {"access_key_id": STRANGER, "secret_access_key": STRANGERS_SECRET},
             "access_key_id",
-            r"access is denied \(AccessDenied\)",
+            r"access is denied \(AccessDenied\); .* s3:ListBucket",
         ),
         ({"bucket": "elsewhere", "skip_signature": True}, "access_key_id|skip_signature|url", "denied|no such bucket"),
     ],

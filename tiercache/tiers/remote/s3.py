@@ -342,7 +342,8 @@ def _meaning(text: str, status: int, code: str) -> tuple[str, str]:
     if code in _WRONG_REGION or "BareRedirect" in text or "redirect without LOCATION" in text:
         return "the store says that the bucket is in another region", "region"
     if status in (401, 403):
-        return f"access is denied ({code or status})", "access_key_id"
+        needs = "a tier needs s3:GetObject, s3:PutObject, s3:DeleteObject, and s3:ListBucket to be told what is missing"
+        return f"access is denied ({code or status}); {needs}", "access_key_id"
     if found := _CERTIFICATE.search(text):
         return f"its certificate is not trusted ({found[1]})", "tls_ca_file"
     if "InvalidContentType" in text or "InvalidMessage" in text:

@@ -30,6 +30,14 @@ def test_every_part_is_examined(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "what was tried is gone"
 
 
+def test_a_path_that_cannot_be_looked_at_is_a_problem_beside_the_other_findings(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    found = by_topic(examine(path))
+    disk = found[f"disk at {path}"]
+    assert (disk.status, disk.found) == (PROBLEM, "it cannot be used: File name too long")
+    assert {"memory", "tier cpu"} <= set(found)
+
+
 def test_mounts_are_read_with_their_escapes(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(

@@ -67,7 +67,7 @@ def examine(path: Path) -> list[Finding]:
 
 
 def _answered(topic: str, look: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return what `look` finds, or a problem if it takes too long: each call on a mount that hangs waits for ever."""
+    """Return what `look` finds, or the problem: each call on a mount that hangs waits for ever."""
 
     async def answered() -> list[Finding]:
         async with asyncio.timeout(_ANSWER_S):
@@ -78,6 +78,9 @@ def _answered(topic: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     except TimeoutError:
         found = f"no answer within {_ANSWER_S:g} s: a mount hangs"
         return [Finding(topic, PROBLEM, found, "look at its server or daemon, or name another directory")]
+    except OSError as error:
+        found = f"it cannot be used: {error.strerror or error}"
+        return [Finding(topic, PROBLEM, found, "give this user write access, or name another directory")]
 
 
 def _memory() -> list[Finding]:
@@ -128,13 +131,8 @@ def _disk(path: Path) -> list[Finding]:
         return [Finding(topic, PROBLEM, "not a directory", "create it, or name another with --path")]
     mount = mount_of(path)
     free = shutil.disk_usage(path).free / 2**30
-    findings = [Finding(topic, OK, f"{mount.kind}, {free:.1f} GB free")]
-    try:
-        direct = supports_direct_io(path)
-    except OSError as error:
-        advice = "give this user write access"
-        return [*findings, Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", advice)]
-    return [*findings, *explain(Place(mount, direct, has_gpu(), has_nvidia_fs()))]
+    place = Place(mount, supports_direct_io(path), has_gpu(), has_nvidia_fs())
+    return [Finding(topic, OK, f"{mount.kind}, {free:.1f} GB free"), *explain(place)]
 
 
 def _verdicts() -> list[Finding]:

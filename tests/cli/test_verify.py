@@ -1,6 +1,7 @@
 """`tiercache verify`: what is whole passes, what is not is deleted."""
 
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.chunks import chunks_of
 from tests.cli.conftest import LAYOUT, chunk_paths, config_for, tiercache
 from tests.tiers.test_disk import flip
 from tiercache import TierCache
+from tiercache.cli import app
+from tiercache.tiers.files.chunk_files import ChunkFiles
 
 
 def test_whole_chunks_pass(directory: Path) -> None:
@@ -134,3 +138,20 @@ def test_another_format_is_one_sentence(directory: Path) -> None:
     assert run.returncode == 2
     assert run.stderr.startswith(f"error: {directory} cannot be verified: {directory}")
     assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("step", ["open", "delete"])
+def test_a_bad_chunk_that_cannot_be_deleted_is_named_and_the_others_are_checked(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(ChunkFiles, step, refuse)
+    for path in chunk_paths(directory)[:2]:
+        flip(path, 5000)
+    run = CliRunner().invoke(app, ["verify", str(directory)])
+    assert run.exit_code == 1
+    assert run.stdout.count("payload checksum: expected ") == run.stdout.count("; it could not be deleted") == 2
+    assert "6 chunks checked" in run.stdout and "0 bad, 2 unreadable" in run.stdout
+    assert "deleted: " not in run.stdout.replace("it could not be deleted: ", "")

@@ -43,7 +43,7 @@ class Verified:
     bad: list[str] = field(default_factory=list)
     """A sentence for each deleted file: what was expected, what was found."""
     unreadable: list[str] = field(default_factory=list)
-    """Files that could not be read; they stay in place."""
+    """Files that could not be read, and bad ones that could not be deleted; they stay in place."""
 
 
 def verify_command(directory: Path, as_json: bool) -> int:
@@ -81,10 +81,17 @@ def verify(directory: Path, console: Console) -> Verified:
             if isinstance(outcome, int):
                 found.checked_bytes += outcome
             elif isinstance(outcome, CorruptChunk):
-                # Opened for the first bad chunk only, so that a check without errors leaves no files.
-                files = files or open_files(place_of(directory), stack)
-                files.delete_bad(bytes.fromhex(path.name))
-                found.bad.append(str(outcome))
+                problem = "it could not be deleted"
+                try:
+                    # Opened for the first bad chunk only, so that a check without errors leaves no files.
+                    files = files or open_files(place_of(directory), stack)
+                    files.delete_bad(bytes.fromhex(path.name))
+                except OSError as error:
+                    problem += f": {error.strerror}"
+                if os.path.lexists(path):
+                    found.unreadable.append(f"{outcome}; {problem}")
+                else:
+                    found.bad.append(str(outcome))
             else:
                 found.unreadable.append(f"{path}: {outcome.strerror}")
     return found

@@ -89,6 +89,19 @@ def test_each_warning_is_logged_once(load_text, caplog: pytest.LogCaptureFixture
     assert len(config.warnings) == 1
 
 
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [('"/a"', "/a"), ("'/a'", "/a"), (r'"/it\"s"', '/it"s'), (r"'/it\'s'", "/it's"), ('"/a"s"', '/a"s'), ('"', '"')],
+)
+def test_quotes_of_an_env_file_are_read_as_lmcache_reads_them(value: str, path: str) -> None:
+    assert Config.load(environ={"LMCACHE_LOCAL_DISK": value}).local_disk == (path,)
+
+
+def test_escaped_json_of_an_env_file_is_read_as_lmcache_reads_it() -> None:
+    config = Config.load(environ={"LMCACHE_EXTRA_CONFIG": r'"{\"use_odirect\": true}"'})
+    assert config.use_odirect is True
+
+
 def test_variables_that_lmcache_reads_elsewhere_and_that_kubernetes_sets_are_left_alone() -> None:
     environ = {
         "LMCACHE_LOG_LEVEL": "DEBUG",

@@ -5,6 +5,7 @@ Each setting has its origin; its meaning is not checked here.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -191,6 +192,12 @@ def _unfolded(setting: Setting) -> list[Setting]:
 
 
 def _without_quotes(value: str) -> str:
-    """Drop quotes around a value, as LMCache does: env files of containers keep them."""
+    """Read a quoted value as LMCache does, with its escapes: env files of containers keep both."""
     value = value.strip()
-    return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
+    if len(value) < 2 or value[0] != value[-1] or value[0] not in "'\"":
+        return value
+    try:
+        found = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value[1:-1]
+    return found if isinstance(found, str) else value

@@ -106,6 +106,7 @@ def test_variables_that_lmcache_reads_elsewhere_and_that_kubernetes_sets_are_lef
     environ = {
         "LMCACHE_LOG_LEVEL": "DEBUG",
         "LMCACHE_CONTROLLER_CONFIG_FILE": "/x",
+        "LMCACHE_ROCM_ENABLE_BATCH_MEMCPY": "1",
         "LMCACHE_SERVER_SERVICE_HOST": "10.0.0.1",
         "LMCACHE_SERVER_PORT": "tcp://10.0.0.1:80",
         "LMCACHE_SERVER_PORT_80_TCP_ADDR": "10.0.0.1",

@@ -99,6 +99,7 @@ PROCESS_PREFIXES = (
     "plugin_",
     "request_telemetry_",
     "resp_",
+    "rocm_",
     "runtime_plugin_",
 )
 """Prefixes of further variables that LMCache reads outside of its configuration."""

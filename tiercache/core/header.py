@@ -35,7 +35,6 @@ COMPRESSED_VERSION = 3
 
 _FIELDS = struct.Struct("<8sIHH32s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
-KEY_AT = 16
 _KEY_FIELD_BYTES = 32
 _CODECS = {VERSION: [int(Codec.PLAIN)], COMPRESSED_VERSION: [int(codec) for codec in COMPRESSING]}
 

@@ -229,7 +229,10 @@ def test_short_hits_are_not_loaded_and_who_wants_no_cached_kv_gets_none(made: Ca
     engine.holds(6)
     assert engine.enters(engine.arrives(68, "short")) == (0, False)
     assert engine.enters(engine.arrives(100, "long")) == (96, False)
-    assert engine.finds(engine.arrives(100, "none", skip_reading_prefix_cache=True)) == (0, False)
+    prompt_logprobs = engine.arrives(100, "none", skip_reading_prefix_cache=True)
+    assert engine.enters(prompt_logprobs) == (0, False)
+    engine.steps(preempted=("none",))
+    assert engine.finds(prompt_logprobs) == (0, False)
 
 
 def test_load_that_cannot_be_planned_is_reported_as_failed(engine: Engine) -> None:

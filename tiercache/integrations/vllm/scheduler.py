@@ -128,12 +128,9 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Begin the lookup at once, so that the answer has often come by the time the request is scheduled."""
         tracked = self._track(request)
-        if request.skip_reading_prefix_cache:
-            tracked.match = Match()
         if self._awaits_adapter(tracked):
             return
-        if tracked.match is None:
-            self._begin_lookup(tracked)
+        self._begin_lookup(tracked)
         self._say_beginning(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
@@ -245,7 +242,7 @@ class SchedulerSide:
         if not self.geometry.plain:
             # The last token has to be computed, and a hit with windows cannot be shortened afterwards.
             del names[(tracked.request.num_tokens - 1) // self.geometry.block_tokens :]
-        if not names:
+        if not names or tracked.request.skip_reading_prefix_cache:
             tracked.match = Match()
             return
         # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.

@@ -379,6 +379,18 @@ def test_after_a_reset_nothing_stored_before_is_found(engine: Engine) -> None:
     assert len(names) == 3 and not set(names) & set(NAMES)
 
 
+def test_a_request_that_begins_again_after_a_reset_is_saved(engine: Engine) -> None:
+    request = engine.arrives(64)
+    engine.enters(request)
+    engine.reports(engine.steps((request, 64)))
+    request.num_computed_tokens = 0
+    engine.steps(preempted=("r",))
+    engine.side.reset()
+    assert engine.enters(request) == (0, False)
+    names = saved(engine.steps((request, 64)))
+    assert len(names) == 2 and not set(names) & set(NAMES)
+
+
 def test_generated_tokens_are_saved_and_unimportant_requests_are_not(made: Callable[..., Engine]) -> None:
     engine = made(save_decode_cache=True, priority_limit=1)
     request, unimportant = engine.arrives(32), engine.arrives(64, "unimportant", priority=2)

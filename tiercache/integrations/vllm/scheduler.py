@@ -139,8 +139,8 @@ class SchedulerSide:
             return None, False
         self._say_beginning(tracked)
         if tracked.admitted:
-            # Preempted or rolled back: chunks found before may be gone.
-            tracked.admitted = False
+            # Preempted or rolled back: it has no KV, and chunks found before may be gone.
+            tracked.admitted = tracked.stale = False
             self._forget_lookup(tracked)
         if tracked.load_failed:
             # Do not load again: the same chunk may fail again, each time after a whole deadline.
@@ -310,7 +310,7 @@ class SchedulerSide:
         work.preempted = set(output.preempted_req_ids or ())
         for request_id in work.preempted:
             if (tracked := self._requests.get(request_id)) is not None:
-                tracked.saved_blocks, tracked.tail_saved, tracked.stale = 0, False, False
+                tracked.saved_blocks, tracked.tail_saved = 0, False
         for request_id in output.num_scheduled_tokens:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.scheduled = True

@@ -8,8 +8,9 @@ prefixes collide, so this module hashes the same inputs itself.
 
 vLLM assumes that an adapter's content never changes under its name and path. That holds while an engine lives, but a cache
 outlives engines. So the content is part of the names if the engine has certainly loaded the present files, that is, if
-they last changed before the engine began. Other adapters get names that only this engine finds, and only until the files
-change. A thread checks the files for each request, since they may change at any time.
+they last changed before the engine began, and were there at the first request for the adapter and since. Other adapters
+get names that only this engine finds, and only until the files change: a link may lead to other old files, and the engine
+does not load them at once. A thread checks the files for each request, since they may change at any time.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ class Adapters:
         self._place_of = place_of
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._secret = os.urandom(16)
-        self._known: dict[str, tuple[Stamps, bytes]] = {}
+        self._known: dict[str, tuple[Stamps, bytes | None]] = {}
+        """The present files of each path, and the key of their content; None once the engine may have loaded others."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Future[bytes | None]] = {}
         """Checks that have not begun, by path. All requests for the adapter share one, so a mount that hangs holds few."""
@@ -203,15 +205,17 @@ class Adapters:
         if place is None:
             return None
         stamps = _stamps(place)
-        if any(max(stamp[1:3]) > self._since_ns - GRAIN_NS for _, stamp in stamps):
-            return hashlib.blake2b(repr((path, stamps)).encode(), digest_size=24, key=self._secret).digest()
+        is_young = any(max(stamp[1:3]) > self._since_ns - GRAIN_NS for _, stamp in stamps)
         known = self._known.get(path)
-        if known is None or known[0] != stamps:
+        if known is None and not is_young:
             known = stamps, b"adapter " + bytes.fromhex(identity_of_adapter(place))
             if _stamps(place) != stamps:
                 return None
-            self._known[path] = known
-        return known[1]
+        elif known is None or known[0] != stamps:
+            known = stamps, None
+        self._known[path] = known
+        private = hashlib.blake2b(repr((path, stamps)).encode(), digest_size=24, key=self._secret).digest()
+        return known[1] or private
 
 
 def nobodys_key() -> bytes:
@@ -220,4 +224,7 @@ def nobodys_key() -> bytes:
 
 
 def _stamps(place: Path) -> Stamps:
-    return tuple((name, stamp_of(path.stat())) for name, path in sorted(adapter_files(place).items()))
+    """Return the stamps of the adapter's files, and of the links on the way to them."""
+    place = place.absolute()
+    links = [(str(one), stamp_of(one.lstat())) for one in (place, *place.parents) if one.is_symlink()]
+    return (*links, *((name, stamp_of(path.stat())) for name, path in sorted(adapter_files(place).items())))

@@ -24,6 +24,7 @@ from tests.vllm.halves import NAMES as ALL_NAMES
 from tests.vllm.halves import Cached
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
+from tiercache.control.framing import frame
 from tiercache.control.served import ServedCache
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
@@ -359,6 +360,12 @@ def test_a_lookup_that_was_given_up_is_forgotten_though_its_worker_never_answers
         while any(type(one) is Lookup and one.question.names == of_its_own for one in gc.get_objects()):
             assert time.monotonic() < until_s, "it is kept for an answer that nobody wants"
         client.close()
+
+
+def test_the_prompts_of_a_full_engine_fit_into_a_message() -> None:
+    """256 prompts of 128 Ki tokens, in blocks of 16."""
+    questions = [lookup.Question(str(number), [bytes(36)] * 8192) for number in range(256)]
+    assert len(frame(lookup.Message(questions, []))) <= lookup.LARGEST_MESSAGE_BYTES
 
 
 def test_a_stranger_does_no_harm_and_closing_is_quiet(

@@ -54,7 +54,7 @@ from tiercache.memory.slots import Lease
 
 logger = logging.getLogger("tiercache.vllm")
 
-LARGEST_MESSAGE_BYTES = 64 << 20
+LARGEST_MESSAGE_BYTES = 1 << 30
 
 _PART_FOR_PROMOTING = 0.8
 """Fraction of `lookup_timeout_ms` that may be spent on bringing chunks into the hot cache."""

@@ -173,11 +173,28 @@ def test_an_answer_is_waited_for_half_a_millisecond_a_step(engine: Engine, monke
 def test_what_was_found_long_ago_is_not_loaded_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """It may not be held any more when the load begins."""
     engine.holds(6)
-    request = engine.arrives(132)
+    request = engine.arrives(100)
     assert engine.finds(request) == (96, False)
     later_s = time.monotonic() + HELD_FOR_S
     monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: later_s)
     assert engine.finds(request) == (96, True)
+
+
+@pytest.mark.parametrize("considered", [True, False])
+def test_what_was_stored_while_a_request_waited_for_its_turn_is_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, considered: bool
+) -> None:
+    engine.holds(2)
+    request = engine.arrives(132)
+    engine.steps()
+    engine.until(lambda: engine.claims() == 1)
+    if considered:
+        assert engine.finds(request) == (32, False), "the engine had no room for it"
+    engine.holds(6)
+    later_s = time.monotonic() + HELD_FOR_S
+    monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: later_s)
+    assert engine.finds(request) == (96, False)
+    assert engine.server.thread.cache.statistics().advice.requests == 1
 
 
 def test_what_is_let_go_of_one_lookup_is_not_what_the_next_one_holds(engine: Engine) -> None:

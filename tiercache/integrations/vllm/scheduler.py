@@ -237,7 +237,7 @@ class SchedulerSide:
 
     def _begin_lookup(self, tracked: TrackedRequest) -> None:
         """Begin a lookup. It is sent together with others, when an answer is wanted or the step is planned."""
-        tracked.asked_at_s = time.monotonic()
+        again, tracked.asked_at_s = tracked.asked_at_s > 0, time.monotonic()
         names = list(self._names_of(tracked))
         if not self.geometry.plain:
             # The last token has to be computed, and a hit with windows cannot be shortened afterwards.
@@ -247,10 +247,12 @@ class SchedulerSide:
             return
         # Each lookup has its own claim, so that releasing an earlier one does not release this one's chunks.
         claim = f"{tracked.request.request_id}#{next(self._claims)}"
-        tracked.lookup = self.client.begin(names, claim, again=tracked.pause_s > 0)
+        tracked.lookup = self.client.begin(names, claim, again=again)
 
     def _answer(self, tracked: TrackedRequest) -> Match | None:
         """Return the answer, or None if there is none yet. Begins the next lookup if one is due."""
+        if tracked.lookup is not None and self._is_old(tracked, tracked.lookup):
+            self._forget_lookup(tracked)
         if tracked.match is not None:
             return tracked.match
         if tracked.lookup is None:
@@ -263,6 +265,13 @@ class SchedulerSide:
         if tracked.match is not None and self._is_being_stored(tracked, tracked.match):
             self._forget_lookup(tracked)
         return tracked.match
+
+    def _is_old(self, tracked: TrackedRequest, lookup: Lookup) -> bool:
+        """Return True if others may have stored what was not found: once for a request that waits long for its turn."""
+        found, asked_before = lookup.match, lookup.question.again
+        if found is None or found.failed or asked_before or time.monotonic() - tracked.asked_at_s < HELD_FOR_S:
+            return False
+        return bool(found.blocks < (tracked.request.num_tokens - 1) // self.geometry.block_tokens)
 
     def _let_go(self, tracked: TrackedRequest) -> None:
         """Give up a lookup that will not be loaded, and release the chunks that it holds or may still hold."""

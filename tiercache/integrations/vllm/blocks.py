@@ -56,7 +56,7 @@ def find_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[KvG
     _check_engine(config)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:  # vLLM 0.30 has no such field
         raise LayoutError("expected KV on the device, found HiSparse, which moves blocks to the host by itself")
-    if kv_cache_config.needs_kv_cache_zeroing and config.use_v2_model_runner:
+    if kv_cache_config.needs_kv_cache_zeroing and getattr(config, "use_v2_model_runner", True):
         raise LayoutError(
             "expected blocks that stay as they are until they are saved, found the V2 model runner, which clears the new "
             "blocks of such a model before it asks the connector to wait; set VLLM_USE_V2_MODEL_RUNNER=0"

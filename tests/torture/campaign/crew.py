@@ -83,7 +83,7 @@ class Crew:
                     self._hangs(process, f"has said nothing for {SILENCE_S:.0f} s")
                 continue
             if process is not None and not process.expected_to_end:
-                self._found("process broke", f"{process.name} ended by itself; see {self.log}")
+                self._found("process broke", f"{process.name} ended by itself; see {self.log} and nursery.log")
             self.start(slot).tell(Work())
 
     async def tend_until(self, at_s: float, slots: range, *, patient: bool) -> None:

@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -47,7 +48,10 @@ def main() -> None:
         for ready, _ in poll.poll():
             if ready in children:
                 poll.unregister(ready)
-                os.waitpid(children.pop(ready), 0)
+                pid = children.pop(ready)
+                _, status = os.waitpid(pid, 0)
+                if status not in (0, signal.SIGKILL):
+                    print(f"process {pid} ended with the status {status:#x}", file=sys.stderr)
                 os.close(ready)
                 continue
             order, given, _, _ = socket.recv_fds(asking, _LONGEST_ORDER, 1)
@@ -72,6 +76,8 @@ def _become(worker: object, order: bytes, connection: int, inherited: list[int])
             os.close(descriptor)
         worker.run(order, socket.socket(fileno=connection))  # type: ignore[attr-defined]
         status = 0
+    except BaseException:
+        traceback.print_exc()  # into the nursery's log
     finally:
         os._exit(status)
 

@@ -201,6 +201,19 @@ async def test_dead_cache_is_said_to_be_unreachable(tmp_path: Path, server: Any)
         assert await samples(server) == {frozenset(("tiercache_up", "c.sock")): 0}
 
 
+async def test_a_cache_that_hangs_does_not_keep_the_figures_of_others_from_a_scrape(
+    tmp_path: Path, server: Any
+) -> None:
+    layout = Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=0, world_size=2)
+    async with TierCache.open(config_of(tmp_path), layout):
+        with socket.socket(socket.AF_UNIX) as frozen:
+            frozen.bind(str(tmp_path / "c.sock.1"))
+            frozen.listen()
+            async with asyncio.timeout(15):
+                found = await samples(server)
+    assert [found[frozenset(("tiercache_up", f"c.sock.{rank}"))] for rank in (0, 1)] == [1, 0]
+
+
 async def test_all_ranks_are_told_and_answer_as_one(tmp_path: Path, server: Any) -> None:
     """A prefix is where every rank has its part of it; a rank that is gone is named."""
     layouts = [Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=rank, world_size=2) for rank in (0, 1)]

@@ -13,11 +13,13 @@ from typing import Any
 import msgspec
 
 from tiercache.control.framing import frame, receive
-from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Command, ControlError, Prefetch
+from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Command, ControlError, Prefetch, Statistics
 from tiercache.control.server import ANSWER_S
 from tiercache.control.sockets import connect, is_believed
 
 _MARGIN_S = 5.0
+_FIGURES_S = 3.0
+"""Deadline in seconds for statistics, shorter than a scrape of Prometheus: a cache that hangs must not hide the others."""
 _LEAST = ("found", "promoted", "pinned", "chunks")
 """Figures merged by the minimum over ranks: a prefix is usable only as far as every rank has its part."""
 
@@ -33,8 +35,9 @@ async def ask(path: Path, command: Command) -> dict[str, Any]:
         raise ControlError(
             "too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {len(message)}"
         )
+    limit_s = _FIGURES_S if isinstance(command, Statistics) else command.wait_s + ANSWER_S + _MARGIN_S
     try:
-        async with asyncio.timeout(command.wait_s + ANSWER_S + _MARGIN_S):
+        async with asyncio.timeout(limit_s):
             reader, writer = await connect(path)
             try:
                 writer.write(message)

@@ -57,6 +57,9 @@ def test_settings_come_before_the_environment_and_that_before_the_profile(monkey
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter5")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "hunter6")
     assert identity() == Identity("the environment", region="eu-west-1"), "the client reads it by itself"
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert identity() == Identity("the environment", region="eu-west-2"), "as for Amazon's own programs"
+    monkeypatch.delenv("AWS_PROFILE")
     given = identity(access_key_id="SETTINGS", secret_access_key="hunter7")
     assert who(given) == ("SETTINGS", None), "a token in the environment belongs to others"
     assert who(identity(access_key_id="A", secret_access_key="B", session_token="C")) == ("A", "C")

@@ -151,7 +151,7 @@ def read_identity(settings: RemoteSettings) -> Identity:
     if key or secret:
         missing = "secret_access_key" if key else "access_key_id"
         raise settings.error(missing, "access_key_id and secret_access_key are given together or not at all")
-    if os.environ.get("AWS_ACCESS_KEY_ID") and not named:
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
         return Identity("the environment", region=region)
     if named and profile is None:
         raise settings.error(

@@ -89,6 +89,14 @@ def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         identity()
 
 
+@pytest.mark.parametrize("raw", [b"region = eu-west-1", b"# caf\xe9\n[default]"], ids=["no section", "not UTF-8"])
+def test_files_of_another_form_are_said(raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").write_bytes(raw)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with pytest.raises(ConfigError, match="config does not have the form of AWS files"):
+        identity()
+
+
 @pytest.mark.usefixtures("files")
 def test_a_profile_that_needs_boto3_says_so_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)

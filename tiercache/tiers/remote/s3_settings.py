@@ -197,7 +197,7 @@ def _read_profile(settings: RemoteSettings, name: str) -> dict[str, str] | None:
         parser = configparser.RawConfigParser()
         try:
             parser.read(path)
-        except configparser.Error:
+        except (configparser.Error, UnicodeDecodeError):
             raise settings.error("access_key_id", f"{path} does not have the form of AWS files") from None
         if parser.has_section(section):
             values = (values or {}) | dict(parser.items(section))

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ def test_mounts_are_read_with_their_escapes(tmp_path: Path) -> None:
         Mount("/", "ext4", "/dev/vda", ("rw", "relatime", "discard")),
         Mount("/mnt/three fs", "fuse.hf3fs", "hf3fs.stage", ("rw", "user_id=0")),
     ]
+    table.write_bytes(b"27 1 254:0 / /mnt/caf\xe9 rw - ext4 /dev/vda rw\n")
+    assert [os.fsencode(mount.point) for mount in mounts(table)] == [b"/mnt/caf\xe9"], "of an old network share"
     assert mounts(tmp_path / "absent") == []
     assert "/" in [mount.point for mount in mounts()], "of this system"
 

@@ -73,7 +73,7 @@ class Mount:
 def mounts(table: Path = Path("/proc/self/mountinfo")) -> list[Mount]:
     """Return all mounts that this process sees; none if the table is unreadable."""
     try:
-        return parse_mountinfo(table.read_text())
+        return parse_mountinfo(table.read_text(errors="surrogateescape"))
     except OSError:
         return []
 

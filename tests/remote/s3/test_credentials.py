@@ -89,6 +89,21 @@ def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         identity()
 
 
+@pytest.mark.usefixtures("files")
+def test_files_are_found_in_a_home_and_a_user_may_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "~/credentials")
+    assert who(identity()) == ("DEFAULT", None)
+    monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE")
+    assert identity().provider is None
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text(FILES)
+    assert who(identity()) == ("DEFAULT", None)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert identity().provider is None
+
+
 @pytest.mark.parametrize("raw", [b"region = eu-west-1", b"# caf\xe9\n[default]"], ids=["no section", "not UTF-8"])
 def test_files_of_another_form_are_said(raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config").write_bytes(raw)

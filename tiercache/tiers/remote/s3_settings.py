@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -193,7 +192,7 @@ def _read_profile(settings: RemoteSettings, name: str) -> dict[str, str] | None:
         ("AWS_CONFIG_FILE", "config", title),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     ):
-        path = Path(os.environ.get(variable) or Path.home() / ".aws" / usual)
+        path = os.path.expanduser(os.environ.get(variable) or f"~/.aws/{usual}")
         parser = configparser.RawConfigParser()
         try:
             parser.read(path)

@@ -39,7 +39,8 @@ def file(tmp_path: Path) -> Path:
 def test_lmcaches_url_names_the_master() -> None:
     found = place("mooncakestore://10.0.0.7:50051/?device=mlx5_0")
     assert found.master == "10.0.0.7:50051" and found.master_endpoint == ("10.0.0.7", 50051)
-    assert (found.protocol, found.metadata_server) == ("tcp", "P2PHANDSHAKE")
+    assert (found.protocol, found.metadata_server, found.device_name) == ("tcp", "P2PHANDSHAKE", "mlx5_0")
+    assert place("mooncakestore://10.0.0.7:50051/?device=mlx5_0", device_name="mlx5_1").device_name == "mlx5_1"
 
 
 def test_several_masters_behind_etcd_are_mooncakes_business() -> None:

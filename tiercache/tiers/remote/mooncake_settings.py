@@ -66,7 +66,7 @@ def read_address(settings: RemoteSettings) -> MooncakeAddress:
         local_hostname=str(value("local_hostname")),
         metadata_server=str(value("metadata_server")),
         protocol=str(value("protocol")).lower(),
-        device_name=str(value("device_name") or ""),
+        device_name=str(value("device_name") or settings.url.partition("?device=")[2]),
         global_segment_bytes=value("global_segment_size"),
         local_buffer_bytes=value("local_buffer_size"),
         prefer_local=bool(value("prefer_local_alloc")),

@@ -34,7 +34,7 @@ def test_output_to_a_full_device_is_one_sentence(directory: Path) -> None:
 
 
 def test_a_working_directory_that_was_deleted_is_one_sentence(tmp_path: Path) -> None:
-    command = ["bash", "-c", 'rmdir "$PWD"; exec "$@"', "-", sys.executable, "-m", "tiercache", "doctor"]
+    command = ["bash", "-c", 'rmdir "$PWD"; exec "$@"', "-", sys.executable, "-m", "tiercache", "stat", "."]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert (run.returncode, run.stderr) == (2, "error: [Errno 2] No such file or directory\n")
 

@@ -228,7 +228,9 @@ class Parts:
     @property
     def stuck(self) -> int:
         """Number of abandoned operations that have not ended."""
-        copies = self.on_device.device.unfinished if self.on_device is not None else 0
+        copies = self.cpu.copiers.abandoned + self.ingest.copiers.abandoned
+        if self.on_device is not None:
+            copies += self.on_device.device.unfinished
         return len(self.closing.abandoned) + copies
 
     async def written(self) -> FlushReport:

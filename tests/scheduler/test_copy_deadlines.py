@@ -142,11 +142,13 @@ async def test_copy_that_hangs_is_an_error_and_its_memory_stays_taken_until_it_e
         with pytest.raises(TierUnavailable, match="still in use"):
             await took_s(call)
         assert cache.cpu.obtainable == free - 1
+        assert cache.statistics().stuck == 1
         copies.go_on.set()
         async with asyncio.timeout(LIMIT_S):
             while cache.cpu.obtainable < free:
                 await asyncio.sleep(0)
         assert await is_whole(cache)
+        assert cache.statistics().stuck == 0
 
 
 @pytest.mark.parametrize("direction", ["put", "get"])

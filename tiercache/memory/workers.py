@@ -49,6 +49,8 @@ class Workers:
         self._started = 0
         self.unfinished = 0
         """Number of calls submitted and not ended."""
+        self.abandoned = 0
+        """Number of calls that use the memory of a caller that waits for them no longer."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._wake_pending = False
@@ -92,8 +94,11 @@ class Workers:
             self.withdraw(work)
             await wait_uncancelled([work], GIVE_UP_S)
             raise
+        finally:
+            if not work.done():
+                self.abandoned += 1
+                work.add_done_callback(self._finished)
         if not work.done():
-            work.add_done_callback(retrieve_exception)
             raise TierUnavailable(
                 f"a copy has not ended {GIVE_UP_S:.0f} s after its deadline; its memory is still in use"
             )
@@ -111,6 +116,10 @@ class Workers:
         finally:
             timer.cancel()
             del self._waiters[work]
+
+    def _finished(self, work: asyncio.Future[Any]) -> None:
+        self.abandoned -= 1
+        retrieve_exception(work)
 
     def withdraw(self, work: asyncio.Future[Any]) -> bool:
         """Withdraw a submitted call, whose future then raises NotBegun. Return False if a thread has begun it."""

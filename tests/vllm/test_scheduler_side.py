@@ -315,6 +315,7 @@ def test_a_tail_is_replaced_by_what_it_becomes(made: Callable[..., Engine]) -> N
     engine.reports(engine.steps((follows, 3 * TOKENS)))
     (save,) = engine.steps((follows, 1)).saves
     assert (save.replaced, [transfer.name for transfer in save.transfers]) == (NAMES[5], [NAMES[7], NAMES[8]])
+    assert save.previous == NAMES[3]
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])

@@ -255,6 +255,18 @@ def test_a_tail_stays_hot_until_its_whole_chunk_is_stored(
     worker.until(lambda: not worker.has(tail.name))
 
 
+def test_a_prompt_larger_than_the_cache_keeps_its_head_though_each_step_stores_a_part(worker: Worker) -> None:
+    cache = worker.thread.cache
+    names = [number.to_bytes(32, "big") for number in range(cache.cpu.pool.count * 3 // 2)]
+    for start in range(0, len(names), 64):
+        part = [BlockTransfer(name, 2, 0, (4, 9)) for name in names[start : start + 64]]
+        previous = names[start - 1] if start else b""
+        worker.side.save(StepWork(saves=[Save("r", part, 64, previous=previous)]))
+        worker.is_saved()
+    found = worker.thread.submit(cache.lookup_keys(worker.keys(*names))).result(10)
+    assert found.chunks > cache.cpu.pool.count // 3
+
+
 def test_after_a_failed_forward_pass_nothing_is_stored_and_no_blocks_are_held(worker: Worker) -> None:
     worker.side.stop_storing()
     worker.saves(FIRST)

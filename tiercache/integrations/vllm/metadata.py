@@ -34,6 +34,8 @@ class Save:
     """True if the stored chunks are to be forgotten when the request has finished."""
     replaced: bytes = b""
     """The name of the tail that begins like the first of the stored chunks, if any: nothing needs it any more."""
+    previous: bytes = b""
+    """The name of the chunk before the first of the stored chunks, if all layers keep every token."""
 
 
 @dataclass

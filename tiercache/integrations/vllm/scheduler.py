@@ -458,10 +458,12 @@ class SchedulerSide:
                 if self.kv_events is not None:
                     self.kv_events.moves(request, tracked.names, first, transfers)
                 tracked.saves_begun += 1
-                replaced = tracked.names[first - 1] if first % self.geometry.blocks_per_chunk else b""
-                forget = tracked.wishes.forget
+                past = first % self.geometry.blocks_per_chunk
+                replaced = tracked.names[first - 1] if past else b""
+                previous = tracked.names[first - past - 1] if first > past and self.geometry.plain else b""
+                forget, trace = tracked.wishes.forget, trace_of(request)
                 work.saves.append(
-                    Save(request.request_id, transfers, request.num_tokens, trace_of(request), forget, replaced)
+                    Save(request.request_id, transfers, request.num_tokens, trace, forget, replaced, previous)
                 )
         tracked.tail_saved |= last
 

@@ -283,6 +283,9 @@ class WorkerSide:
                 logger.warning("storing tokens of request %s failed: %r", save.request_id, error)
                 return
             chunks = done.result()
+            if save.previous and chunks:  # else the head of a prompt that several steps store would be evicted first
+                linked = [*keys_of(self._namespace, [save.previous], self.geometry), *keys]
+                self.thread.call_soon(self.thread.cache.cpu.link, linked)
             if save.replaced and chunks:
                 replaced = keys_of(self._namespace, [save.replaced], self.geometry)
                 self.thread.call_soon(self.thread.cache.clear_hot, replaced)

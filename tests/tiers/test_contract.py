@@ -30,6 +30,14 @@ class TestMemoryTier(TierContract):
         return MemoryTier()
 
 
+class TestMemoryTierOfLargerChunks(TestMemoryTier):
+    chunk_bytes = 4 * CHUNK_BYTES
+
+
+class TestMemoryTierOfSmallerChunks(TestMemoryTier):
+    chunk_bytes = 3000
+
+
 class TestFaultyTierWithoutFaults(TierContract):
     async def make_tier(self, place: Path) -> Tier:
         return FaultyTier(MemoryTier())

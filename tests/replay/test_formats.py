@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tiercache.replay.bounds import survey
 from tiercache.replay.formats import Trace, TraceError
 
 EXCERPTS = Path(__file__).parent / "excerpts"
@@ -21,7 +22,7 @@ def mooncake(time_ms: float, *ids: int) -> dict[str, object]:
 
 
 def test_mooncake_counts_milliseconds_and_blocks_of_512_tokens(tmp_path: Path) -> None:
-    (request,) = Trace(written(tmp_path / "t", mooncake(1500, 1, 2)))
+    _, request = Trace(written(tmp_path / "t", mooncake(0, 1), mooncake(1500, 1, 2)))
     assert (request.time_s, request.block_tokens, request.input_tokens) == (1.5, 512, 1024)
     assert len(set(request.keys)) == 2
 
@@ -69,7 +70,7 @@ def test_our_own_format(tmp_path: Path) -> None:
     first, second = Trace(written(tmp_path / "t", {"time_s": 1, "blocks": ["a", "b"]}, full))
     assert (first.input_tokens, first.block_tokens, first.session) == (512, 256, None)
     assert first.keys[0] == second.keys[0]
-    assert (second.time_s, second.duration_s, second.lead_s) == (2.5, 4.5, 3.0)
+    assert (second.time_s, second.duration_s, second.lead_s) == (1.5, 4.5, 3.0)
 
 
 def test_gzip_is_seen_by_its_first_bytes(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_bad_lines_are_skipped_with_their_number_or_refused(bad: str, tmp_path: 
     line, problem = BAD[bad]
     path = written(tmp_path / "t", mooncake(3, 1), line, "", mooncake(9, 2))
     trace = Trace(path)
-    assert [request.time_s for request in trace] == [0.003, 0.009]
+    assert [request.time_s for request in trace] == [0, pytest.approx(0.006)]
     assert trace.skipped == 1 and problem in trace.problems[0]
     with pytest.raises(TraceError, match="line 2"):
         list(Trace(path, strict=True))
@@ -103,7 +104,7 @@ def test_bad_lines_are_skipped_with_their_number_or_refused(bad: str, tmp_path: 
 
 def test_a_line_before_its_time_is_skipped(tmp_path: Path) -> None:
     trace = Trace(written(tmp_path / "t", mooncake(3000, 1), mooncake(2000, 1), mooncake(4000, 1)))
-    assert [request.time_s for request in trace] == [3.0, 4.0]
+    assert [request.time_s for request in trace] == [0, 1.0]
     assert trace.problems == [f"{trace.path}: line 2: time: 2 s is before 3 s, of the line before it"]
 
 
@@ -169,10 +170,16 @@ def test_a_gzip_that_ends_too_soon_is_said_so_when_it_is_met(tmp_path: Path) -> 
         list(Trace(path))
 
 
+def test_times_count_from_the_first_request(tmp_path: Path) -> None:
+    path = written(tmp_path / "t", *({"time_s": 1.7e9 + second, "blocks": [second]} for second in (0, 5, 20)))
+    assert [request.time_s for request in Trace(path)] == [0, 5, 20]
+    assert survey(Trace(path)).span_s == 20
+
+
 def test_a_trace_can_be_repeated_with_blocks_of_its_own(tmp_path: Path) -> None:
     path = written(tmp_path / "t", mooncake(1000, 1), mooncake(2000, 2))
     requests = list(Trace(path, repeat=2, limit=3))
-    assert [request.time_s for request in requests] == [1, 2, 3]
+    assert [request.time_s for request in requests] == [0, 1, 1]
     assert requests[0].keys != requests[2].keys
 
 

@@ -9,7 +9,7 @@ and `hash_ids` of blocks of 512 tokens, equal for equal prefixes across all requ
 `t` (s, from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, duration of the answer). Ids of scope
 "local" belong to the session: two sessions share no block, even if their system prompts were equal.
 
-**tiercache**: one request per line, in order of time:
+**tiercache**: one request per line, in order of time, which may begin anywhere:
 `{"time_s": 12.5, "blocks": ["a", 7], "block_tokens": 256, "input_tokens": 700, "output_tokens": 90, "session": "s1",
 "duration_s": 4.1, "lead_s": 3.0}`
 Only `time_s` and `blocks` are required. A block is a number or a text that stands for the whole prefix up to its end.
@@ -66,7 +66,7 @@ class Request:
 
 @dataclass
 class Trace:
-    """A trace file as an iterable. Each pass reads it again.
+    """A trace file as an iterable. Each pass reads it again. Times count from the first request.
 
     A request stays in memory while it is processed; an agentic session stays from its start to its last request.
     `strict` raises TraceError for a bad line; otherwise it is skipped and named in `problems` (of the last pass).
@@ -92,13 +92,15 @@ class Trace:
         return itertools.islice(self._repeated(), self.limit)
 
     def _repeated(self) -> Iterator[Request]:
-        offset_s = latest_s = 0.0
+        latest_s = 0.0
         for round_ in range(self.repeat):
+            offset_s: float | None = None
             for request in self._once(f"{round_}:".encode() if round_ else b""):
+                if offset_s is None:
+                    offset_s = latest_s - request.time_s
                 request.time_s += offset_s
                 latest_s = request.time_s
                 yield request
-            offset_s = latest_s
 
     def _once(self, scope: bytes) -> Iterator[Request]:
         try:

@@ -73,6 +73,12 @@ def test_an_engine_takes_one_request_at_a_time() -> None:
     assert max(simulated(two, ram=4, hardware=one_engine).ttft_s) == pytest.approx(4, rel=0.01)
 
 
+def test_waiting_for_an_engine_neither_saves_nor_costs_prefill() -> None:
+    one_engine = Hardware(**{**vars(HARDWARE), "engines": 1})
+    two = [request(0, "ab"), request(0, "cd")]
+    assert simulated(two, ram=0, hardware=one_engine).saved_s == pytest.approx(0)
+
+
 def test_second_touch_writes_what_was_needed_twice() -> None:
     requests = [request(0, "ab"), request(1, "ac"), request(2, "ab")]
     figures = simulated(requests, ram=8, flash=None, admission="second_touch")

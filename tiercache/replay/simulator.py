@@ -201,8 +201,8 @@ class Simulator:
         hot = self.ram.prefix(keys)
         found = self._found(keys, hot)
         loaded = sum(key not in self.ram for key in keys[hot:found])
-        ready_s = self._serve(request, hot, found, loaded)
-        self._count(request, hot, found, loaded, ready_s - request.time_s)
+        begun_s, ready_s = self._serve(request, found, loaded)
+        self._count(request, found, loaded, begun_s, ready_s)
         if self.programs is not None:
             for key in keys:
                 self.programs.plan.used(key, hot=key in self.ram)
@@ -222,8 +222,8 @@ class Simulator:
             position += 1
         return position
 
-    def _serve(self, request: Request, hot: int, found: int, loaded: int) -> float:
-        """Return the time of the first token."""
+    def _serve(self, request: Request, found: int, loaded: int) -> tuple[float, float]:
+        """Return the times at which an engine takes the request, and of the first token."""
         hardware = self.setting.hardware
         begun_s = request.time_s
         if hardware.engines:
@@ -237,14 +237,14 @@ class Simulator:
         at_s += self._tokens(request, found) / hardware.prefill_tokens_per_s
         if hardware.engines:
             heapq.heappush(self._engines, at_s)
-        return at_s
+        return begun_s, at_s
 
     @staticmethod
     def _tokens(request: Request, found: int) -> int:
         """Return the tokens to compute if `found` blocks are loaded; the last token is always computed."""
         return max(1, request.input_tokens - found * request.block_tokens)
 
-    def _count(self, request: Request, hot: int, found: int, loaded: int, waited_s: float) -> None:
+    def _count(self, request: Request, found: int, loaded: int, begun_s: float, ready_s: float) -> None:
         if not self._measuring:
             return
         figures = self.figures
@@ -253,9 +253,9 @@ class Simulator:
         figures.ram_blocks += found - loaded
         figures.flash_blocks += loaded
         figures.wanted_blocks += found
-        figures.ttft_s.append(waited_s)
+        figures.ttft_s.append(ready_s - request.time_s)
         computed_s = self._tokens(request, 0) / self.setting.hardware.prefill_tokens_per_s
-        figures.saved_s += computed_s - waited_s
+        figures.saved_s += computed_s - (ready_s - begun_s)
 
     def _note_uses(self, request: Request, found: int) -> None:
         if self.flash is None or self.setting.admission == "all":

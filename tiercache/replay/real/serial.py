@@ -73,7 +73,7 @@ class OneByOne(Simulator):
             self._put(keys[position : position + 1], 0, now_s)
             self.ram.link(keys[max(0, position - 1) : position + 1])
         self.ram.link(keys)
-        self._count(request, hot, place, loaded, 0.0)
+        self._count(request, place, loaded, now_s, now_s)
 
 
 async def play_serial(

@@ -1,5 +1,6 @@
 """The simulator against traces small enough to follow by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,15 @@ def test_a_turn_is_announced_when_the_answer_before_it_has_ended(took_s: float, 
     requests = [request(0, "ab", "s", took_s=took_s), request(5, "xy", "other"), request(20, "abc", "s")]
     figures = simulated(requests, ram=2, flash=None, prefetch=("hints",), prefetch_share=1.0, hint_lead_s=15.0)
     assert figures.accounts["hints"].used_bytes == used_blocks * BLOCK
+
+
+def test_a_request_is_announced_as_long_before_as_it_says() -> None:
+    """Its two blocks take a second to read, and another request comes four times a second."""
+    busy = [request(1 + number / 4, "xy") for number in range(84)]
+    announced = replace(request(22, "abc"), lead_s=10.0)
+    requests = [request(0, "ab"), request(0.5, "pqrs"), *busy, announced]
+    figures = simulated(requests, ram=4, flash=None, prefetch=("hints",), prefetch_share=1.0, hint_lead_s=0.0)
+    assert figures.accounts["hints"].used_bytes == 2 * BLOCK
 
 
 def test_sessions_learn_when_the_next_turn_comes() -> None:

@@ -44,16 +44,20 @@ class Programs:
             call(at_s)
 
     def looking_ahead(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield the requests, after setting timers for the announcements of later requests."""
+        """Yield the requests, after setting timers for the announcements of later requests.
+
+        Iterates twice over `requests`: the longest lead says how far ahead to look.
+        """
         if not self._announces:
             yield from requests
             return
+        longest_s = max([self._announcements.lead_s, *(one.lead_s for one in requests if one.lead_s is not None)])
         ahead: deque[Request] = deque()
         source = iter(requests)
         for request in source:
             ahead.append(request)
             self._will_announce(request)
-            while ahead and ahead[0].time_s + self._announcements.lead_s < request.time_s:
+            while ahead and ahead[0].time_s + longest_s < request.time_s:
                 yield ahead.popleft()
         yield from ahead
 

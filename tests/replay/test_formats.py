@@ -87,6 +87,7 @@ BAD = {
     "a huge id": (mooncake(5, 1 << 64), "line 2: int too big to convert"),
     "a time before the last": (mooncake(-1, 1), "line 2: Expected `float` >= 0.0 - at `$.timestamp`"),
     "a negative length": ({**mooncake(5, 1), "input_length": -4}, "line 2: Expected `int` >= 0 - at `$.input_length`"),
+    "deep nesting": ('{"timestamp": 5, "more": ' + "[" * 100_000, "line 2: maximum recursion depth exceeded"),
     "a huge length": ({**mooncake(5, 1), "input_length": 10**400}, "line 2: Expected `int` <= "),
 }
 
@@ -145,6 +146,14 @@ def test_few_problems_are_kept_and_all_counted(tmp_path: Path) -> None:
     assert len(list(trace)) == 1
     assert trace.skipped == 100
     assert len(trace.problems) == 20
+
+
+@pytest.mark.parametrize("line", [b'{"note": "\xff"}', b"[" * 100_000], ids=["no UTF-8", "deep nesting"])
+def test_a_bad_first_line_is_skipped(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(line + b"\n" + json.dumps(mooncake(0, 1)).encode())
+    trace = Trace(path)
+    assert len(list(trace)) == 1 and trace.skipped == 1
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "[1]\n", "hello\n"])

@@ -37,6 +37,8 @@ from tiercache.errors import TierCacheError
 MOONCAKE_BLOCK_TOKENS = 512
 DEFAULT_BLOCK_TOKENS = 256
 _KEPT_PROBLEMS = 20
+_BAD_LINE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
+"""Errors of a line that is not JSON, not UTF-8, nested too deeply, or of wrong values."""
 
 T = TypeVar("T")
 
@@ -141,7 +143,7 @@ class Trace:
                 continue
             try:
                 found = parse(line)
-            except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            except _BAD_LINE as error:
                 self._bad(number, str(error))
             else:
                 yield number, found
@@ -277,7 +279,7 @@ def _format_of(path: Path) -> str:
             for line in itertools.islice(file, 100):
                 try:
                     found = msgspec.json.decode(line)
-                except msgspec.DecodeError:
+                except _BAD_LINE:
                     continue
                 if isinstance(found, dict):
                     for name, key in (("mooncake", "timestamp"), ("agentic", "requests"), ("tiercache", "time_s")):

@@ -97,3 +97,17 @@ def test_a_picture(tmp_path: Path) -> None:
         result = runner.invoke(app, ["replay", str(EXCERPT), *options, "--plot", str(file)])
         assert result.exit_code == 0, result.output
         assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_a_panel_for_each_of_two_traces_of_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("tiercache.replay.command.plot", lambda sections, path: drawn.extend(sections) or "")
+    paths = [tmp_path / name / "trace.jsonl" for name in ("monday", "tuesday")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text('{"time_s": 0, "blocks": [1, 2]}\n')
+    result = runner.invoke(app, ["replay", *map(str, paths), "--plot", str(tmp_path / "picture.png")])
+    assert result.exit_code == 0, result.output
+    assert drawn == ["trace.jsonl", str(paths[1])]

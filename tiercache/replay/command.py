@@ -86,7 +86,7 @@ def replay_command(options: Options) -> int:
                 found.append({"trace": path.name, "requests": looked.requests, "real": compared.to_dict()})
                 continue
             rows = list(_rows(options, trace, looked, measure_from))
-            sections[path.name] = rows
+            sections[str(path) if path.name in sections else path.name] = rows
             show_figures(table(title(path.name, looked, measure_from), rows), output)
             found.append({
                 "trace": path.name, "format": trace.format, "requests": looked.requests, "blocks": looked.blocks,

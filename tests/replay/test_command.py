@@ -73,6 +73,7 @@ def test_bad_lines_are_named_and_the_exit_status_says_so(tmp_path: Path) -> None
         (["--json", "/dev/full", "--no-bounds"], "error: /dev/full: No space left on device"),
         (["--json", "/"], "/ is a directory; expected the name of a file"),
         (["--plot", "picture.foo"], "--plot: expected a name that ends in .png, .svg, .pdf, found picture.foo"),
+        (["--real", ".", "--plot", "picture.png"], "--real: no picture is made of it; expected no --plot"),
         (["--sweep", ","], "--sweep: expected at least one value, found none"),
         (["--gib-per-day", "nan"], "--gib-per-day: expected numbers from 0 on, found nan"),
         (["--gib-per-day", "-1"], "--gib-per-day: expected numbers from 0 on, found -1"),

@@ -223,6 +223,8 @@ def _check(options: Options) -> None:
             raise SettingError(f"--gib-per-day: expected numbers from 0 on, found {gib_per_day:g}")
     if options.real is not None and any(len(values) != 1 for values in lists.values()):
         raise SettingError("--real: expected one setting, found lists of sizes, policies, admissions or prefetches")
+    if options.real is not None and options.plot_file is not None:
+        raise SettingError("--real: no picture is made of it; expected no --plot")
     if options.noisy and (options.real is not None or "all" in options.ram):
         raise SettingError("--noisy: expected a size of the hot cache, and no --real")
     if not 0 <= options.measure_from < 1:

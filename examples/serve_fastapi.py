@@ -78,6 +78,11 @@ class Session:
     """Keys of their chunks, for the page."""
     busy: bool = False
 
+    @property
+    def subject(self) -> str:
+        """The session's name for the prediction of its next turn."""
+        return json.dumps([self.tenant, self.name])
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -193,6 +198,9 @@ class Chat:
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
         )
+        if question.cached:
+            keys = self.generator.prefixes.stored_as(ids, salt=session.tenant)
+            self.cache.ahead.began(session.subject, keys)
         return await self.generator.generate(
             ids, settings, salt=session.tenant, streamer=pieces, cached=question.cached
         )
@@ -200,8 +208,9 @@ class Chat:
     def _note(self, session: Session, question: Question, answer: Answer, ttft_s: float) -> Asked:
         session.ids = answer.ids
         if question.cached:
-            session.keys = self.generator.prefixes.keys(answer.ids, salt=session.tenant)
-            self.cache.ahead.ended(json.dumps([session.tenant, session.name]), session.keys)
+            prefixes = self.generator.prefixes
+            session.keys = prefixes.keys(answer.ids, salt=session.tenant)
+            self.cache.ahead.ended(session.subject, prefixes.stored_as(answer.ids, salt=session.tenant))
         for tier, tokens in answer.hit_by_tier.items():
             self.tokens[tier] += tokens
         self.tokens["computed"] += answer.prompt_tokens - answer.hit_tokens

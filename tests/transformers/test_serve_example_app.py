@@ -140,3 +140,9 @@ async def test_sessions_of_two_tenants_are_two_for_the_prediction(server: Served
     await server.ask("b/c", tenant="a")
     await server.ask("c", tenant="a/b")
     assert len(server.chat.cache.ahead.sessions) == 2
+
+
+async def test_a_session_that_goes_on_is_known_to_the_prediction(server: Served) -> None:
+    for _ in range(2):
+        await server.ask("one", text="w1")
+    assert server.chat.cache.ahead.sessions.came_back('["", "one"]')

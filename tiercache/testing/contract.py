@@ -186,6 +186,20 @@ class TierContract:
         assert await tier.read(key, page_aligned(self.chunk_bytes)) == self.chunk_bytes
         assert not into.any(), "a cancelled read went on writing into memory that was given up"
 
+    async def test_cancelled_write_no_longer_uses_the_payload(self, tier: Tier) -> None:
+        for number in range(1, 5):
+            key, payload = self._chunk(number)
+            written = payload.copy()
+            write = asyncio.create_task(tier.write(key, payload, self.chunk_bytes))
+            for _ in range(number):
+                await asyncio.sleep(0)
+            write.cancel()
+            await asyncio.gather(write, return_exceptions=True)
+            payload[:] = 0
+            into = page_aligned(self.chunk_bytes)
+            if await tier.read(key, into) is not None:
+                assert np.array_equal(into, written), "a cancelled write went on reading memory that was given up"
+
     async def test_durable_tier_finds_its_chunks_after_reopening(self, tier: Tier, tmp_path: Path) -> None:
         if not tier.traits.durable:
             pytest.skip("not a durable tier")
@@ -265,6 +279,9 @@ class TierContract:
         keys = [self._chunk(number)[0] for number in range(1, 9)]
         for number in range(1, 9):
             await tier.write(*self._chunk(number), self.chunk_bytes)
+        damaged = self._chunk(9)[0]
+        await tier.write(*self._chunk(9), self.chunk_bytes)
+        is_damaged = await self.damage(tier, damaged)
         await tier.close()
         reader = await self.make_tier(tmp_path)
         reader.writes = False
@@ -274,11 +291,18 @@ class TierContract:
         assert await reader.probe(keys) == 8
         assert await reader.read(keys[0], into) == self.chunk_bytes
         reader.used(keys)
+        if is_damaged:
+            with pytest.raises(CorruptChunk):
+                await reader.read(damaged, into)
+            assert not reader.offers(damaged)
         await reader.close()
         again = await self.make_tier(tmp_path)
         await again.open()
         try:
             assert await again.probe_each(keys) == [True] * 8
+            if is_damaged:
+                with pytest.raises(CorruptChunk):
+                    await again.read(damaged, into)
         finally:
             await again.close()
 

@@ -23,7 +23,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-_ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "stream_options": None, "n": 1}
+_ONE_TOKEN = {
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "min_tokens": 0,
+    "stream": False,
+    "stream_options": None,
+    "n": 1,
+}
 
 
 class Proxy:

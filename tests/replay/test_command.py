@@ -56,6 +56,15 @@ def test_bad_lines_are_named_and_the_exit_status_says_so(tmp_path: Path) -> None
     assert "line 401" in strict.output
 
 
+def test_bad_lines_are_named_if_no_line_is_good(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 5}\n')
+    result = runner.invoke(app, ["replay", str(EXCERPT), str(path), "--no-bounds"])
+    assert result.exit_code == 2
+    assert f"{path}: line 1: Object missing required field" in result.output
+    assert "error: the trace holds no request that can be replayed" in result.output
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

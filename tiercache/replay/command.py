@@ -70,12 +70,14 @@ def replay_command(options: Options) -> int:
         _check(options)
         for path in options.traces:
             trace = Trace(path, options.strict, options.session_interval_s, options.repeat, options.limit)
-            looked = survey(trace, unique=options.bounds or options.real is not None or _needs_unique(options))
+            try:
+                looked = survey(trace, unique=options.bounds or options.real is not None or _needs_unique(options))
+            finally:
+                for problem in trace.problems:
+                    print(f"skipped: {problem}", file=sys.stderr)
+                if trace.skipped > len(trace.problems):
+                    print(f"skipped: {trace.skipped - len(trace.problems)} more lines of {path}", file=sys.stderr)
             measure_from = int(looked.requests * options.measure_from)
-            for problem in trace.problems:
-                print(f"skipped: {problem}", file=sys.stderr)
-            if trace.skipped > len(trace.problems):
-                print(f"skipped: {trace.skipped - len(trace.problems)} more lines of {path}", file=sys.stderr)
             skipped += trace.skipped
             if options.real is not None:
                 ((_, _, setting),) = _settings(options, looked)

@@ -106,6 +106,16 @@ class TestFaultyTierWithoutFaults(TierContract):
         return FaultyTier(MemoryTier())
 
 
+class TestFaultyTierOnADisk(TierContract):
+    async def make_tier(self, place: Path) -> Tier:
+        return FaultyTier(DiskTier(FileSettings((place / "disk",), cap_bytes=64 << 20), LAYOUT.fingerprint))
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        assert isinstance(tier, FaultyTier) and isinstance(tier.tier, FileTier)
+        flip(Path(tier.tier.path(key)), 4096 + 17)
+        return True
+
+
 class TestDiskTier(TierContract):
     direct: bool | None = None
     spread = 1

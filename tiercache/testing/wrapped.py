@@ -19,6 +19,7 @@ class WrappedTier(DeviceTier):
         self.tier = tier
         self.name = tier.name
         self.traits = tier.traits
+        self.reads, self.writes, self.patience_s = tier.reads, tier.writes, tier.patience_s
         self.open_s = tier.open_s
         self.admission = tier.admission
 
@@ -41,6 +42,7 @@ class WrappedTier(DeviceTier):
         self.tier.take_over(before.tier if isinstance(before, WrappedTier) else before)
 
     async def open(self) -> None:
+        self.tier.reads, self.tier.writes, self.tier.patience_s = self.reads, self.writes, self.patience_s
         await self.tier.open()
         self.traits = self.tier.traits
 

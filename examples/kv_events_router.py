@@ -67,7 +67,9 @@ class Engine:
         step, media = self.blocks[block]
         media.discard(medium)
         if not media:
-            del self.blocks[block], self.follower[step]
+            del self.blocks[block]
+            if self.follower.get(step) == block:  # it may be another block of the same tokens
+                del self.follower[step]
 
     def forget(self) -> None:
         self.blocks.clear()

@@ -73,6 +73,14 @@ def test_router_keeps_nothing_of_what_is_nowhere(example: Any) -> None:
     assert engine.holds(PROMPT) == 0 and not engine.blocks and not engine.follower
 
 
+def test_router_survives_a_second_name_of_the_same_tokens(example: Any) -> None:
+    """As a request with a cache salt gives it."""
+    engine = example.Engine("", "")
+    salted = stored(1) | {"block_hashes": [101]}
+    engine.follow(0, [stored(1), salted, removed(1), removed(101)])
+    assert engine.holds(PROMPT) == 0 and not engine.blocks and not engine.follower
+
+
 def test_router_that_missed_a_batch_begins_anew(example: Any) -> None:
     engine = example.Engine("", "")
     engine.follow(7, [stored(1)])

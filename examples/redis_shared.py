@@ -56,6 +56,7 @@ def main(
             url = stack.enter_context(redis_server(place))
             console.print(f"redis-server listens at {url}")
         prefix = f"example-{time.time_ns()}"
+        stack.callback(forget, url, prefix)  # when the servers below have ended
         config = place / "tiercache.yaml"
         config.write_text(CONFIG.format(url=url, prefix=prefix))
         console.print("preparing the model (20 s) and the question")
@@ -90,7 +91,6 @@ def main(
             raise typer.Exit(1)
         ratio = computed.ttft_s / shared.ttft_s
         console.print(f"The second server, which had never seen the question, began to answer {ratio:.0f} times sooner.")
-        forget(url, prefix)
 
 
 @contextmanager

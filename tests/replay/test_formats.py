@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,17 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(TraceError, match="expected mooncake, agentic or tiercache"):
         Trace(path)
+
+
+def test_a_pipe_is_refused() -> None:
+    read, write = os.pipe()
+    os.write(write, b"".join(json.dumps(mooncake(number, number)).encode() + b"\n" for number in range(3)))
+    os.close(write)
+    try:
+        with pytest.raises(TraceError, match="expected a file, found a pipe, which can be read only once"):
+            Trace(Path(f"/dev/fd/{read}"))
+    finally:
+        os.close(read)
 
 
 def test_a_truncated_gzip_is_refused(tmp_path: Path) -> None:

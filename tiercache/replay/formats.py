@@ -274,6 +274,8 @@ def _opened(path: Path) -> IO[bytes]:
 
 def _format_of(path: Path) -> str:
     """Return the format of the first line, among 100, that has a key of a known format. Raises TraceError."""
+    if path.is_fifo():
+        raise TraceError(f"{path}: expected a file, found a pipe, which can be read only once")
     try:
         with _opened(path) as file:
             for line in itertools.islice(file, 100):

@@ -90,5 +90,5 @@ class SqliteTier(RemoteTier):
         assert self._database is not None
         try:
             return self._database.execute(statement, values)
-        except sqlite3.OperationalError as error:  # locked, full or gone: the breaker counts it
+        except sqlite3.DatabaseError as error:  # locked, full, gone or damaged: the breaker counts it
             raise TierUnavailable(f"{self.name}: {error}") from error

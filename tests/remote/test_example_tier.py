@@ -14,7 +14,7 @@ from tests.tiers.test_disk import flip
 from tiercache import Config, Layout, TierCache
 from tiercache.core.header import HEADER_BYTES
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.base import RemoteSettings
@@ -81,3 +81,9 @@ def test_missing_setting_is_a_sentence() -> None:
     settings = RemoteSettings("sqlite.a", "sqlite", bytes(16), 4096)
     with pytest.raises(ConfigError, match=r"remote_storage_plugin.sqlite.a.file: expected the path of a file"):
         make_remote(settings, module_path="sqlite_tier", class_name="SqliteTier")
+
+
+async def test_a_file_that_is_no_database_is_a_tier_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "kv.sqlite").write_bytes(bytes(range(256)) * 16)
+    with pytest.raises(TierUnavailable, match="file is not a database"):
+        await (await TestSqliteTier().make_tier(tmp_path)).open()

@@ -9,7 +9,6 @@ It runs both servers on the CPU of this machine with the small model of `make de
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from tiercache.demo.model import prepare_model
 from tiercache.demo.question import Answer, ask, long_message
-from tiercache.demo.server import serving
+from tiercache.demo.server import held_port, serving
 from tiercache.signals import ended_by_signals
 
 try:
@@ -99,10 +98,7 @@ def redis_server(place: Path) -> Iterator[str]:
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         raise SystemExit("redis-server is missing: apt-get install redis-server, or name a server with --url")
-    with socket.socket() as held:  # stays bound, so that no other program is given the port before the server listens
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    with held_port() as port:
         command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(place), "--save", "",
                    "--appendonly", "no"]  # fmt: skip
         process = subprocess.Popen([*command, "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"],

@@ -15,7 +15,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -33,6 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tiercache.demo.server import held_port
 from tiercache.signals import ended_by_signals
 
 SERVER = Path(__file__).with_name("serve_fastapi.py")
@@ -118,10 +118,7 @@ async def drive(
 @asynccontextmanager
 async def own_server(hot_gb: float) -> AsyncIterator[str]:
     """Run the server, with its output where ours goes, until the block ends. Yields its URL."""
-    with socket.socket() as held:  # stays bound, so that no other program is given the port before the server listens
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    with held_port() as port:
         command = sys.executable, str(SERVER), "--port", str(port), "--hot-gb", str(hot_gb)
         server = await asyncio.create_subprocess_exec(*command)
         url = f"http://127.0.0.1:{port}"

@@ -113,7 +113,7 @@ def serving(
     `connector` is a module and a class in it; without `config` there is none. `arguments` and `environment` override
     the defaults. Ends the whole process group at the end of the block in any case, so that nothing is left running.
     """
-    with _held_port() as port, log.open("wb") as output:
+    with held_port() as port, log.open("wb") as output:
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
@@ -224,7 +224,7 @@ def group_lives(group: int) -> bool:
 
 
 @contextmanager
-def _held_port() -> Iterator[int]:
+def held_port() -> Iterator[int]:
     """Yield a port that no other program is given until the block ends: a bound socket without a listener holds it,
     and a server that sets SO_REUSEADDR may listen there.
     """

@@ -13,7 +13,7 @@ from tiercache.tiers.base import DeviceTier, Tier, TierStatistics
 
 
 class WrappedTier(DeviceTier):
-    """Forwards calls to `tier`. A subclass overrides `prefetch` together with `read`, and `probe_each` with `probe`."""
+    """Forwards calls to `tier`. A subclass overrides `probe_each` together with `probe`."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier

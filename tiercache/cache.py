@@ -214,7 +214,7 @@ class TierCache:
         self, keys: Sequence[ChunkKey], payloads: Sequence[Any], *, after: Event | None = None,
         deadline_s: float | None = None, prefix: bool = False, hot_only: Collection[ChunkKey] = (),
     ) -> int:  # fmt: skip
-        """Store many chunks as `put` does, and return how many are in the cache now. Repeated keys count once.
+        """Store many chunks as `put` does, and return how many were stored or there already. Repeated keys count once.
 
         Tensors and `PagedChunk`s in device memory are copied on the cache's own streams, which begin after the driver's
         event `after` (by default: after the work given to the calling thread's current stream), and are read until this
@@ -254,8 +254,9 @@ class TierCache:
     ) -> int:
         """Store chunks that callables fill in: (key, payload length in bytes, source).
 
-        Each source gets a uint8 vector of that length on a worker thread. Returns how many of the chunks are hot now.
-        `prefix`, `hot_only`, the deadline and repeated keys are as for `put_many`.
+        Each source gets a uint8 vector of that length on a worker thread. Returns how many chunks became hot or were: in a
+        put of more than the hot cache holds, later chunks evict earlier ones. `prefix`, `hot_only`, the deadline and
+        repeated keys are as for `put_many`.
 
         Chunks become hot in batches, in order: at most an eighth of the arena and 32 MiB each, and less if a slot has
         to be waited for, since a put does not hold filled slots during the wait. Two batches are copied at a time. A
@@ -275,7 +276,7 @@ class TierCache:
         return stored
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
-        """Store the chunks of `tokens`, in order, and return how many are hot now."""
+        """Store the chunks of `tokens`, in order, and return how many were stored, as `put_many` does."""
         keys = self.keys(tokens)
         if len(payloads) != len(keys):
             raise ValueError(f"payloads: expected {len(keys)} (one a chunk), found {len(payloads)}")
@@ -362,7 +363,7 @@ class TierCache:
         """Begin to promote the chunks of a request that is queued in the engine. Non-blocking.
 
         They are prefetched after those of earlier requests and before predictions, within the prefetcher's share and
-        bandwidth. With `local_cpu: false` this does nothing.
+        bandwidth. With `local_cpu: false` and no shared memory tier this does nothing.
         """
         parts = self.parts
         check_loop(parts.loop)
@@ -385,7 +386,7 @@ class TierCache:
         await the handle for the outcome, read its `progress`, or `cancel()` it. Demand reads go first, and all
         prefetches together stay within `prefetch_share` and `prefetch_bytes_per_s`. A deadline below 0 counts as 0.
         Raises ValueError or TypeError for times and priorities that are not numbers, and ConfigError with `local_cpu:
-        false`, which has no hot cache to promote into.
+        false` and no shared memory tier, since there is no memory to promote into.
         """
         parts = self._in_use()
         given = list(what)

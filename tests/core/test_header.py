@@ -1,6 +1,7 @@
 """A header is believed only when every bit of it is what was written."""
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,22 @@ def test_any_flipped_bit_is_noticed(bit: int) -> None:
 def test_short_header_is_noticed(length: int) -> None:
     with pytest.raises(HeaderError, match=f"expected {PACKED_BYTES} bytes, found {length}"):
         Header.unpack(HEADER.pack()[:length])
+
+
+@pytest.mark.parametrize(
+    ("key", "fingerprint", "said"),
+    [(b"", b"f" * 16, "key"), (b"k" * 33, b"f" * 16, "key"), (b"k" * 24, b"f" * 15, "fingerprint")],
+)
+def test_fields_of_another_length_are_refused(key: bytes, fingerprint: bytes, said: str) -> None:
+    with pytest.raises(HeaderError, match=f"{said}: expected"):
+        Header(key, fingerprint, 12345, 0).pack()
+
+
+@pytest.mark.parametrize("length", [0, 33])
+def test_a_key_of_another_length_is_refused(length: int) -> None:
+    fields = HEADER.pack()[:12] + length.to_bytes(2, "little") + HEADER.pack()[14:80]
+    with pytest.raises(HeaderError, match=f"key length: expected 1..32, found {length}"):
+        Header.unpack(fields + xxhash.xxh3_64_digest(fields)[::-1])
 
 
 def test_zeroes_and_foreign_bytes_are_no_header() -> None:

@@ -65,7 +65,7 @@ def test_keys_are_the_same_in_another_process() -> None:
     ("tokens", "error", "said"),
     [
         *(([token, 0, 0, 0], OverflowError, "") for token in (-1, 2**32)),
-        *((np.array([token] * 4), OverflowError, "") for token in (-1, 2**40)),
+        *((np.array([token, 0, 0, 0]), OverflowError, "") for token in (-1, 2**40)),
         (np.zeros((2, 4), dtype=np.int64), ValueError, "vector of integers"),
         (np.zeros(4), ValueError, "float"),
     ],

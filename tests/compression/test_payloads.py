@@ -82,6 +82,14 @@ def test_memory_is_taken_for_each_chunk_at_a_time_and_used_again() -> None:
         assert {stored.padded.ctypes.data for stored in (one, other)} == places
 
 
+def test_memory_that_is_used_again_is_long_enough_and_no_earlier_chunk_is_stored_behind() -> None:
+    compression, (_, payload) = Compression("zstd", 2), kv(1, CHUNK_BYTES)
+    for length in (5000, CHUNK_BYTES, 70_000):
+        with compression.pack(b"k" * 24, FINGERPRINT, payload, length) as stored:
+            assert stored.header.codec is Codec.ZSTD
+            assert not stored.padded[stored.header.payload_bytes :].any()
+
+
 @pytest.mark.parametrize("mode", ["lz4", "zstd"])
 def test_no_changed_byte_is_ever_taken_for_the_payload(mode: str) -> None:
     """Not even where the stored checksum fits, which a reader has compared before."""
@@ -115,19 +123,20 @@ def test_a_bomb_is_refused_before_it_goes_off() -> None:
     assert (memory[MIB:] == 0xAA).all()
 
 
-@pytest.mark.parametrize("field", [12, 20])
-def test_a_frame_of_another_length_never_reaches_the_decoder(field: int) -> None:
+@pytest.mark.parametrize(("field", "length"), [(12, 200_000), (20, 200_000), (20, 0), (20, 15)])
+def test_a_frame_of_another_length_never_reaches_the_decoder(field: int, length: int) -> None:
     """At 12 stands the plain length of the first frame, at 20 that of the frame itself."""
     _, payload = kv(1, 100_000)
     with packed("zstd", payload, 100_000) as stored:
         memory = landed(stored, 100_000)
-    memory[field : field + 4] = np.frombuffer((200_000).to_bytes(4, "little"), np.uint8)
-    with pytest.raises(CorruptChunk, match="200000"):
+    memory[field : field + 4] = np.frombuffer(length.to_bytes(4, "little"), np.uint8)
+    with pytest.raises(CorruptChunk, match=f"found {length}"):
         unpacked(stored.header, memory[:100_000])
 
 
 def test_what_is_too_short_for_a_frame_is_none() -> None:
     memory = page_aligned(4096)
+    memory[:8] = np.frombuffer(payload_checksum(b"").to_bytes(8, "little"), np.uint8)
     for length in range(1, 24):
         with pytest.raises(CorruptChunk):
             unpacked(Header(b"k" * 24, FINGERPRINT, length, 0, Codec.ZSTD), memory)

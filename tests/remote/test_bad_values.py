@@ -84,6 +84,8 @@ async def test_what_is_stored_while_it_is_read_stays(write_ends: str) -> None:
             await read
         put.set()
         assert await write
+        async with asyncio.timeout(60):
+            assert await tier.write(KEY, PADDED, 5000), "what is known to be there is not sent again"
         assert tier.requests.empty(), "no removal"
         assert tier.contains(KEY) and tier.value is not None
         assert await tier.probe([KEY]) == 1
@@ -136,6 +138,50 @@ async def test_a_lookup_beside_a_removal_leaves_nothing_known(lookup_ends: str) 
         assert tier.value is not None
 
 
+async def test_a_read_beside_a_removal_leaves_nothing_known() -> None:
+    async with contextlib.aclosing(Stepped()) as tier:
+        await tier.open()
+        tier.value = HEADER.pack() + PADDED[:5000].tobytes()
+        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        get = await tier.next("get")
+        removal = asyncio.create_task(tier.remove(KEY))
+        (await tier.next("delete")).set()
+        assert await removal
+        get.set()
+        assert await read == 5000
+        assert not tier.contains(KEY)
+
+
+async def test_a_lookup_beside_a_read_does_not_report_a_bad_value() -> None:
+    async with contextlib.aclosing(SteppedLookups()) as tier:
+        tier.writes = False
+        await tier.open()
+        lookup = asyncio.create_task(tier.probe([KEY]))
+        found = await tier.next("exist")
+        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        for _ in range(2):
+            (await tier.next("get")).set()
+        with pytest.raises(CorruptChunk):
+            await read
+        found.set()
+        assert await lookup == 0
+        async with asyncio.timeout(60):
+            assert await tier.probe([KEY]) == 0, "the server is not asked again"
+
+
+async def test_a_bad_value_that_is_gone_at_once_does_not_hide_the_next_one() -> None:
+    async with contextlib.aclosing(Stepped()) as tier:
+        await tier.open()
+        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        get = await tier.next("get")
+        tier.value = None
+        get.set()
+        (await tier.next("get")).set()
+        assert await read is None
+        tier.value = b"of another process"
+        assert await tier.probe([KEY]) == 1
+
+
 async def test_who_only_reads_leaves_a_bad_value_where_it_is() -> None:
     async with contextlib.aclosing(Stepped()) as tier:
         tier.writes = False
@@ -148,6 +194,21 @@ async def test_who_only_reads_leaves_a_bad_value_where_it_is() -> None:
                 await read
         assert tier.value == b"TI"
         assert await tier.probe([KEY]) == 0, "it is no hit all the same"
+
+
+class Undeletable(Stepped):
+    async def _delete(self, key: bytes) -> bool:
+        raise ConnectionResetError
+
+
+async def test_a_bad_value_that_cannot_be_removed_is_corrupt_all_the_same() -> None:
+    async with contextlib.aclosing(Undeletable()) as tier:
+        await tier.open()
+        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        for _ in range(2):
+            (await tier.next("get")).set()
+        with pytest.raises(CorruptChunk):
+            await read
 
 
 # A value is a chunk only if everything in its header is right.

@@ -3,6 +3,7 @@ where it is certain that the engine has loaded just that."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.memory.test_threads import no_thread_to_be_had
 from tiercache.core.keys import keys_from_hashes, tenant_of, tenant_tag
+from tiercache.integrations.model_files import identity_of_adapter
 from tiercache.integrations.vllm.names import Adapters, BlockNames, nobodys_key
 from tiercache.integrations.vllm.planning import (
     BlockGeometry,
@@ -50,6 +53,12 @@ def own(made: Any) -> list[bytes]:
 def test_a_cryptographic_engine_hash_is_taken_as_it_is() -> None:
     made = request(list(range(10)))
     assert BlockNames("sha256", 4).extend([], made) == made.block_hashes
+
+
+def test_a_block_of_several_hashes_has_the_last() -> None:
+    names, grown = BlockNames("sha256", 8, hash_tokens=4), request(list(range(37)))
+    expected = grown.block_hashes[1:8:2]
+    assert names.extend(names.extend([], request(list(range(23)))), grown) == expected
 
 
 def test_own_names_cover_every_token_before_them_and_grow_with_the_request() -> None:
@@ -215,6 +224,8 @@ def test_an_adapter_that_is_younger_than_the_engine_is_this_engines_affair(adapt
     found = key(engine, adapter)
     assert key(engine, adapter) == found
     assert key(Adapters(Path), adapter) != found
+    os.utime(adapter / "adapter_model.safetensors", ns=(AN_HOUR_NS, AN_HOUR_NS))
+    assert key(Adapters(Path), adapter) != key(Adapters(Path), adapter), "copied just now with the time of long ago"
     save(adapter, b"trained again, and longer")
     assert key(engine, adapter) != found
 
@@ -231,24 +242,53 @@ def test_a_change_while_the_engine_runs_is_noticed_at_the_next_request(adapter: 
     assert key(later_engine(), adapter) != key(later_engine(), adapter)
 
 
-def test_an_adapter_that_takes_the_place_of_another_is_this_engines_affair(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [".", "adapter"], ids=["the adapter is a link", "a directory above it is one"])
+def test_an_adapter_that_takes_the_place_of_another_is_this_engines_affair(tmp_path: Path, inside: str) -> None:
     """The engine may not have loaded it yet, though its files are older than the engine."""
-    first, second = (save(tmp_path / content.decode(), content) for content in (b"first", b"second"))
-    adapter = tmp_path / "adapter"
-    adapter.symlink_to(first)
-    engine = later_engine()
-    assert key(engine, adapter) == key(later_engine(), first)
+    first, second = (tmp_path / name for name in ("first", "second"))
+    for place in (first, second):
+        place.mkdir()
+        save(place / inside, place.name.encode())
+    link = tmp_path / "link"
+    link.symlink_to(first)
+    engine, unasked = later_engine(), later_engine()
+    assert key(engine, link / inside) == key(unasked, link / inside) == key(later_engine(), first / inside)
     for place in (second, first):
-        adapter.unlink()
-        adapter.symlink_to(place)
-        assert key(engine, adapter) != key(later_engine(), place)
+        link.unlink()
+        link.symlink_to(place)
+        assert key(engine, link / inside) != key(later_engine(), place / inside)
+    assert key(unasked, link / inside) != key(later_engine(), first / inside), "it may have loaded the second one"
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_nothing_is_ever_found_for_an_adapter_that_cannot_be_read(tmp_path: Path, there: bool) -> None:
-    engine = Adapters(lambda path: Path(path) if there else None)
-    assert engine.key_of(str(tmp_path / "nowhere")).result(10) is None
+@pytest.mark.parametrize("path", ["nowhere", "no\0where"])
+async def test_nothing_is_ever_found_for_an_adapter_that_cannot_be_read(tmp_path: Path, path: str, there: bool) -> None:
+    names = BlockNames("xxhash", 4)
+    names.adapters = Adapters(lambda path: Path(path) if there else None)
+    for _ in range(2):
+        assert names.adapters.key_of(str(tmp_path / path)).result(10) is None
     assert nobodys_key() != nobodys_key()
+    one, other = [await names.of_tokens(range(8), "", ("a", str(tmp_path / path))) for _ in range(2)]
+    assert not set(one) & set(other)
+
+
+def test_files_that_change_while_they_are_read_are_not_an_adapter(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changes(place: Path) -> str:
+        found = identity_of_adapter(place)
+        save(place, b"trained again, and longer")
+        return found
+
+    monkeypatch.setattr("tiercache.integrations.vllm.names.identity_of_adapter", changes)
+    assert later_engine().key_of(str(adapter)).result(10) is None
+
+
+def test_an_adapter_for_which_no_thread_can_start_is_unknown_until_one_can(adapter: Path) -> None:
+    engine = later_engine()
+    with no_thread_to_be_had():
+        assert engine.key_of(str(adapter)).result(0) is None
+    assert key(engine, adapter) == key(later_engine(), adapter)
 
 
 def test_whoever_asks_does_not_wait_for_one_that_hangs(adapter: Path) -> None:
@@ -262,6 +302,20 @@ def test_whoever_asks_does_not_wait_for_one_that_hangs(adapter: Path) -> None:
     assert first is second is not running
     mount.go_on.set()
     assert running.result(10) == first.result(10) == key(later_engine(), adapter)
+
+
+async def test_who_gives_up_an_announcement_takes_no_key_from_a_request(adapter: Path) -> None:
+    mount, names = Hanging(), BlockNames("xxhash", 4)
+    names.adapters = later_engine(mount.place)
+    running = names.adapters.key_of(str(adapter))
+    assert mount.hangs.wait(10)
+    announced = asyncio.create_task(names.of_tokens(range(8), "", ("a", str(adapter))))
+    await asyncio.sleep(0)
+    of_a_request = names.adapters.key_of(str(adapter))
+    announced.cancel()
+    await asyncio.wait([announced])
+    mount.go_on.set()
+    assert of_a_request.result(10) == running.result(10)
 
 
 def test_many_may_ask_at_once(adapter: Path) -> None:

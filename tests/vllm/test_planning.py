@@ -332,6 +332,7 @@ def test_ranks_of_any_number_have_the_same_keys_for_the_same_heads(groups: tuple
         here = 4 // ranks
         for rank in range(ranks):
             geometry = in_parts(TWO, groups, HeadParts(4, here, rank * here))
+            assert not geometry.plain, "a rank with a single part, too"
             chunks = [(position, 1) for position in range(len(geometry.groups))]
             names = names_of(chunks, NAMES, geometry)
             assert names == names_of(chunks, NAMES, in_parts(TWO, groups, HeadParts(4, here))), "the scheduler's differ"

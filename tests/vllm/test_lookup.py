@@ -159,14 +159,15 @@ def test_blocks_after_the_last_chunk_are_missed_if_tails_are_not_stored(engine: 
 
 
 def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> None:
-    """One has four chunks and a gap in its window; the other three. At three the first lacks one, at two both have all."""
+    """At four chunks one has all and the other a gap, at two the other and not the one, at one chunk both."""
     full = [(1, chunk) for chunk in range(4)]
     client = LookupClient(engine, 2, GROUPS)
     with (
-        GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3)),
-        GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2)),
+        GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3)) as first,
+        GroupedWorker(engine, 1, *full, (0, 0), (0, 2), (0, 3)) as second,
     ):
-        assert answer_of(begun(client, NAMES)).blocks == 4
+        assert answer_of(begun(client, NAMES)).blocks == 2
+        assert [worker.thread.cache.statistics().advice.requests for worker in (first, second)] == [1, 1]
     client.close()
 
 
@@ -193,9 +194,20 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, client
     with Worker(engine, 0, 11) as first, Worker(engine, 1, 11, token_bytes=8192 if room == 2 else 5440) as second:
         assert answer_of(begun(client, NAMES, "r")) == Match(11, {"cpu": 176}, held=room == 3)
         assert [first.held(), second.held()] == [3, 3 if room == 3 else 0]
+        assert answer_of(begun(client, NAMES, "the same chunks")).held is (room == 3)
         for worker in (first, second):
-            worker.server.release("r")
+            for claim in ("r", "the same chunks"):
+                worker.server.release(claim)
             assert worker.held() == 0
+
+
+def test_what_is_held_for_a_request_that_ended_unnoticed_is_let_go(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "_LONGEST_S", 0.0)
+    with Worker(engine, 0, 11) as worker:
+        worker.thread.submit(worker.server.find(NAMES, "r")).result(10)
+        worker.until(lambda: worker.held() == 0)
 
 
 def test_over_sockets_what_is_let_go_while_it_is_looked_up_is_not_held(

@@ -53,7 +53,8 @@ class Engine(Scheduled):
         name = uuid.uuid4().hex
         mover = make_mover(config, tensors, BLOCKS, GEOMETRY.groups)
         layout = Layout("m", chunk_tokens=32, bytes_per_token=mover.kvs[0].bytes_per_token, block_tokens=TOKENS)
-        self.worker = WorkerSide(config, GEOMETRY, layout, mover, name, BlockNames("sha256", TOKENS))
+        self.names = BlockNames("sha256", TOKENS)
+        self.worker = WorkerSide(config, GEOMETRY, layout, mover, name, self.names)
         self.thread = self.worker.thread
         self.client = LookupClient(name, 1, GEOMETRY)
         self.side = SchedulerSide(config, GEOMETRY, BlockNames("sha256", TOKENS), self.client, 1)
@@ -234,7 +235,9 @@ def test_a_reset_hides_what_was_stored_and_empties_the_hot_cache(engine: Engine)
     engine.computes_and_saves()
     engine.side.reset()
     engine.steps()
-    assert engine.finds(engine.arrives(132)) == (0, False)
+    request = engine.arrives(132)
+    assert engine.names.extend([], request) == engine.side.names.extend([], request), "also of announced prompts"
+    assert engine.finds(request) == (0, False)
     assert engine.on_loop(lambda: engine.thread.cache.statistics().tiers["cpu"].resident) == 0
 
 

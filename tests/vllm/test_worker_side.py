@@ -173,7 +173,9 @@ def test_saved_blocks_come_back_in_others_and_those_that_are_gone_are_reported(w
     assert torch.equal(worker.content(22, 23), expected[:, :2])
     assert worker.side.take_bad_blocks() == {24, 25}
     assert worker.side.take_bad_blocks() == set()
-    assert_figures(worker, {"whole": 1, "part": 1}, load_blocks=3)
+    worker.side.load(StepWork(loads=[Load("r", [], False, "r", impossible=(26, 27))]))
+    assert worker.side.take_bad_blocks() == {26, 27}
+    assert_figures(worker, {"whole": 1, "part": 1, "failed": 1}, load_blocks=3)
 
 
 def test_what_is_held_for_a_request_comes_whatever_became_of_it(worker: Worker) -> None:

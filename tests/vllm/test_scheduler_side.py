@@ -331,13 +331,15 @@ def test_a_producer_says_what_it_stores_and_a_consumer_stores_nothing(made: Call
 def test_nothing_is_saved_beside_an_unconfirmed_load(engine: Engine) -> None:
     """If the load fails, what the step computes from its blocks is wrong - for all that share them."""
     engine.holds(4)
-    loading, other = engine.arrives(132), engine.arrives(132, "other")
+    loading, second, other = engine.arrives(132), engine.arrives(132, "second"), engine.arrives(132, "other")
     engine.enters(loading)
+    engine.enters(second)
     engine.enters(other, computed=64)
-    work = engine.steps((loading, 68), (other, 68))
-    assert saved(work) == []
+    assert saved(engine.steps((loading, 68), (second, 68), (other, 68))) == []
+    engine.side.progress(StepReport({}, {"second"}))
     assert saved(engine.steps((other, 1))) == []
-    engine.reports(work)
+    assert engine.ends(second) == (False, None)
+    engine.side.progress(StepReport({}, {"r"}))
     assert set(saved(engine.steps((loading, 1), (other, 1)))) == {NAMES[5], NAMES[7]}
 
 
@@ -362,6 +364,25 @@ def test_what_could_not_be_saved_yet_is_saved_at_the_end(engine: Engine) -> None
     assert engine.ends(request)[0]
     work = engine.steps()
     assert saved(work) == [NAMES[3]] and work.held == {"r"}
+
+
+def test_tokens_in_flight_at_the_end_are_not_saved(engine: Engine) -> None:
+    request = engine.arrives(68)
+    engine.enters(request)
+    engine.reports(engine.steps((request, 36)))
+    request.num_computed_tokens, request.num_in_flight_tokens = 68, 32
+    assert engine.ends(request) == (False, None)
+    assert engine.steps().saves == []
+
+
+def test_nothing_is_left_of_a_request_that_ended(engine: Engine) -> None:
+    engine.holds(4)
+    request = engine.arrives(100)
+    engine.enters(request)
+    work = engine.steps((request, 36))
+    engine.reports(work)
+    engine.ends(request)
+    assert engine.finds(engine.arrives(100, block_hashes=NAMES[20:26])) == (0, False), "another one of the same name"
 
 
 def test_request_aborted_while_it_receives_is_held_by_the_load_alone(made: Callable[..., Engine]) -> None:

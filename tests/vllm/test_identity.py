@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Callable
 from copy import copy
 from dataclasses import fields, make_dataclass
 from pathlib import Path
@@ -113,6 +114,27 @@ def test_settings_that_change_the_kv_are_another_layout(llama: Path) -> None:
         {"kv_cache_dtype_skip_layers": ["1"]},
     ]
     assert len({TinyEngine(llama, **engine).layout().fingerprint for engine in engines}) == len(engines)
+
+
+def test_all_that_a_layout_is_made_of_counts(llama: Path) -> None:
+    """Set after the configuration was made, as only some models and machines have it."""
+    changes: list[Callable[[TinyEngine], None]] = [
+        lambda engine: None,
+        lambda engine: setattr(engine.config, "additional_config", {"its own": 1}),
+        lambda engine: setattr(engine.config.cache_config, "cache_dtype", "fp8"),
+        lambda engine: setattr(engine.config.model_config, "quantization", "awq"),
+        lambda engine: setattr(engine.config.parallel_config, "pipeline_parallel_size", 2),
+        lambda engine: setattr(engine.config.parallel_config, "world_size", 2),
+        lambda engine: setattr(engine.layers[0], "_k_scale_float", 0.5),
+        lambda engine: setattr(engine.layers[0], "isa", "amx"),
+        lambda engine: setattr(engine, "tensors", dict(reversed(engine.tensors.items()))),
+    ]
+    found = set()
+    for change in changes:
+        engine = TinyEngine(llama)
+        change(engine)
+        found.add(engine.layout("llama").fingerprint)
+    assert len(found) == len(changes)
 
 
 def test_what_does_not_change_the_kv_is_the_same_layout(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,7 @@ async def test_missing_ledger_is_counted_anew_before_anything_is_written(
 
 async def test_strays_and_torn_files_are_removed_and_foreign_files_are_left_alone(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
+        await tier.scanned()  # a scan that a close interrupts may remove the torn file, and count it for this tier
         await fill(tier, range(1, 3))
         torn = Path(tier.path(chunk(1)[0]))
     os.truncate(torn, 5000)

@@ -73,6 +73,17 @@ def test_a_promise_is_due_to_who_asked_after_it_and_until_it_is_taken_back() -> 
     assert not promises.was_due(1, 11.0)
 
 
+def test_promise_is_told_however_many_puts_were_heard_since() -> None:
+    promises = Promises()
+    promises.note("disk-0", "promised", [1], 10.0)
+    promises.promised([1], since_s=9.0, at_s=10.0)
+    for at_s in range(20, 30):
+        promises.note("disk-1", "putting", [1], float(at_s))
+    assert "promised since -19.000 s" in promises.history(1)
+    promises.forgetting([1])
+    assert "promised" not in promises.history(1), "it holds no more"
+
+
 def test_what_was_forgotten_may_be_there_again_once_somebody_puts_it() -> None:
     promises = Promises()
     promises.forgetting([1])

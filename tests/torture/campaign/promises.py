@@ -29,8 +29,13 @@ class Promises:
             self._history.setdefault(number, deque(maxlen=_REMEMBERED)).append((at_s, who, what))
 
     def history(self, number: int) -> str:
-        now_s = self._history[number][-1][0] if number in self._history else 0.0
-        return ", ".join(f"{at_s - now_s:.3f} s {who} {what}" for at_s, who, what in self._history.get(number, ()))
+        """The promise that holds, and the last events: many puts of the same chunk push older ones out."""
+        events = self._history.get(number, ())
+        last_s = max((at_s for at_s, _, _ in events), default=0.0)
+        told = [f"{at_s - last_s:.3f} s {who} {what}" for at_s, who, what in events]
+        if number in self._promised_s:
+            told.insert(0, f"promised since {self._promised_s[number] - last_s:.3f} s")
+        return ", ".join(told)
 
     def putting(self, numbers: Iterable[int]) -> None:
         self._forgotten.difference_update(numbers)

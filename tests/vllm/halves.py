@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +30,34 @@ def spec_of(heads: int, head_size: int) -> Any:
     )
 
 
+def save_adapter(directory: Path, weights: bytes = b"weights") -> Path:
+    """Make `directory` hold a LoRA adapter, and return it."""
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    (directory / "adapter_config.json").write_text('{"r": 8}')
+    return directory
+
+
+class Hanging:
+    """A mount that hangs until `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.hangs, self.go_on = threading.Event(), threading.Event()
+
+    def place(self, path: str) -> Path:
+        self.hangs.set()
+        self.go_on.wait(30)
+        return Path(path)
+
+
 class Cached:
     """A worker's cache, and ways to ask it."""
 
     thread: CacheThread
+
+    def ask(self, question: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of a coroutine that the cache's thread runs."""
+        return self.thread.submit(question).result(40)
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         """Call `function` on the cache's loop, after all that was asked of it before, and return its result."""
@@ -40,7 +65,7 @@ class Cached:
         async def call() -> Any:
             return function()
 
-        return self.thread.submit(call()).result(10)
+        return self.ask(call())
 
     def until(self, happened: Callable[[], Any]) -> Any:
         """Call `happened` until its result is true, and return that. The cache's loop goes on meanwhile."""
@@ -66,15 +91,20 @@ class Cached:
 
     def has(self, name: bytes) -> bool:
         """Return True if the cache has the chunk after all that is under way there has ended."""
-        return bool(self.thread.submit(self.thread.cache.lookup_keys(self.keys(name))).result(10).chunks == 1)
+        return bool(self.ask(self.thread.cache.lookup_keys(self.keys(name))).chunks == 1)
+
+    def puts(self, *names: bytes) -> None:
+        """Store whole chunks."""
+        for key in self.keys(*names):
+            assert self.ask(self.thread.cache.put(key, b"x" * self.thread.cache.layout.chunk_bytes))
 
     def forgets(self, *names: bytes) -> None:
-        self.thread.submit(self.thread.cache.forget(self.keys(*names))).result(10)
+        self.ask(self.thread.cache.forget(self.keys(*names)))
 
     def only_on_disk(self, *names: bytes) -> None:
         """Drop chunks from the hot cache once they are on disk; without `names` all of them."""
         cache = self.thread.cache
-        assert self.thread.submit(cache.flush(10)).result(20).complete
+        assert self.ask(cache.flush(10)).complete
         if not names:
             self.on_loop(cache.clear_hot)
         for key in self.keys(*names):

@@ -24,12 +24,10 @@ from tiercache.integrations.vllm.planning import BlockGeometry
 
 # Of a worker
 
-CHUNK_BYTES = 4096
-
 
 class Worker(Cached):
     def __init__(self, **settings: Any) -> None:
-        layout = Layout("m", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
+        layout = Layout("m", chunk_tokens=16, bytes_per_token=256)
         self.thread = CacheThread(Config(max_local_cpu_size=0.01, **settings), layout)
         self.residency = Residency(self.thread, BlockGeometry(1, 1))
 
@@ -40,12 +38,8 @@ class Worker(Cached):
         self.residency.watch(dict.fromkeys(names, True))
 
     def stores(self, *names: bytes) -> None:
-        for key in self.keys(*names):
-            assert self.thread.submit(self.thread.cache.put(key, b"x" * CHUNK_BYTES)).result(10)
-        self.thread.submit(self.thread.cache.flush()).result(60)
-
-    def clears_hot(self) -> None:
-        self.on_loop(self.thread.cache.clear_hot)
+        self.puts(*names)
+        self.ask(self.thread.cache.flush())
 
     def says(self) -> set[tuple[bytes, str, bool]]:
         self.on_loop(lambda: None)
@@ -67,16 +61,8 @@ def test_what_is_there_already_is_told_whenever_it_is_watched_anew(made: Callabl
         worker.watches(NAMES[1])
         assert worker.says() == {(NAMES[1], "CPU", True), (NAMES[1], "STORAGE", True)}
     worker.residency.watch({NAMES[1]: False})
-    worker.clears_hot()
+    worker.only_on_disk()
     assert worker.says() == set()
-
-
-def test_only_the_last_of_several_changes_is_told(made: Callable[..., Worker]) -> None:
-    worker = made()
-    worker.watches(NAMES[0])
-    worker.stores(NAMES[0])
-    worker.clears_hot()
-    assert worker.says() == {(NAMES[0], "CPU", False), (NAMES[0], "STORAGE", True)}
 
 
 def test_a_hot_cache_that_keeps_nothing_is_no_place_for_chunks(made: Callable[..., Worker]) -> None:
@@ -87,13 +73,14 @@ def test_a_hot_cache_that_keeps_nothing_is_no_place_for_chunks(made: Callable[..
 
 
 def test_a_medium_has_a_chunk_while_one_of_its_tiers_has(made: Callable[..., Worker], in_memory: Path) -> None:
+    """And only the last of several changes is told."""
     worker = made(shared_memory_path=str(in_memory / "kv"), max_shared_memory_size=0.01)
     worker.watches(NAMES[0])
     worker.stores(NAMES[0])
-    worker.clears_hot()
+    worker.only_on_disk()
     assert worker.says() == {(NAMES[0], "CPU", False), (NAMES[0], "STORAGE", True)}
     for tier, told in zip(worker.thread.cache.tiers, (set(), {(NAMES[0], "STORAGE", False)}), strict=True):
-        assert worker.thread.submit(tier.remove(*worker.keys(NAMES[0]))).result(10)
+        assert worker.ask(tier.remove(*worker.keys(NAMES[0])))
         assert worker.says() == told
 
 
@@ -101,12 +88,12 @@ def test_chunks_of_a_detached_tier_are_gone_until_it_is_attached(made: Callable[
     worker = made()
     worker.watches(*NAMES[:2])
     worker.stores(*NAMES[:2])
-    worker.clears_hot()
+    worker.only_on_disk()
     worker.says()
     cache = worker.thread.cache
     for change, there in ((cache.detach, False), (cache.attach, True)):
-        worker.thread.submit(change("disk")).result(10)
-        worker.thread.submit(cache.tiers[0].scanned()).result(10)
+        worker.ask(change("disk"))
+        worker.ask(cache.tiers[0].scanned())
         said = worker.says() | worker.says()  # the first step after the change makes the worker look
         assert said == {(name, "STORAGE", there) for name in NAMES[:2]}
 
@@ -140,10 +127,6 @@ def chunk(path: tuple[int, ...], blocks: int) -> KnownChunk:
     return KnownChunk(hashes, block(*path[:first]) if first else None, tokens, BLOCK_TOKENS)
 
 
-def removed(medium: str, hashes: list[bytes]) -> BlockRemoved:
-    return BlockRemoved(hashes, medium=medium, group_idx=0, locality="LOCAL")
-
-
 def change(paths: Sequence[tuple[int, ...]], medium: str, there: bool) -> Changes:
     return {(block(*path), medium): there for path in paths}
 
@@ -166,15 +149,10 @@ def knowing(*paths: tuple[int, ...]) -> KvEvents:
     return announced
 
 
-def kinds(announced: KvEvents, changes: Changes) -> list[type]:
-    """Return the types of the events that changes make."""
-    announced.changed(changes)
-    return [type(event) for event in announced.take()]
-
-
 def test_removals_of_one_medium_are_told_together() -> None:
     announced = knowing(FIRST, SECOND)
-    assert kinds(announced, change((FIRST, SECOND), "CPU", True)) == [BlockStored, BlockStored]
+    announced.changed(change((FIRST, SECOND), "CPU", True))
+    assert [type(event) for event in announced.take()] == [BlockStored, BlockStored]
     announced.changed(change((SECOND, FIRST), "CPU", False))
     (removed,) = announced.take()
     assert isinstance(removed, BlockRemoved)
@@ -203,15 +181,14 @@ def test_what_is_nowhere_falls_over_the_bound_first(few: None) -> None:
 PATHS = [(1,), (1, 2), (1, 3), (1, 2, 3), (1, 2, 3, 4), (2, 1)]
 PATH_OF = {block(*path): path for path in PATHS}
 LENGTHS = {path: 1 + (len(path) + 1) % 2 for path in PATHS}
+Step = tuple[tuple[int, ...], str, bool, bool]
 STEPS = st.lists(st.tuples(st.sampled_from(PATHS), st.sampled_from(["CPU", "STORAGE"]), st.booleans(), st.booleans()))
 
 
 @settings(deadline=None, max_examples=300)
 @given(STEPS)
 @pytest.mark.usefixtures("few")
-def test_a_router_that_follows_the_events_knows_what_is_there(
-    steps: list[tuple[tuple[int, ...], str, bool, bool]],
-) -> None:
+def test_a_router_that_follows_the_events_knows_what_is_there(steps: list[Step]) -> None:
     """Each block is stored once before it is removed once, also for a router that counts; and the picture is exact: of
     chunks that were described and did not fall over the bound."""
     announced = KvEvents(BlockGeometry(BLOCK_TOKENS, 1), BLOCK_TOKENS)
@@ -228,15 +205,13 @@ def test_a_router_that_follows_the_events_knows_what_is_there(
         if path in there:
             (there[path].add if is_there else there[path].discard)(changed)
         for event in announced.take():
+            hashes = set(event.block_hashes)
             if isinstance(event, BlockStored):
-                hashes = set(event.block_hashes)
                 assert hashes and not hashes & router[event.medium]
                 router[event.medium] |= hashes
             else:
-                assert set(event.block_hashes) <= router[event.medium] and len(set(event.block_hashes)) == len(
-                    event.block_hashes
-                )
-                router[event.medium] -= set(event.block_hashes)
+                assert hashes <= router[event.medium] and len(hashes) == len(event.block_hashes)
+                router[event.medium] -= hashes
         for medium in router:
             expected = {value for one in there if medium in there[one] for value in chunk(one, LENGTHS[one]).hashes}
             assert router[medium] == expected

@@ -30,7 +30,7 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import lookup
 from tiercache.integrations.vllm.lookup import Lookup, LookupClient, LookupServer, socket_path
-from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match, names_of
+from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match, Sibling, held_names, names_of
 from tiercache.scheduler.reads import Hit
 from tiercache.testing import JumpingClockLoop
 
@@ -49,19 +49,12 @@ def engine(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 class Worker(Cached):
     """A cache with a lookup server, holding the first `blocks` blocks of NAMES."""
 
-    def __init__(self, engine: str, rank: int, blocks: int, token_bytes: int = 64) -> None:
-        ends = [*range(4, blocks + 1, 4), *([blocks] if blocks % 4 else [])]
-        self._start(engine, rank, GEOMETRY, [NAMES[end - 1] for end in ends], token_bytes)
-
-    def _start(
-        self, engine: str, rank: int, geometry: BlockGeometry, held: Sequence[bytes], token_bytes: int = 64
-    ) -> None:
-        tokens = geometry.chunk_tokens
-        layout = Layout("m", chunk_tokens=tokens, bytes_per_token=token_bytes, block_tokens=16, rank=rank, world_size=2)
+    def __init__(self, engine: str, rank: int, blocks: int, size: int = 64, geometry: BlockGeometry = GEOMETRY) -> None:
+        """`size`: bytes of a token."""
+        layout = Layout("m", geometry.chunk_tokens, size, block_tokens=16, rank=rank, world_size=2)
         self.thread = CacheThread(Config(max_local_cpu_size=2 / 1024), layout)
         try:
-            for key in self.keys(*held):
-                assert self.thread.submit(self.thread.cache.put(key, b"x" * layout.chunk_bytes)).result(10)
+            self.puts(*held_names(NAMES, blocks, geometry))
             self.server = LookupServer(engine, rank, self.thread, geometry)
         except BaseException:
             self.thread.close(1.0)
@@ -70,6 +63,11 @@ class Worker(Cached):
     def held(self) -> int:
         """Chunks that are held for requests, after all that was asked before."""
         return int(self.on_loop(lambda: len(self.server.claims.leases)))
+
+    def finds(self, names: Sequence[bytes], claim: str = "r") -> Match:
+        """Return the answer to a question for which no socket is used."""
+        match: Match = self.ask(self.server.find(names, claim))
+        return match
 
     def __enter__(self) -> Self:
         return self
@@ -99,21 +97,12 @@ def answer_of(one: Lookup) -> Match:
 
 
 def ask(engine: str, ranks: int) -> Match:
-    client = LookupClient(engine, ranks, GEOMETRY)
-    try:
+    with closing(LookupClient(engine, ranks, GEOMETRY)) as client:
         return answer_of(begun(client, NAMES))
-    finally:
-        client.close()
 
 
 GROUPS = BlockGeometry(16, 2, groups=(KvGroup(0, 16, window_tokens=40), KvGroup(1, 16)))
-
-
-class GroupedWorker(Worker):
-    """Holds chunks of two groups, the first of which has a window."""
-
-    def __init__(self, engine: str, rank: int, *chunks: tuple[int, int]) -> None:
-        self._start(engine, rank, GROUPS, names_of(chunks, NAMES, GROUPS))
+"""The first has a window."""
 
 
 @contextlib.contextmanager
@@ -147,27 +136,42 @@ def test_a_request_counts_once_however_often_it_is_looked_up(engine: str, ranks:
 
 
 def test_blocks_after_the_last_chunk_are_missed_if_tails_are_not_stored(engine: str) -> None:
-    class Whole(Worker):
-        def __init__(self) -> None:
-            self._start(engine, 0, BlockGeometry(block_tokens=16, blocks_per_chunk=4), [NAMES[3], NAMES[7]])
-
-    with Whole() as worker:
+    with Worker(engine, 0, 8, geometry=replace(GEOMETRY, save_tails=False)) as worker:
         for names in (NAMES, [*NAMES[:4], *ALL_NAMES[20:27]]):
-            worker.thread.submit(worker.server.find(names, "r")).result(10)
+            worker.finds(names)
         usage = worker.thread.cache.statistics().advice.usage
         assert (usage.found_tokens, usage.missed_tokens["partial_chunk"]) == (3 * 64, 3 * 16)
 
 
 def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> None:
     """At four chunks one has all and the other a gap, at two the other and not the one, at one chunk both."""
-    full = [(1, chunk) for chunk in range(4)]
     client = LookupClient(engine, 2, GROUPS)
-    with (
-        GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3)) as first,
-        GroupedWorker(engine, 1, *full, (0, 0), (0, 2), (0, 3)) as second,
-    ):
+    with Worker(engine, 0, 0, geometry=GROUPS) as first, Worker(engine, 1, 0, geometry=GROUPS) as second:
+        for worker, gap in ((first, 2), (second, 1)):
+            worker.puts(*names_of([(group, chunk) for group in range(2) for chunk in range(4)], NAMES, GROUPS))
+            worker.forgets(*names_of([(0, gap)], NAMES, GROUPS))
         assert answer_of(begun(client, NAMES)).blocks == 2
         assert [worker.thread.cache.statistics().advice.requests for worker in (first, second)] == [1, 1]
+    client.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["in this process", "over sockets"])
+@pytest.mark.parametrize("blocks", [8, 7], ids=["chunk", "tail"])
+def test_a_hit_goes_on_into_a_chunk_of_another_request(engine: str, ranks: int, blocks: int) -> None:
+    stored, asked = NAMES[:blocks], [*NAMES[:6], *ALL_NAMES[20:22]]
+    client = LookupClient(engine, ranks, GEOMETRY)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(engine, rank, 0)) for rank in range(ranks)]
+        for worker in workers:
+            worker.finds(stored, "before")
+            worker.puts(NAMES[3], stored[-1])
+        match = answer_of(begun(client, asked, "r"))
+        assert (match.blocks, match.tokens_by_tier, match.sibling) == (6, {"cpu": 96}, Sibling(stored[-1], blocks - 4))
+        for worker in workers:
+            assert set(worker.server.claims.leases) == set(worker.keys(NAMES[3], stored[-1]))
+        workers[-1].forgets(stored[-1])
+        match = answer_of(begun(client, asked))
+        assert (match.blocks, match.sibling) == (4, None), "only what all have in RAM is used so"
     client.close()
 
 
@@ -191,7 +195,7 @@ def test_over_sockets_the_answer_is_what_all_workers_have(engine: str, first: in
 @pytest.mark.parametrize("room", [3, 2])
 def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, client: LookupClient, room: int) -> None:
     """Two chunks and a tail, of which the second worker may hold so many: half of its 2 MiB."""
-    with Worker(engine, 0, 11) as first, Worker(engine, 1, 11, token_bytes=8192 if room == 2 else 5440) as second:
+    with Worker(engine, 0, 11) as first, Worker(engine, 1, 11, size=8192 if room == 2 else 5440) as second:
         assert answer_of(begun(client, NAMES, "r")) == Match(11, {"cpu": 176}, held=room == 3)
         assert [first.held(), second.held()] == [3, 3 if room == 3 else 0]
         assert answer_of(begun(client, NAMES, "the same chunks")).held is (room == 3)
@@ -201,12 +205,10 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, client
             assert worker.held() == 0
 
 
-def test_what_is_held_for_a_request_that_ended_unnoticed_is_let_go(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_for_one_that_ended_unnoticed_is_let_go(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "_LONGEST_S", 0.0)
     with Worker(engine, 0, 11) as worker:
-        worker.thread.submit(worker.server.find(NAMES, "r")).result(10)
+        worker.finds(NAMES)
         worker.until(lambda: worker.held() == 0)
 
 
@@ -268,10 +270,10 @@ def test_a_lookup_under_way_when_its_worker_closes_is_a_miss(engine: str, monkey
     assert answer_of(late) == Match(failed=True)
 
 
-@pytest.mark.parametrize(
-    ("geometry", "questions"), [(GEOMETRY, 4), (GROUPS, 3), (replace(GEOMETRY, hot_tails=True), 1)],
-    ids=["tails", "windows", "hot tails"],
-)  # fmt: skip
+HOT_TAILS = replace(GEOMETRY, hot_tails=True)
+
+
+@pytest.mark.parametrize(("geometry", "questions"), [(GEOMETRY, 4), (GROUPS, 3), (HOT_TAILS, 1)])
 def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry, questions: int) -> None:
     """A tier that is asked for each tail, or for windows with gaps, takes all of the time that it is given. It is not asked
     for tails that only the hot cache may have."""
@@ -333,9 +335,7 @@ def test_what_a_step_asks_is_one_message_to_each_worker(
     assert sorted(asked) == sorted(2 * [5, *(4, 8, 11) * 20])
 
 
-def test_a_lookup_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(
-    engine: str, client: LookupClient
-) -> None:
+def test_a_lookup_is_a_miss_only_while_no_thread_can_start(engine: str, client: LookupClient) -> None:
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         with no_thread_to_be_had():
             assert answer_of(begun(client, NAMES)) == Match(failed=True)
@@ -360,9 +360,7 @@ def test_without_workers_it_is_a_miss_until_they_come_back(engine: str, client: 
             assert answer_of(begun(client, NAMES)).blocks == blocks
 
 
-def test_a_lookup_that_was_given_up_is_forgotten_though_its_worker_never_answers(
-    engine: str, client: LookupClient
-) -> None:
+def test_a_lookup_that_was_given_up_is_forgotten_though_no_answer_comes(engine: str, client: LookupClient) -> None:
     """With the next that is sent there."""
     with listening(engine, 2):
         of_its_own = [os.urandom(32)]
@@ -380,9 +378,8 @@ def test_the_prompts_of_a_full_engine_fit_into_a_message() -> None:
     assert len(frame(lookup.Message(questions, []))) <= lookup.LARGEST_MESSAGE_BYTES
 
 
-def test_a_stranger_does_no_harm_and_closing_is_quiet(
-    engine: str, client: LookupClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stranger_does_no_harm(engine: str, client: LookupClient, caplog: pytest.LogCaptureFixture) -> None:
+    """And closing is quiet."""
     with Worker(engine, 0, 4), Worker(engine, 1, 4):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(str(socket_path(engine, 0)))

@@ -7,7 +7,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,18 +17,11 @@ from typing import Any
 import pytest
 
 from tests.memory.test_threads import no_thread_to_be_had
+from tests.vllm.halves import Hanging, save_adapter
 from tiercache.core.keys import keys_from_hashes, tenant_of, tenant_tag
 from tiercache.integrations.model_files import identity_of_adapter
 from tiercache.integrations.vllm.names import Adapters, BlockNames, nobodys_key
-from tiercache.integrations.vllm.planning import (
-    BlockGeometry,
-    HeadParts,
-    KvGroup,
-    in_parts,
-    keys_of,
-    names_of,
-    needed_chunks,
-)
+from tiercache.integrations.vllm.planning import BlockGeometry, HeadParts, KvGroup, in_parts, keys_of, names_of
 
 
 def request(tokens: list[int], **more: Any) -> Any:
@@ -98,7 +90,7 @@ def test_keys_of_a_request_with_a_salt_say_whose_they_are(algorithm: str, geomet
     for salt in ("", "quiet", "noisy"):
         names = BlockNames(algorithm, 4).extend([], request(list(range(12)), cache_salt=salt or None))
         if geometry != "one group":
-            names = names_of(needed_chunks(3, place), names, place)
+            names = names_of([(group, chunk) for group in range(len(place.groups)) for chunk in range(3)], names, place)
         found[salt] = keys_of(b"n" * 24, names, place)
         assert {tenant_of(key) for key in found[salt]} == {tenant_tag(salt)}
         if geometry == "one group" and not salt:
@@ -132,9 +124,7 @@ def test_engine_hashes_are_the_same_in_every_process() -> None:
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
 @pytest.mark.parametrize("salt", ["", "tenant"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["base model", "adapter"])
-async def test_announced_tokens_get_the_names_of_a_request(
-    algorithm: str, salt: str, adapted: bool, adapter: Path
-) -> None:
+async def test_announced_tokens_get_a_requests_names(algorithm: str, salt: str, adapted: bool, adapter: Path) -> None:
     """A request of vLLM's own class, hashed as vLLM's scheduler does."""
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
@@ -171,16 +161,9 @@ async def test_announced_tokens_get_the_names_of_a_request(
 AN_HOUR_NS = 3600 * 10**9
 
 
-def save(directory: Path, content: bytes) -> Path:
-    directory.mkdir(exist_ok=True)
-    (directory / "adapter_model.safetensors").write_bytes(content)
-    (directory / "adapter_config.json").write_text('{"r": 8}')
-    return directory
-
-
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    return save(tmp_path / "adapter", b"weights")
+    return save_adapter(tmp_path / "adapter")
 
 
 def later_engine(place_of: Callable[[str], Path | None] = Path) -> Adapters:
@@ -194,23 +177,11 @@ def key(of: Adapters, adapter: Path) -> bytes:
     return found
 
 
-class Hanging:
-    """A mount that hangs until `go_on` is set."""
-
-    def __init__(self) -> None:
-        self.hangs, self.go_on = threading.Event(), threading.Event()
-
-    def place(self, path: str) -> Path:
-        self.hangs.set()
-        self.go_on.wait(30)
-        return Path(path)
-
-
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
 def test_names_cover_what_an_adapter_holds_and_not_only_its_name_and_path(algorithm: str, adapter: Path) -> None:
     made, found = request(list(range(8)), lora_request=SimpleNamespace(lora_name="a", lora_path=str(adapter))), []
     for content in (b"weights", b"weights", b"trained again"):
-        save(adapter, content)
+        save_adapter(adapter, content)
         names = BlockNames(algorithm, 4)
         names.adapters = later_engine()
         found.append(names.extend([], made, key(names.adapters, adapter)))
@@ -226,18 +197,18 @@ def test_an_adapter_that_is_younger_than_the_engine_is_this_engines_affair(adapt
     assert key(Adapters(Path), adapter) != found
     os.utime(adapter / "adapter_model.safetensors", ns=(AN_HOUR_NS, AN_HOUR_NS))
     assert key(Adapters(Path), adapter) != key(Adapters(Path), adapter), "copied just now with the time of long ago"
-    save(adapter, b"trained again, and longer")
+    save_adapter(adapter, b"trained again, and longer")
     assert key(engine, adapter) != found
 
 
 def test_a_change_while_the_engine_runs_is_noticed_at_the_next_request(adapter: Path) -> None:
     engine = later_engine()
     found = key(engine, adapter)
-    changed = key(engine, save(adapter, b"trained again"))
+    changed = key(engine, save_adapter(adapter, b"trained again"))
     assert len({found, changed, key(later_engine(), adapter)}) == 3, "the engine may have either"
     assert key(engine, adapter) == changed
     later = time.time_ns() + 2 * AN_HOUR_NS
-    os.utime(save(adapter, b"Weights") / "adapter_model.safetensors", ns=(later, later))
+    os.utime(save_adapter(adapter, b"Weights") / "adapter_model.safetensors", ns=(later, later))
     assert key(engine, adapter) not in (found, changed)
     assert key(later_engine(), adapter) != key(later_engine(), adapter)
 
@@ -248,7 +219,7 @@ def test_an_adapter_that_takes_the_place_of_another_is_this_engines_affair(tmp_p
     first, second = (tmp_path / name for name in ("first", "second"))
     for place in (first, second):
         place.mkdir()
-        save(place / inside, place.name.encode())
+        save_adapter(place / inside, place.name.encode())
     link = tmp_path / "link"
     link.symlink_to(first)
     engine, unasked = later_engine(), later_engine()
@@ -272,12 +243,10 @@ async def test_nothing_is_ever_found_for_an_adapter_that_cannot_be_read(tmp_path
     assert not set(one) & set(other)
 
 
-def test_files_that_change_while_they_are_read_are_not_an_adapter(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_change_meanwhile_are_not_an_adapter(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def changes(place: Path) -> str:
         found = identity_of_adapter(place)
-        save(place, b"trained again, and longer")
+        save_adapter(place, b"trained again, and longer")
         return found
 
     monkeypatch.setattr("tiercache.integrations.vllm.names.identity_of_adapter", changes)

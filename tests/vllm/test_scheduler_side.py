@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from tests.chunks import chunks_of
-from tests.vllm.halves import NAMES, TOKENS, Scheduled, output_of
+from tests.vllm.halves import NAMES, TOKENS, Hanging, Scheduled, output_of, save_adapter
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
@@ -33,12 +32,11 @@ BLOCKS = list(range(100, 164))
 class Engine(Scheduled):
     """A scheduler's half, its worker's cache, and vLLM's side of the conversation."""
 
-    def __init__(
-        self, role: str = "kv_both", geometry: BlockGeometry = GEOMETRY, token_bytes: int = 128, **settings: Any
-    ) -> None:
+    def __init__(self, role: str = "kv_both", geometry: BlockGeometry = GEOMETRY, size: int = 128, **more: Any) -> None:
+        """`size`: bytes of a token."""
         name = uuid.uuid4().hex
-        layout = Layout("m", chunk_tokens=32, bytes_per_token=token_bytes, block_tokens=TOKENS)
-        config = Config(**({"max_local_cpu_size": 0.01} | settings))
+        layout = Layout("m", chunk_tokens=32, bytes_per_token=size, block_tokens=TOKENS)
+        config = Config(**({"max_local_cpu_size": 0.01} | more))
         self.thread = CacheThread(config, layout)
         self.server = LookupServer(name, 0, self.thread, geometry)
         self.client = LookupClient(name, 1, geometry)
@@ -50,9 +48,7 @@ class Engine(Scheduled):
         self.thread.close(1.0)
 
     def holds(self, blocks: int) -> None:
-        for key in self.keys(*NAMES[1:blocks:2]):
-            chunk = b"x" * self.thread.cache.layout.chunk_bytes
-            assert self.thread.submit(self.thread.cache.put(key, chunk)).result(10)
+        self.puts(*NAMES[1:blocks:2])
 
     def claims(self) -> int:
         """Chunks that are held for requests."""
@@ -71,26 +67,28 @@ class Engine(Scheduled):
     def reports(self, work: StepWork, *failed: int) -> None:
         if failed:
             self.side.loads_failed(set(failed))
-        self.side.progress(
-            StepReport({save.request_id: 1 for save in work.saves}, {load.request_id for load in work.loads})
-        )
+        saves, loads = ({one.request_id for one in ones} for ones in (work.saves, work.loads))
+        self.side.progress(StepReport(dict.fromkeys(saves, 1), loads))
 
     def ends(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         return self.side.finished(request, (BLOCKS[: request.num_tokens // TOKENS + 1],))
 
 
+Make = Callable[..., Engine]
+
+
 @pytest.fixture
-def made(opened: Callable[..., Any]) -> Callable[..., Engine]:
+def made(opened: Callable[..., Any]) -> Make:
     return partial(opened, Engine)
 
 
 @pytest.fixture
-def engine(made: Callable[..., Engine]) -> Engine:
+def engine(made: Make) -> Engine:
     return made()
 
 
 @pytest.fixture
-def with_disk(made: Callable[..., Engine], tmp_path: Path) -> Engine:
+def with_disk(made: Make, tmp_path: Path) -> Engine:
     return made(local_disk=str(tmp_path), max_local_disk_size=0.1)
 
 
@@ -111,9 +109,9 @@ def test_hit_is_loaded_and_not_saved_again(engine: Engine) -> None:
     assert saved(engine.steps((request, 1))) == [NAMES[7]]
 
 
-def test_only_what_is_held_to_the_last_chunk_is_loaded_at_once(with_disk: Engine, made: Callable[..., Engine]) -> None:
+def test_only_what_is_held_to_the_last_chunk_is_loaded_at_once(with_disk: Engine, made: Make) -> None:
     """Half of the hot cache may be held: two chunks of the small one."""
-    engine, small = with_disk, made(token_bytes=16384, max_local_cpu_size=2 / 1024)
+    engine, small = with_disk, made(size=16384, max_local_cpu_size=2 / 1024)
     engine.holds(6)
     assert engine.enters(engine.arrives(132, "hot")) == (96, False)
     engine.only_on_disk(NAMES[5])
@@ -146,10 +144,8 @@ def test_what_the_engine_has_itself_is_not_waited_for(
     assert engine.side.matched_tokens(request, 112) == (None, False)
     assert engine.side.matched_tokens(request, 128) == (0, False)
     assert never.match == Match(failed=True), "it was given up"
-    lines = [record.getMessage() for record in caplog.records if "Reqid: r," in record.getMessage()]
-    assert lines == [
-        "Reqid: r, Total tokens 132, engine computed tokens: 128, hit tokens: 0 (cpu: 0, disk: 0), need to load: 0"
-    ]
+    line = "Reqid: r, Total tokens 132, engine computed tokens: 128, hit tokens: 0 (cpu: 0, disk: 0), need to load: 0"
+    assert [found for found in caplog.messages if "Reqid: r," in found] == [line]
 
 
 def test_an_answer_is_waited_for_half_a_millisecond_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,20 +166,25 @@ def test_an_answer_is_waited_for_half_a_millisecond_a_step(engine: Engine, monke
     assert max(waited) <= 0.0005 and len(waited) >= 2
 
 
-def test_what_was_found_long_ago_is_not_loaded_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+@pytest.fixture
+def clock_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the scheduler's half, which stands still, in a list."""
+    now_s = [time.monotonic()]
+    monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_what_was_found_long_ago_is_not_loaded_at_once(engine: Engine, clock_s: list[float]) -> None:
     """It may not be held any more when the load begins."""
     engine.holds(6)
     request = engine.arrives(100)
     assert engine.finds(request) == (96, False)
-    later_s = time.monotonic() + HELD_FOR_S
-    monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: later_s)
+    clock_s[0] += HELD_FOR_S
     assert engine.finds(request) == (96, True)
 
 
 @pytest.mark.parametrize("considered", [True, False])
-def test_what_was_stored_while_a_request_waited_for_its_turn_is_found(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, considered: bool
-) -> None:
+def test_what_is_stored_while_a_request_waits_is_found(engine: Engine, clock_s: list[float], considered: bool) -> None:
     engine.holds(2)
     request = engine.arrives(132)
     engine.steps()
@@ -191,8 +192,7 @@ def test_what_was_stored_while_a_request_waited_for_its_turn_is_found(
     if considered:
         assert engine.finds(request) == (32, False), "the engine had no room for it"
     engine.holds(6)
-    later_s = time.monotonic() + HELD_FOR_S
-    monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: later_s)
+    clock_s[0] += HELD_FOR_S
     assert engine.finds(request) == (96, False)
     assert engine.server.thread.cache.statistics().advice.requests == 1
 
@@ -222,7 +222,7 @@ def test_what_another_engine_is_storing_is_waited_for(engine: Engine) -> None:
     assert engine.server.thread.cache.statistics().advice.requests == 3, "however often each was looked up"
 
 
-def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(made: Callable[..., Engine]) -> None:
+def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(made: Make) -> None:
     engine = made(lookup_timeout_ms=300)
     engine.holds(2)
     began_s = time.monotonic()
@@ -231,7 +231,7 @@ def test_what_does_not_come_is_waited_for_as_long_as_a_lookup_may_take(made: Cal
     assert time.monotonic() - began_s >= 0.3
 
 
-def test_a_worker_that_hangs_costs_the_time_limit(made: Callable[..., Engine]) -> None:
+def test_a_worker_that_hangs_costs_the_time_limit(made: Make) -> None:
     engine = made(lookup_timeout_ms=100)
     engine.holds(6)
     go_on = engine.stops_its_loop()
@@ -241,7 +241,7 @@ def test_a_worker_that_hangs_costs_the_time_limit(made: Callable[..., Engine]) -
     assert engine.claims() == 0
 
 
-def test_short_hits_are_not_loaded_and_who_wants_no_cached_kv_gets_none(made: Callable[..., Engine]) -> None:
+def test_short_hits_are_not_loaded_and_who_wants_no_cached_kv_gets_none(made: Make) -> None:
     engine = made(min_retrieve_tokens=65)
     engine.holds(6)
     assert engine.enters(engine.arrives(68, "short")) == (0, False)
@@ -288,28 +288,24 @@ def test_cold_prompt_is_saved_chunk_by_chunk_as_it_is_computed(engine: Engine) -
     request = engine.arrives(100)
     assert engine.enters(request) == (0, False)
     assert saved(engine.steps((request, 20))) == []
-    assert engine.steps((request, 50)).saves[0].transfers == [
-        BlockTransfer(NAMES[1], 2, 0, (100, 101)),
-        BlockTransfer(NAMES[3], 2, 0, (102, 103)),
-    ]
+    first, second = BlockTransfer(NAMES[1], 2, 0, (100, 101)), BlockTransfer(NAMES[3], 2, 0, (102, 103))
+    assert engine.steps((request, 50)).saves[0].transfers == [first, second]
     assert saved(engine.steps((request, 30))) == [NAMES[5]]
     assert saved(engine.steps((request, 1))) == []
 
 
-def test_a_tail_is_replaced_by_what_it_becomes(made: Callable[..., Engine]) -> None:
+def test_a_tail_is_replaced_by_what_it_becomes(made: Make) -> None:
     engine = made(geometry=BlockGeometry.for_chunk_size(64, TOKENS, None))
     request = engine.arrives(4 * TOKENS + 2 * TOKENS + 1)
     assert engine.enters(request) == (0, False)
     work = engine.steps((request, request.num_tokens))
-    assert [(save.replaced, transfer.name) for save in work.saves for transfer in save.transfers] == [
-        (b"", NAMES[3]), (b"", NAMES[5]),
-    ]  # fmt: skip
+    assert saved(work) == [NAMES[3], NAMES[5]]
+    assert not any(save.replaced for save in work.saves)
     engine.reports(work)
     engine.ends(request)
     tail = engine.keys(NAMES[5])
-    assert engine.thread.submit(engine.thread.cache.put_many(tail, [b"x" * 4096], hot_only=tail)).result(10)
-    for key in engine.keys(NAMES[3]):
-        assert engine.thread.submit(engine.thread.cache.put(key, b"x" * 4096)).result(10)
+    assert engine.ask(engine.thread.cache.put_many(tail, [b"x" * 4096], hot_only=tail))
+    engine.puts(NAMES[3])
     follows = engine.arrives(9 * TOKENS, "next")
     assert engine.enters(follows) == (6 * TOKENS, False)
     engine.reports(engine.steps((follows, 3 * TOKENS)))
@@ -319,7 +315,7 @@ def test_a_tail_is_replaced_by_what_it_becomes(made: Callable[..., Engine]) -> N
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
-def test_a_producer_says_what_it_stores_and_a_consumer_stores_nothing(made: Callable[..., Engine], role: str) -> None:
+def test_a_producer_says_what_it_stores_and_a_consumer_stores_nothing(made: Make, role: str) -> None:
     engine = made(role)
     request = engine.arrives(100)
     engine.enters(request)
@@ -345,8 +341,8 @@ def test_nothing_is_saved_beside_an_unconfirmed_load(engine: Engine) -> None:
 
 def test_blocks_of_a_finished_request_are_held_until_they_are_copied(engine: Engine) -> None:
     held, copied = engine.arrives(64), engine.arrives(64, "copied")
-    for request in (held, copied):
-        engine.enters(request)
+    engine.enters(held)
+    engine.enters(copied)
     engine.reports(engine.steps((copied, 64)))
     work = engine.steps((held, 64))
     assert not engine.ends(copied)[0]
@@ -379,13 +375,12 @@ def test_nothing_is_left_of_a_request_that_ended(engine: Engine) -> None:
     engine.holds(4)
     request = engine.arrives(100)
     engine.enters(request)
-    work = engine.steps((request, 36))
-    engine.reports(work)
+    engine.reports(engine.steps((request, 36)))
     engine.ends(request)
     assert engine.finds(engine.arrives(100, block_hashes=NAMES[20:26])) == (0, False), "another one of the same name"
 
 
-def test_request_aborted_while_it_receives_is_held_by_the_load_alone(made: Callable[..., Engine]) -> None:
+def test_request_aborted_while_it_receives_is_held_by_the_load_alone(made: Make) -> None:
     engine = made(enable_async_loading=True)
     engine.holds(4)
     request = engine.arrives(100)
@@ -430,7 +425,7 @@ def test_a_request_that_begins_again_after_a_reset_is_saved(engine: Engine) -> N
     assert len(names) == 2 and not set(names) & set(NAMES)
 
 
-def test_generated_tokens_are_saved_and_unimportant_requests_are_not(made: Callable[..., Engine]) -> None:
+def test_generated_tokens_are_saved_and_unimportant_requests_are_not(made: Make) -> None:
     engine = made(save_decode_cache=True, priority_limit=1)
     request, unimportant = engine.arrives(32), engine.arrives(64, "unimportant", priority=2)
     engine.enters(request)
@@ -476,20 +471,17 @@ def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) ->
     works.append(engine.steps())
     assert [name for work in works for name in saved(work)] == [NAMES[5], NAMES[7]]
     assert all(save.to_be_forgotten for work in works for save in work.saves)
-    (ended,) = works[-1].turns
-    assert isinstance(ended, RequestEnded) and ended.names == NAMES[1:8:2]
+    assert works[-1].turns == [RequestEnded("r", Wishes(forget=True), NAMES[1:8:2])]
 
 
-def test_workers_are_told_what_a_token_costs_when_it_is_known(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+def test_workers_are_told_what_a_token_costs_when_it_is_known(engine: Engine, clock_s: list[float]) -> None:
     """Of a request whose prefill and decoding go on without a pause; once, as long as it stays the same."""
-    now_s = [100.0]
-    monkeypatch.setattr("tiercache.integrations.vllm.scheduler.time.monotonic", lambda: now_s[0])
     request = SimpleNamespace(request_id="elsewhere", num_computed_tokens=0)
     told = []
     for _ in range(10):
         for tokens in (400, 400, 100, *[1] * 11):
             told.append(engine.steps((request, tokens)).token_s)
-            now_s[0] += 0.02 + 0.001 * tokens
+            clock_s[0] += 0.02 + 0.001 * tokens
     found = [token_s for token_s in told if token_s is not None]
     assert found == [pytest.approx(0.001, rel=0.05)]
 
@@ -501,16 +493,11 @@ class Adapter:
     """A LoRA's directory, which a thread looks at when `there` is set."""
 
     def __init__(self, directory: Path, engine: Engine) -> None:
-        directory.mkdir()
-        (directory / "adapter_model.safetensors").write_bytes(b"weights")
-        self.there = threading.Event()
-        self.request = SimpleNamespace(lora_name="a", lora_path=str(directory))
+        mount = Hanging()
+        self.there = mount.go_on
+        self.request = SimpleNamespace(lora_name="a", lora_path=str(save_adapter(directory)))
         self._names = engine.side.names
-        self._names.adapters = Adapters(self._place, time.time_ns() + 3600 * 10**9)
-
-    def _place(self, path: str) -> Path:
-        self.there.wait(30)
-        return Path(path)
+        self._names.adapters = Adapters(mount.place, time.time_ns() + 3600 * 10**9)
 
     def names(self) -> list[bytes]:
         """Of its blocks, while what they hold is not known to be something else."""
@@ -527,7 +514,7 @@ def test_a_request_with_an_adapter_waits_until_it_is_known_what_it_holds(engine:
     adapter.there.set()
     names = adapter.names()
     assert not set(names) & set(NAMES)
-    assert engine.thread.submit(engine.thread.cache.put(engine.keys(names[1])[0], b"x" * 4096)).result(10)
+    engine.puts(names[1])
     assert engine.enters(request) == (32, False)
     work = engine.steps((request, 68))
     assert [turn.names for turn in work.turns if isinstance(turn, RequestBegan)] == [names[1:6:2]]
@@ -535,7 +522,7 @@ def test_a_request_with_an_adapter_waits_until_it_is_known_what_it_holds(engine:
     assert saved(engine.steps((request, 0))) == names[3:6:2]
 
 
-def test_an_adapter_that_is_not_known_in_time_has_names_of_its_own(made: Callable[..., Engine], tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_known_in_time_has_names_of_its_own(made: Make, tmp_path: Path) -> None:
     engine = made(lookup_timeout_ms=1)
     adapter = Adapter(tmp_path / "adapter", engine)
     request = engine.arrives(100, lora_request=adapter.request)

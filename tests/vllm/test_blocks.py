@@ -3,34 +3,20 @@ that vLLM's allocation makes; and what is refused."""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    compute_layout_strides,
-)
+from vllm.v1 import kv_cache_interface as vllm_kv
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from tiercache.bridge import CacheThread
-from tiercache.config import Config
-from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import LayoutError
 from tiercache.integrations.lending import Lending, TakenBack
-from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks, make_mover
-from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup
+from tiercache.integrations.vllm.blocks import DeviceKvBlocks, KvBlocks
 
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD_SIZE = 24, 3, 2, 32, 8
 CONTENT = 2 * HEAD_SIZE
@@ -143,15 +129,6 @@ def test_recurrent_states_move_without_the_room_behind_them() -> None:
         in_host_memory({"layer.0": overlapping}, 100, heads=1, states=True)
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_kv_that_layers_share_is_moved_once(device: str) -> None:
-    own, shared = torch.zeros((2, *SHAPE), dtype=torch.uint8)
-    spec = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=CONTENT)
-    layers = {"0": own, "1": shared, "2": own, "3": shared}
-    (kv,) = make_mover(Config(device=device), layers, BLOCKS, [KvGroup(0, TOKENS, spec=spec)]).kvs
-    assert (kv.layers, kv.bytes_per_block) == (2, 2 * HEADS * TOKENS * CONTENT)
-
-
 def test_mlas_latents_are_blocks_of_one_head() -> None:
     """As vLLM 0.32 has them: tokens before heads in memory, which is all the same with one head."""
     strides = (TOKENS * 36, 36, 36, 1)
@@ -167,17 +144,17 @@ def test_mlas_latents_are_blocks_of_one_head() -> None:
 
 
 def spec_of(dtype: Any = torch.bfloat16, **more: Any) -> Any:
-    return FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=dtype, **more)
+    return vllm_kv.FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=dtype, **more)
 
 
 def allocated(layout: str, spec: Any, split: int = 1) -> Tensors:
     """What vLLM hands to `register_kv_caches`, with random bytes in it."""
     names = [f"layer.{number}" for number in range(LAYERS)]
     order = KVCacheLayout[layout]
-    layer_stride, block_stride, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, order)
+    layer_stride, block_stride, *_ = vllm_kv.compute_layout_strides(spec, BLOCKS, LAYERS, order)
     size = spec.page_size_bytes * BLOCKS * LAYERS
-    tensor = KVCacheTensor(size=size, layers=names, layer_stride=layer_stride, block_stride=block_stride)
-    config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(names, spec)])
+    tensor = vllm_kv.KVCacheTensor(size=size, layers=names, layer_stride=layer_stride, block_stride=block_stride)
+    config = vllm_kv.KVCacheConfig(BLOCKS, [tensor], [vllm_kv.KVCacheGroupSpec(names, spec)])
     tensors: Tensors = allocate_kv_cache(config, torch.device("cpu"), order, [spec.block_size // split])
     memory = memory_of(tensors)
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
@@ -275,41 +252,6 @@ def test_no_copy_begins_after_blocks_were_taken_back() -> None:
     assert lending.take_back(0.0)
     with pytest.raises(TakenBack), lending:
         pytest.fail("the copy ran")
-
-
-def test_a_save_that_is_taken_back_ends_when_its_copy_has_and_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then a thread still writes into a slot, so the end of the save must not be reported. The bytes that it read
-    may have been overwritten."""
-    began, go_on, gather = threading.Event(), threading.Event(), KvBlocks.gather
-
-    def waits(kv: KvBlocks, blocks: Any, payload: np.ndarray) -> None:
-        began.set()
-        assert go_on.wait(30)
-        gather(kv, blocks, payload)
-
-    monkeypatch.setattr(KvBlocks, "gather", waits)
-    config = Config(max_local_cpu_size=0.01)
-    spec = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=CONTENT)
-    mover = make_mover(config, {"0": torch.ones(SHAPE, dtype=torch.uint8)}, BLOCKS, [KvGroup(0, TOKENS, spec=spec)])
-    layout = Layout("m", chunk_tokens=2 * TOKENS, bytes_per_token=HEADS * CONTENT)
-    thread, keys = CacheThread(config, layout), [bytes([number]) * 24 for number in range(2)]
-    transfers = [BlockTransfer(key, 2, 0, (2 * number, 2 * number + 1)) for number, key in enumerate(keys)]
-    try:
-        move = mover.put(thread, keys, transfers, 10.0)
-        assert began.wait(10)
-        assert not move.is_off_blocks() and not move.wait(0.01)
-        assert not move.take_back(0.0), "a copy is running"
-        thread.submit(asyncio.sleep(0)).result(10)  # it has come to the loop
-        assert not move.future.done()
-        go_on.set()
-        assert move.take_back(10.0) and move.is_off_blocks()
-        with pytest.raises((TakenBack, concurrent.futures.CancelledError)):
-            move.future.result(10)
-        found = thread.submit(thread.cache.lookup_keys(keys)).result(10)
-        assert found.chunks == 0
-    finally:
-        go_on.set()
-        thread.close(10.0)
 
 
 # What is refused

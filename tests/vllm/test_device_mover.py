@@ -35,16 +35,11 @@ class Engine:
         self.fill(range(BLOCKS), seed=1)
         gds = {"gds_path": (str(directory),), "gds_buffer_size": 8, "use_gds": False}
         config = Config(max_local_cpu_size=0.02, device="cpu" if device == "cpu" else "auto", **gds)
-        mover = make_mover(config, {str(number): layer for number, layer in enumerate(self.kv)}, BLOCKS, GROUPS)
-        assert mover.driver is not None
-        self.mover = mover
-        layout = Layout(
-            "m",
-            chunk_tokens=CHUNK_BLOCKS * TOKENS,
-            bytes_per_token=mover.kvs[0].bytes_per_block // TOKENS,
-            byte_format=mover.kvs[0].describe(),
-        )
-        self.thread = CacheThread(config, layout, device=mover.driver)
+        self.mover = make_mover(config, {str(number): layer for number, layer in enumerate(self.kv)}, BLOCKS, GROUPS)
+        assert self.mover.driver is not None
+        (kv,) = self.mover.kvs
+        layout = Layout("m", CHUNK_BLOCKS * TOKENS, kv.bytes_per_block // TOKENS, byte_format=kv.describe())
+        self.thread = CacheThread(config, layout, device=self.mover.driver)
 
     def close(self) -> None:
         self.thread.close(10.0)
@@ -67,24 +62,19 @@ class Engine:
         return move.future.result(30)
 
     def get(self, keys: Sequence[bytes], chunks: Sequence[tuple[int, ...]]) -> int:
-        transfers = [
-            BlockTransfer(key, CHUNK_BLOCKS, CHUNK_BLOCKS - len(blocks), blocks)
-            for key, blocks in zip(keys, chunks, strict=True)
-        ]
+        parts = [(key, CHUNK_BLOCKS - len(blocks), blocks) for key, blocks in zip(keys, chunks, strict=True)]
+        transfers = [BlockTransfer(key, CHUNK_BLOCKS, skip, blocks) for key, skip, blocks in parts]
         move = self.mover.get(self.thread, keys, transfers, 10.0)
         arrived = move.future.result(30)
         assert move.is_off_blocks()
         return arrived
 
-    def clear_hot(self) -> None:
-        async def clear() -> None:
-            await self.thread.cache.flush()
-            self.thread.cache.clear_hot()
-
-        self.thread.submit(clear()).result(30)
+    async def clear_hot(self) -> None:
+        await self.thread.cache.flush()
+        self.thread.cache.clear_hot()
 
 
-@pytest.fixture(params=[(device, order) for device in DEVICES for order in ORDERS], ids=lambda pair: "-".join(pair))
+@pytest.fixture(params=[(device, order) for device in DEVICES for order in ORDERS], ids="-".join)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     with closing(Engine(*request.param, tmp_path)) as made:
         yield made
@@ -102,7 +92,7 @@ def test_blocks_come_back_from_the_host_and_from_gds(engine: Engine) -> None:
     assert engine.put(keys, old) == 6
     for place in ("hot", "gds"):
         if place == "gds":
-            engine.clear_hot()
+            engine.thread.submit(engine.clear_hot()).result(30)
         engine.fill(targets, seed=50)
         assert engine.get(keys, new) == 6
         assert torch.equal(engine.content(targets), expected), place

@@ -123,13 +123,16 @@ class Engine(Scheduled):
             assert self.until(lambda: self.worker.finished()[0])
 
 
+Make = Callable[..., Engine]
+
+
 @pytest.fixture
-def made(opened: Callable[..., Any]) -> Callable[..., Engine]:
+def made(opened: Callable[..., Any]) -> Make:
     return partial(opened, Engine)
 
 
 @pytest.fixture(params=["auto", "cpu"])
-def engine(request: pytest.FixtureRequest, made: Callable[..., Engine]) -> Engine:
+def engine(request: pytest.FixtureRequest, made: Make) -> Engine:
     return made(device=request.param)
 
 
@@ -146,7 +149,7 @@ def test_a_hit_fills_the_blocks_that_the_window_keeps_and_all_others(engine: Eng
     assert engine.until(lambda: engine.leases() == 0)
 
 
-def test_the_last_token_is_left_to_compute_and_windows_are_there_for_the_rest(made: Callable[..., Engine]) -> None:
+def test_the_last_token_is_left_to_compute_and_windows_are_there_for_the_rest(made: Make) -> None:
     """No more than that is waited for, where another engine stores four whole chunks."""
     engine = made(lookup_timeout_ms=60_000)
     engine.computes_and_saves()
@@ -169,9 +172,7 @@ def test_a_load_that_fails_begins_again_and_is_not_tried_again(engine: Engine) -
 
 
 @pytest.mark.parametrize("window", [[0] * 9, [0] * 4 + [29, *LOADED[0][5:]]], ids=["too few", "one too many"])
-def test_a_load_that_does_not_fill_the_blocks_of_the_engine_fails(
-    made: Callable[..., Engine], window: list[int]
-) -> None:
+def test_a_load_that_does_not_fill_the_blocks_of_the_engine_fails(made: Make, window: list[int]) -> None:
     engine = made()
     engine.computes_and_saves()
     assert engine.admits(engine.arrives(132), window, LOADED[1]) == (128, True)
@@ -180,7 +181,7 @@ def test_a_load_that_does_not_fill_the_blocks_of_the_engine_fails(
     assert engine.receives() == {"r"}
 
 
-def test_without_a_hot_cache_it_is_promised_as_it_was_found(made: Callable[..., Engine], tmp_path: Path) -> None:
+def test_without_a_hot_cache_it_is_promised_as_it_was_found(made: Make, tmp_path: Path) -> None:
     engine = made(local_cpu=False, local_disk=str(tmp_path), max_local_disk_size=1.0)
     window, _ = engine.computes_and_saves()
     engine.loads(engine.arrives(132))
@@ -190,7 +191,7 @@ def test_without_a_hot_cache_it_is_promised_as_it_was_found(made: Callable[..., 
 # Saving
 
 
-def test_a_block_that_is_given_away_is_read_before_and_others_are_not_waited_for(made: Callable[..., Engine]) -> None:
+def test_a_block_that_is_given_away_is_read_before_and_others_are_not_waited_for(made: Make) -> None:
     engine = made()
     request, other = engine.arrives(132), engine.arrives(16, "other", block_hashes=[b"o" * 32])
     engine.admits(request, *COMPUTED)
@@ -211,23 +212,19 @@ def test_a_block_that_is_given_away_is_read_before_and_others_are_not_waited_for
     assert torch.equal(engine.content(30, 31, 32), expected[:, 5:])
 
 
-def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Callable[..., Engine]) -> None:
+def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Make) -> None:
     """They are read, and by the engine as well."""
-    output: Any = SimpleNamespace(
-        preempted_req_ids=set(),
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id="new", num_computed_tokens=64, block_ids=([0, 2, 3, 4, 30], [20, 21, 22, 23, 40]))
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=["resumed", "running"],
-            num_computed_tokens=[32, 96],
-            new_block_ids=[([5, 6, 31], [24, 25, 41]), ([32], [42])],
-            resumed_req_ids={"resumed"},
-        ),
-        kv_cache_block_copies=[SimpleNamespace(src_block_id=1, dst_block_id=50)],
-        num_scheduled_tokens={"new": 1, "resumed": 1, "running": 1},
-        kv_connector_block_state=None,
+    blocks = [0, 2, 3, 4, 30], [20, 21, 22, 23, 40]
+    output = output_of([], lambda _: ([],))
+    output.scheduled_new_reqs = [SimpleNamespace(req_id="new", num_computed_tokens=64, block_ids=blocks)]
+    output.scheduled_cached_reqs = SimpleNamespace(
+        req_ids=["resumed", "running"],
+        num_computed_tokens=[32, 96],
+        new_block_ids=[([5, 6, 31], [24, 25, 41]), ([32], [42])],
+        resumed_req_ids={"resumed"},
     )
+    output.kv_cache_block_copies = [SimpleNamespace(src_block_id=1, dst_block_id=50)]
+    output.num_scheduled_tokens = {"new": 1, "resumed": 1, "running": 1}
     assert made().side.step_work(output).given_away == {30, 40, 31, 41, 32, 42, 50}
 
 
@@ -244,7 +241,7 @@ def test_a_reset_hides_what_was_stored_and_empties_the_hot_cache(engine: Engine)
 # What other parts of the cache are told
 
 
-def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Callable[..., Engine]) -> None:
+def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Make) -> None:
     engine = made()
     cache = engine.thread.cache
     naming = AnnouncedPrompts(BlockNames("sha256", TOKENS), GEOMETRY)
@@ -257,7 +254,7 @@ def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Callable[..., Eng
             await cache.put(key, b"x" * 2048)
         return names, await naming.keys(cache, prefix), await naming.all_keys(cache, prefix)
 
-    names, keys, all_keys = engine.thread.submit(announced()).result(10)
+    names, keys, all_keys = engine.ask(announced())
     found = [(1, 0), (1, 1), (0, 1), (0, 0)]
     missing = [(1, 2), (1, 3), (0, 3), (0, 2)]
     assert keys == engine.keys(*names_of([*found, *missing], names, GEOMETRY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import uuid
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from tests.vllm.halves import NAMES, TOKENS, Cached, spec_of
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.errors import LayoutError
+from tiercache.integrations.lending import TakenBack
 from tiercache.integrations.vllm import worker as worker_module
-from tiercache.integrations.vllm.blocks import Move, make_mover
+from tiercache.integrations.vllm.blocks import KvBlocks, Move, make_mover
 from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
 from tiercache.integrations.vllm.metadata import Load, Save, StepWork
 from tiercache.integrations.vllm.names import BlockNames
@@ -29,6 +31,7 @@ from tiercache.integrations.vllm.worker import WorkerSide
 GEOMETRY = BlockGeometry(TOKENS, blocks_per_chunk=2)
 BLOCKS, LAYERS, HEADS, HEAD_SIZE = 32, 3, 2, 8
 GROUPS = [KvGroup(0, TOKENS, spec=spec_of(HEADS, HEAD_SIZE))]
+SHAPE = (LAYERS, BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)
 
 
 class EngineTwin(TwinDriver):
@@ -54,17 +57,11 @@ class Worker(Cached):
     """A worker's half, the engine's KV, and the engine's stream where there is one."""
 
     def __init__(self, geometry: BlockGeometry = GEOMETRY, **settings: Any) -> None:
-        shape = (LAYERS, BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)
-        self.kv = [layer.clone() for layer in torch.randint(-100, 100, shape).to(torch.bfloat16)]
+        self.kv = [layer.clone() for layer in torch.randint(-100, 100, SHAPE).to(torch.bfloat16)]
         config = Config(**({"max_local_cpu_size": 0.01, "close_timeout_s": 5.0} | settings))
         mover = make_mover(config, {f"layer.{number}": layer for number, layer in enumerate(self.kv)}, BLOCKS, GROUPS)
-        layout = Layout(
-            "m",
-            chunk_tokens=geometry.chunk_tokens,
-            bytes_per_token=mover.kvs[0].bytes_per_block // TOKENS,
-            block_tokens=TOKENS,
-            byte_format=mover.kvs[0].describe(),
-        )
+        token_bytes, kind = mover.kvs[0].bytes_per_block // TOKENS, mover.kvs[0].describe()
+        layout = Layout("m", geometry.chunk_tokens, token_bytes, block_tokens=TOKENS, byte_format=kind)
         self.side = WorkerSide(config, geometry, layout, mover, uuid.uuid4().hex, BlockNames("sha256", TOKENS))
         self.thread = self.side.thread
         self.mover = mover
@@ -118,19 +115,22 @@ class Worker(Cached):
             self.driver.enqueue(self.driver.current_stream(), partial(row.fill_, value))
 
 
+Make = Callable[..., Worker]
+
+
 @pytest.fixture
-def made(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+def made(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr("tiercache.assembly.Driver", EngineTwin)
     return partial(opened, Worker)
 
 
 @pytest.fixture(params=["auto", "cpu"])
-def worker(request: pytest.FixtureRequest, made: Callable[..., Worker]) -> Worker:
+def worker(request: pytest.FixtureRequest, made: Make) -> Worker:
     return made(device=request.param)
 
 
 @pytest.fixture
-def twin(made: Callable[..., Worker]) -> Worker:
+def twin(made: Make) -> Worker:
     return made(device="cpu")
 
 
@@ -183,7 +183,7 @@ def test_what_is_held_for_a_request_comes_whatever_became_of_it(worker: Worker) 
     expected = worker.content(4, 9, 7, 3)
     worker.stores(FIRST, SECOND)
     names, lookups, budget = [b"", FIRST.name, b"", SECOND.name], worker.side._lookups, worker.thread.cache.cpu.budget
-    match = worker.thread.submit(lookups.find(names, "r")).result(10)
+    match = worker.ask(lookups.find(names, "r"))
     assert (match.blocks, match.held) == (4, True)
     worker.forgets(FIRST.name, SECOND.name)
     assert not worker.has(FIRST.name)
@@ -199,12 +199,10 @@ def test_what_a_request_wants_forgotten_or_pinned_waits_until_it_is_stored(worke
     cache = worker.thread.cache
     worker.stores(THIRD)
     go_on = worker.stops_its_loop()
-    ends = [
-        RequestEnded("r", Wishes(forget=True), [FIRST.name, THIRD.name]),
-        RequestEnded("q", Wishes(pin_s=60.0), [SECOND.name]),
-    ]
+    forgotten = RequestEnded("r", Wishes(forget=True), [FIRST.name, THIRD.name])
+    pinned = RequestEnded("q", Wishes(pin_s=60.0), [SECOND.name])
     saves = [Save("r", [THIRD, FIRST], 64, to_be_forgotten=True), Save("q", [SECOND], 64)]
-    worker.side.save(StepWork(saves=saves, turns=ends))
+    worker.side.save(StepWork(saves=saves, turns=[forgotten, pinned]))
     go_on.set()
     worker.until(lambda: cache.ahead.pinned == 1)
     worker.until(lambda: cache.cpu.statistics().writes == 3 and not worker.has(FIRST.name))
@@ -223,9 +221,7 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     assert worker.thread.cache.ahead.sessions.came_back("s"), "one end between two beginnings"
 
 
-def test_wishes_that_cannot_be_granted_harm_nobody(
-    made: Callable[..., Worker], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wishes_that_cannot_be_granted_harm_nobody(made: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Without a hot cache there is nothing to prefetch into: one warning, and the engine goes on."""
     worker = made(device="auto", local_cpu=False)
     for _ in range(3):
@@ -235,19 +231,14 @@ def test_wishes_that_cannot_be_granted_harm_nobody(
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_a_tail_stays_hot_until_its_whole_chunk_is_stored(
-    made: Callable[..., Worker], tmp_path: Path, device: str
-) -> None:
+def test_a_tail_stays_hot_until_its_whole_chunk_is_stored(made: Make, tmp_path: Path, device: str) -> None:
     geometry = BlockGeometry.for_chunk_size(GEOMETRY.chunk_tokens, TOKENS, None)
     worker = made(geometry, device=device, local_disk=str(tmp_path), max_local_disk_size=0.1)
     cache, tail = worker.thread.cache, BlockTransfer(NAMES[2], 1, 0, (7,))
     worker.stores(FIRST, tail)
-    assert worker.thread.submit(cache.flush(10)).result(20).complete
-    (disk,) = cache.tiers
-    assert [worker.on_loop(lambda key=key: disk.contains(key)) for key in worker.keys(NAMES[1], NAMES[2])] == [
-        True,
-        False,
-    ]
+    assert worker.ask(cache.flush(10)).complete
+    on_disk = [worker.on_loop(lambda key=key: cache.tiers[0].contains(key)) for key in worker.keys(NAMES[1], NAMES[2])]
+    assert on_disk == [True, False]
     expected = worker.content(7)
     worker.erase(7)
     worker.loads(tail)
@@ -265,7 +256,7 @@ def test_a_prompt_larger_than_the_cache_keeps_its_head_though_each_step_stores_a
         previous = names[start - 1] if start else b""
         worker.side.save(StepWork(saves=[Save("r", part, 64, previous=previous)]))
         worker.is_saved()
-    found = worker.thread.submit(cache.lookup_keys(worker.keys(*names))).result(10)
+    found = worker.ask(cache.lookup_keys(worker.keys(*names)))
     assert found.chunks > cache.cpu.pool.count // 3
 
 
@@ -284,6 +275,30 @@ def test_save_that_never_began_is_cut_short_by_a_preemption(worker: Worker, monk
     worker.erase(4, 9)
     go_on.set()
     worker.is_saved()  # it has ended, as far as the engine is concerned
+    assert not worker.has(FIRST.name)
+
+
+def test_a_save_that_is_taken_back_ends_with_its_copy(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then a thread still writes into a slot, so the end of the save must not be reported. It is not stored: the
+    bytes that it read may have been overwritten."""
+    worker, began, go_on, gather = made(), threading.Event(), threading.Event(), KvBlocks.gather
+
+    def waits(kv: KvBlocks, blocks: Any, payload: Any) -> None:
+        began.set()
+        assert go_on.wait(30)
+        gather(kv, blocks, payload)
+
+    monkeypatch.setattr(KvBlocks, "gather", waits)
+    move = worker.mover.put(worker.thread, worker.keys(FIRST.name, SECOND.name), [FIRST, SECOND], 10.0)
+    assert began.wait(10)
+    assert not move.is_off_blocks() and not move.wait(0.01)
+    assert not move.take_back(0.0), "a copy is running"
+    worker.on_loop(lambda: None)  # it has come to the loop
+    assert not move.future.done()
+    go_on.set()
+    assert move.take_back(10.0) and move.is_off_blocks()
+    with pytest.raises((TakenBack, concurrent.futures.CancelledError)):
+        move.future.result(10)
     assert not worker.has(FIRST.name)
 
 
@@ -402,7 +417,7 @@ def test_copy_that_does_not_end_in_time_comes_before_the_engines_next_work(
     assert (twin.content(20, 21).view(torch.uint8) == 5).all()
 
 
-def test_closing_waits_for_all_saves_together(made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_all_saves_together(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_COPY_WAIT_S", 0.0)
     twin, limits_s, wait = made(device="cpu", close_timeout_s=0.05), [], Move.wait
 
@@ -435,6 +450,14 @@ def test_lost_device_costs_the_cache_and_not_the_engine(twin: Worker, monkeypatc
     twin.side.before_blocks_are_given_away(["r"])
     progress = twin.side.take_progress()
     assert progress is not None and progress.saves == {"later": 1}
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_kv_that_layers_share_is_moved_once(device: str) -> None:
+    own, shared = torch.zeros(SHAPE, dtype=torch.bfloat16)[:2]
+    layers = {"0": own, "1": shared, "2": own, "3": shared}
+    (kv,) = make_mover(Config(device=device), layers, BLOCKS, GROUPS).kvs
+    assert (kv.layers, kv.bytes_per_block) == (2, 2 * HEADS * TOKENS * 2 * HEAD_SIZE * 2)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """Loaded by `"spec_name": "CpuTieringSpec", "spec_module_path": "tests.vllm.cpu_spec"`.
 
     Copies blocks in a thread on the CPU platform, and is identical to vLLM's `TieringOffloadingSpec` on others. Raises
-    ConfigError for `canonical_layout` on the CPU platform, since the copies do not support it.
+    ConfigError for `canonical_layout` and chunks of several blocks on the CPU platform: the copies do not support them.
     """
 
     _worker: OffloadingWorker | None
@@ -44,6 +44,8 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
             return super().get_worker(kv_caches)
         if self.config.canonical_layout:
             raise ConfigError("canonical_layout: expected false on the CPU platform; leave it out")
+        if self.blocks_per_chunk != 1:
+            raise ConfigError(f"expected chunks of one block on the CPU platform, found {self.blocks_per_chunk}")
         if self._worker is None:
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
@@ -52,12 +54,12 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = HostCopies(kv_caches, self.blocks_per_chunk, region)
+            self._worker = HostCopies(kv_caches, region)
         return self._worker
 
 
 _Place = tuple[np.ndarray, Any]
-"""An int8 array of the engine (blocks, bytes) or the CPU tier (rows, blocks of a row, bytes), and an index of blocks."""
+"""An int8 array of the engine (blocks, bytes) or the CPU tier (rows, bytes), and an index of blocks or rows."""
 
 
 def _copy(source: _Place, target: _Place) -> int:
@@ -76,16 +78,14 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
     for within a step; these keep their place.
     """
 
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
-        self._blocks_per_chunk = blocks_per_chunk
+    def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
         self._region = region
         pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
         engine = [one.tensor.view(-1, page).numpy() for one, page in zip(kv_caches.tensors, pages, strict=True)]
-        views = [region.create_next_worker_view(page * blocks_per_chunk) for page in pages]
-        rows = [view.view(-1, blocks_per_chunk, page).numpy() for view, page in zip(views, pages, strict=True)]
+        rows = [region.create_next_worker_view(page).view(-1, page).numpy() for page in pages]
         self._groups = [
             [
-                (engine[ref.tensor_idx][:, : ref.page_size_bytes], rows[ref.tensor_idx][..., : ref.page_size_bytes])
+                (engine[ref.tensor_idx][:, : ref.page_size_bytes], rows[ref.tensor_idx][:, : ref.page_size_bytes])
                 for ref in refs
             ]
             for refs in kv_caches.group_data_refs
@@ -131,26 +131,17 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _parts(self, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[tuple[_Place, _Place]]:
-        """Yield each layer's blocks in the engine with their places in rows, in parts.
-
-        A group's first block may be in the middle of its first row.
-        """
+        """Yield each layer's blocks in the engine with their rows, in parts."""
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
-        block_ids, row_ids, per_row = blocks.block_ids.tolist(), chunks.block_ids.tolist(), self._blocks_per_chunk
-        first_block = first_row = 0
-        for layers, size, index in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
-            skipped = index % per_row if size else 0
-            positions = range(skipped, skipped + size)
-            group_blocks = block_ids[first_block : first_block + size]
-            group_rows = [row_ids[first_row + position // per_row] for position in positions]
-            places = [position % per_row for position in positions]
+        block_ids, row_ids = blocks.block_ids.tolist(), chunks.block_ids.tolist()
+        first = 0
+        for layers, size in zip(self._groups, blocks.group_sizes, strict=True):
             for engine, rows in layers:
                 step = max(1, _AT_ONCE_BYTES // engine.shape[1])
-                for start in range(0, size, step):
-                    some = slice(start, start + step)
-                    yield (engine, group_blocks[some]), (rows, (group_rows[some], places[some]))
-            first_block += size
-            first_row += -(-(skipped + size) // per_row)
+                for start in range(first, first + size, step):
+                    some = slice(start, min(start + step, first + size))
+                    yield (engine, block_ids[some]), (rows, row_ids[some])
+            first += size
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

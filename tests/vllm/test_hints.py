@@ -17,15 +17,9 @@ def saying(parameters: Any) -> Any:
 
 
 def test_everything_that_can_be_said() -> None:
-    said = {
-        "tiercache.session": "s",
-        "tiercache.next_in_s": 3,
-        "tiercache.pin_s": 0.5,
-        "tiercache.forget": True,
-        "tiercache.session_over": True,
-        "tiercache.expect_tokens": 300,
-        "do_remote_prefill": False,
-    }
+    said: dict[str, Any] = {"tiercache.session": "s", "tiercache.next_in_s": 3, "tiercache.pin_s": 0.5}
+    said |= {"tiercache.forget": True, "tiercache.session_over": True, "tiercache.expect_tokens": 300}
+    said["do_remote_prefill"] = False
     assert wishes_of(saying(said), set()) == Wishes("s", 3.0, 0.5, True, True, 300)
     assert not Wishes(expect_tokens=3).at_the_end and Wishes(next_in_s=0.0).at_the_end
 

@@ -129,26 +129,18 @@ def test_all_that_a_layout_is_made_of_counts(llama: Path) -> None:
         lambda engine: setattr(engine.layers[0], "isa", "amx"),
         lambda engine: setattr(engine, "tensors", dict(reversed(engine.tensors.items()))),
     ]
-    found = set()
-    for change in changes:
-        engine = TinyEngine(llama)
+    engines = [TinyEngine(llama) for _ in changes]
+    for engine, change in zip(engines, changes, strict=True):
         change(engine)
-        found.add(engine.layout("llama").fingerprint)
-    assert len(found) == len(changes)
+    assert len({engine.layout("llama").fingerprint for engine in engines}) == len(changes)
 
 
 def test_what_does_not_change_the_kv_is_the_same_layout(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among them guessing tokens from the prompt."""
     layout = TinyEngine(llama).layout()
-    harmless: dict[str, Any] = {
-        "max_model_len": 256,
-        "seed": 7,
-        "max_num_seqs": 3,
-        "served_model_name": "other",
-        "num_gpu_blocks_override": 9,
-        "disable_cascade_attn": True,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
-    }
+    harmless: dict[str, Any] = {"max_model_len": 256, "seed": 7, "max_num_seqs": 3, "served_model_name": "other"}
+    harmless |= {"num_gpu_blocks_override": 9, "disable_cascade_attn": True}
+    harmless["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     assert TinyEngine(llama, **harmless).layout() == layout
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     assert TinyEngine(llama).layout() == layout
@@ -176,14 +168,14 @@ def test_a_setting_that_a_new_version_of_vllm_brings_counts_unless_it_is_at_its_
 
 def test_a_draft_model_is_known_by_its_configuration_too(llama: Path, tmp_path: Path) -> None:
     """Its weights are the same, and it makes other KV of them."""
-    found = []
-    for name, settings in (("one", {}), ("other", {"rms_norm_eps": 1e-5}), ("one again", {})):
+
+    def known_of(name: str, **settings: Any) -> str:
         draft = untrained_llama(tmp_path / name, **settings)
         speculative = {"model": str(draft), "method": "draft_model", "num_speculative_tokens": 2}
         config = TinyEngine(llama, speculative_config=speculative).config
-        found.append(settings_of(config, states_are_known=True)["draft"])
-    assert found[0] != found[1]
-    assert found[0] == found[2]
+        return settings_of(config, states_are_known=True)["draft"]
+
+    assert known_of("one") == known_of("one again") != known_of("other", rms_norm_eps=1e-5)
 
 
 # What an engine writes
@@ -276,9 +268,10 @@ def test_a_configuration_is_what_it_says_not_what_wrote_it(tmp_path: Path) -> No
 # Which model it is
 
 
-def test_a_model_on_a_mount_that_hangs_is_not_waited_for_and_shares_nothing(
+def test_a_model_on_a_mount_that_hangs_shares_nothing(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And is not waited for."""
     engines = [TinyEngine(llama) for _ in range(2)]
     monkeypatch.setattr(model_files, "_STALL_S", 0.1)
     (llama / "model.safetensors").unlink()

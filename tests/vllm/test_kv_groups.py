@@ -9,62 +9,38 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1 import kv_cache_interface as vllm_kv
 
 from tiercache.errors import ConfigError, LayoutError
 from tiercache.integrations.vllm.blocks import block_sizes, find_groups, head_parts, replicas_of
 from tiercache.integrations.vllm.planning import BlockGeometry, HeadParts, KvGroup
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-FULL = FullAttentionSpec(**SIZES)
-SLIDING = SlidingWindowSpec(**SIZES, sliding_window=128)
-CHUNKED = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
-MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1)
-MAMBA = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+FULL = vllm_kv.FullAttentionSpec(**SIZES)
+SLIDING = vllm_kv.SlidingWindowSpec(**SIZES, sliding_window=128)
+CHUNKED = vllm_kv.ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
+MLA = vllm_kv.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1)
+MAMBA = vllm_kv.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
 ALIGNED = replace(MAMBA, mamba_cache_mode="align")
-NVFP4 = replace(FULL, kv_quant_mode=KVQuantMode.NVFP4, dtype=torch.uint8)
+FP8 = replace(FULL, kv_quant_mode=vllm_kv.KVQuantMode.FP8_PER_TENSOR, dtype=torch.uint8)
+NVFP4 = replace(FULL, kv_quant_mode=vllm_kv.KVQuantMode.NVFP4, dtype=torch.uint8)
 
 
 # Groups of layers
 
 
-def kv_of(*specs: Any) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+def kv_of(*specs: Any) -> vllm_kv.KVCacheConfig:
+    groups = [vllm_kv.KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    return vllm_kv.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def engine_of(
-    context: int = 1,
-    stages: int = 1,
-    hosts: int = 1,
-    scales: bool = False,
-    tolerant: bool = False,
-    sleeps: bool = False,
-    second_runner: bool = False,
-) -> Any:
-    return SimpleNamespace(
-        use_v2_model_runner=second_runner,
-        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=context,
-            pipeline_parallel_size=stages,
-            nnodes_within_dp=hosts,
-            enable_fault_tolerance=tolerant,
-        ),
-        cache_config=SimpleNamespace(
-            calculate_kv_scales=scales, block_size=16, prefix_match_unit=None, enable_prefix_caching=True
-        ),
-        kv_transfer_config=object(),
-    )
+def engine_of(use_v2_model_runner: bool = False, **unusual: Any) -> Any:
+    """vLLM's configuration: its parts are one object, with the settings of all."""
+    settings: dict[str, Any] = {"block_size": 16, "prefix_match_unit": None, "enable_prefix_caching": True}
+    settings |= dict.fromkeys(("decode_context_parallel_size", "pipeline_parallel_size", "nnodes_within_dp"), 1)
+    settings |= dict.fromkeys(("enable_fault_tolerance", "enable_sleep_mode", "calculate_kv_scales"), False)
+    parts = dict.fromkeys(("model_config", "parallel_config", "cache_config"), SimpleNamespace(**settings | unusual))
+    return SimpleNamespace(use_v2_model_runner=use_v2_model_runner, kv_transfer_config=object(), **parts)
 
 
 def groups_of(*specs: Any, **engine: Any) -> tuple[KvGroup, ...]:
@@ -75,9 +51,7 @@ def is_plain(*groups: KvGroup) -> bool:
     return BlockGeometry.for_chunk_size(64, 16, True, groups).plain
 
 
-@pytest.mark.parametrize(
-    "spec", [FULL, MLA, replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)]
-)
+@pytest.mark.parametrize("spec", [FULL, MLA, FP8])
 def test_one_group_of_full_attention_or_mla_has_all_layers(spec: Any) -> None:
     """In FP8 with one scale, too."""
     (group,) = groups_of(spec)
@@ -87,11 +61,8 @@ def test_one_group_of_full_attention_or_mla_has_all_layers(spec: Any) -> None:
 
 def test_windows_are_groups_of_their_own() -> None:
     groups = groups_of(FULL, SLIDING, replace(SLIDING, extra_retained_tokens=2))
-    assert [(one.index, one.layers, one.window_tokens) for one in groups] == [
-        (0, ("layer.0",), None),
-        (1, ("layer.1",), 128),
-        (2, ("layer.2",), 130),
-    ]
+    found = [(one.index, *one.layers, one.window_tokens) for one in groups]
+    assert found == [(0, "layer.0", None), (1, "layer.1", 128), (2, "layer.2", 130)]
     assert not is_plain(*groups)
     (alone,) = groups_of(SLIDING)
     assert (alone.layers, alone.window_tokens, is_plain(alone)) == ((), 128, False)
@@ -132,15 +103,15 @@ def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
         ((), {}, "found none"),
         ((replace(FULL, state_content_bytes=200),), {}, "found NONE with 2 x 200 bytes"),
         ((replace(FULL, num_head_slots=4),), {}, "found NONE with 4 x 256 bytes"),
-        ((replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD),), {}, "found INT8_PER_TOKEN_HEAD"),
+        ((replace(FULL, kv_quant_mode=vllm_kv.KVQuantMode.INT8_PER_TOKEN_HEAD),), {}, "found INT8_PER_TOKEN_HEAD"),
         ((NVFP4,), {}, "found NVFP4 with 2 x 128 bytes"),
-        ((FULL,), {"context": 2}, "expected no decode context parallelism, found 2"),
-        ((FULL,), {"stages": 2}, "expected one pipeline stage, found 2"),
-        ((FULL,), {"hosts": 2}, "expected all ranks of an engine on one host, found 2 hosts"),
-        ((FULL,), {"scales": True}, "found calculate_kv_scales"),
-        ((FULL,), {"tolerant": True}, "found enable_fault_tolerance"),
-        ((FULL,), {"sleeps": True}, "found enable_sleep_mode"),
-        ((FULL, ALIGNED), {"second_runner": True}, "found the V2 model runner"),
+        ((FULL,), {"decode_context_parallel_size": 2}, "expected no decode context parallelism, found 2"),
+        ((FULL,), {"pipeline_parallel_size": 2}, "expected one pipeline stage, found 2"),
+        ((FULL,), {"nnodes_within_dp": 2}, "expected all ranks of an engine on one host, found 2 hosts"),
+        ((FULL,), {"calculate_kv_scales": True}, "found calculate_kv_scales"),
+        ((FULL,), {"enable_fault_tolerance": True}, "found enable_fault_tolerance"),
+        ((FULL,), {"enable_sleep_mode": True}, "found enable_sleep_mode"),
+        ((FULL, ALIGNED), {"use_v2_model_runner": True}, "found the V2 model runner"),
     ],
 )
 def test_other_models_and_engines_are_refused(specs: tuple[Any, ...], engine: dict[str, Any], found: str) -> None:
@@ -156,7 +127,7 @@ def test_blocks_that_the_engine_moves_to_the_host_are_refused() -> None:
 # Ranks
 
 
-def heads(count: int) -> FullAttentionSpec:
+def heads(count: int) -> vllm_kv.FullAttentionSpec:
     """`count`: of one rank."""
     return replace(FULL, num_kv_heads=count)
 
@@ -208,16 +179,11 @@ def test_what_is_not_certain_is_no_replica(unsure: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "ranks", "rank", "parts"),
-    [
-        (4, 1, 0, HeadParts(4, 4, 0)),
-        (4, 4, 3, HeadParts(4, 1, 3)),
-        (8, 2, 1, HeadParts(8, 4, 4)),
-        (0, 2, 1, None),
-    ],
+    [(4, 1, 0, (4, 4, 0)), (4, 4, 3, (4, 1, 3)), (8, 2, 1, (8, 4, 4)), (0, 2, 1, ())],
 )
-def test_a_rank_has_its_parts_of_the_heads(wanted: int, ranks: int, rank: int, parts: HeadParts | None) -> None:
-    groups = [KvGroup(0, 16, spec=heads(8 // ranks))]
-    assert head_parts(config_of(ranks=ranks, rank=rank, kv_heads=8), groups, wanted) == parts
+def test_a_rank_has_its_parts_of_the_heads(wanted: int, ranks: int, rank: int, parts: tuple[int, ...]) -> None:
+    found = head_parts(config_of(ranks=ranks, rank=rank, kv_heads=8), [KvGroup(0, 16, spec=heads(8 // ranks))], wanted)
+    assert found == (HeadParts(*parts) if parts else None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import get_connector_metric_definitions
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
+from vllm.v1.kv_offload import base as offloading
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -117,20 +117,16 @@ def test_figures_survive_the_way_between_processes_and_beside_other_connectors()
 
 def test_log_line_says_what_an_operator_wants_to_know() -> None:
     stats = one_rank("a", queued=2, breaker="open")
-    for name, amount, labels in (
-        ("tiercache_queried_tokens", 900, ("cpu",)),
-        ("tiercache_queried_tokens", 400, ("disk",)),
-        ("tiercache_hit_tokens", 500, ("cpu",)),
-        ("tiercache_hit_tokens", 300, ("disk",)),
-        ("vllm:kv_offload_load_bytes", 8_000_000, ()),
-        ("vllm:kv_offload_load_time", 0.004, ()),
-        ("vllm:kv_offload_tiering_write_bytes", 2_500_000, ("disk",)),
-        ("tiercache_tier_evicted", 4, ("cpu",)),
-        ("tiercache_writer_dropped", 1, ("disk",)),
-        ("tiercache_loads", 2, ("whole",)),
-        ("tiercache_loads", 1, ("part",)),
-    ):
-        stats.count(name, amount, labels)
+    stats.data["counters"] = {
+        "tiercache_queried_tokens": {("cpu",): 900, ("disk",): 400},
+        "tiercache_hit_tokens": {("cpu",): 500, ("disk",): 300},
+        "vllm:kv_offload_load_bytes": {(): 8_000_000},
+        "vllm:kv_offload_load_time": {(): 0.004},
+        "vllm:kv_offload_tiering_write_bytes": {("disk",): 2_500_000},
+        "tiercache_tier_evicted": {("cpu",): 4},
+        "tiercache_writer_dropped": {("disk",): 1},
+        "tiercache_loads": {("whole",): 2, ("part",): 1},
+    }
     assert stats.reduce() == {
         "Queried tokens": 900,
         "Hit tokens (cpu)": 500,
@@ -153,23 +149,18 @@ LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
 
 
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """At its end Prometheus's registry is as it was."""
-    before = set(REGISTRY._collector_to_names)
-    yield
-    for collector in set(REGISTRY._collector_to_names) - before:
-        REGISTRY.unregister(collector)
-
-
-@pytest.fixture
-def metrics(registry: None) -> TierCachePromMetrics:
-    return metrics_of()
-
-
 def metrics_of() -> TierCachePromMetrics:
     kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
     return TierCacheConnector.build_prom_metrics(SimpleNamespace(kv_transfer_config=None), kinds, LABELS, ENGINES)
+
+
+@pytest.fixture
+def metrics() -> Iterator[TierCachePromMetrics]:
+    """At its end Prometheus's registry is as it was."""
+    before = set(REGISTRY._collector_to_names)
+    yield metrics_of()
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
 
 
 def value(name: str, engine: str = "0", **labels: str) -> float | None:
@@ -230,14 +221,10 @@ def test_another_connectors_name_is_left_to_it(metrics: TierCachePromMetrics, ca
 def test_every_name_can_be_registered_and_those_of_vllm_mean_what_they_mean_there() -> None:
     """The same kind, the same labels, the same buckets, and no name that vLLM's offloading does not have."""
     theirs = {**get_connector_metric_definitions(), **TieringOffloadingSpec.build_metric_definitions({})}
-    kinds = {
-        "counter": (Counter, OffloadingCounterMetadata),
-        "gauge": (Gauge, OffloadingGaugeMetadata),
-        "histogram": (Histogram, OffloadingHistogramMetadata),
-    }
+    kinds = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
     ours, registry = 0, CollectorRegistry()
     for name, family in EXPORTED.items():
-        kind, known_as = kinds[family.kind]
+        kind, known_as = kinds[family.kind], getattr(offloading, f"Offloading{family.kind.title()}Metadata")
         buckets = {"buckets": family.bounds} if family.kind == "histogram" else {}
         kind(name, family.text, [*LABELS, *family.labels], registry=registry, **buckets)
         if name.startswith("vllm:"):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,7 @@ import pytest
 from safetensors.numpy import save as safetensors
 
 from tiercache.integrations import model_files
-from tiercache.integrations.model_files import (
-    KEPT,
-    NothingToRead,
-    identity_of_adapter,
-    identity_of_model,
-    place_of,
-)
+from tiercache.integrations.model_files import KEPT, NothingToRead, identity_of_adapter, identity_of_model, place_of
 
 LONG_AGO_NS = 1_600_000_000 * 10**9
 
@@ -91,12 +85,9 @@ def test_one_changed_byte_is_another_model(model: Path, position: int) -> None:
     assert identity_of_model(model) == before
 
 
-def add(name: str, content: bytes = b"{}") -> Callable[[Path], None]:
-    def change(model: Path) -> None:
-        (model / name).parent.mkdir(exist_ok=True)
-        (model / name).write_bytes(content)
-
-    return change
+def add(model: Path, name: str, content: bytes = b"{}") -> None:
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_bytes(content)
 
 
 def test_what_does_not_make_the_kv_is_no_part_of_a_model(model: Path) -> None:
@@ -116,34 +107,29 @@ def test_what_does_not_make_the_kv_is_no_part_of_a_model(model: Path) -> None:
         "modeling_own.py": b"scale = 2",
         "config.json": b'{"layers": 7}',
     }.items():
-        add(name, content)(model)
+        add(model, name, content)
         assert identity_of_model(model) == before, name
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        add("more.safetensors"),
-        add("speech_tokenizer/model.safetensors"),
-        add("model.safetensors.index.json"),
-        add("preprocessor_config.json"),
-        add("hf_quant_config.json"),
-        lambda model: first_shard(model).unlink(),
-        lambda model: first_shard(model).rename(model / "renamed.safetensors"),
-    ],
-    ids=["weights", "weights of a part", "index", "images", "quantisation", "gone", "renamed"],
-)
-def test_what_makes_the_kv_is_a_part_of_a_model(model: Path, change: Callable[[Path], None]) -> None:
+def test_what_makes_the_kv_is_a_part_of_a_model(model: Path) -> None:
+    """Weights, those of a part, an index, what is done with images, quantisation; and a shard that is renamed or gone."""
+    renamed = model / "renamed.safetensors"
+    names = ["more.safetensors", "speech_tokenizer/model.safetensors", "model.safetensors.index.json"]
+    names += ["preprocessor_config.json", "hf_quant_config.json"]
+    changes = [partial(add, model, name) for name in names]
     before = identity_of_model(model)
-    change(model)
-    assert identity_of_model(model) != before
+    for change in (*changes, partial(first_shard(model).rename, renamed), renamed.unlink):
+        change()
+        after = identity_of_model(model)
+        assert after != before, change
+        before = after
 
 
 def test_code_counts_where_it_is_run_and_all_weights_for_a_load_format_that_may_read_anything(model: Path) -> None:
     with_code, any_weights = identity_of_model(model, with_code=True), identity_of_model(model, "sharded_state")
-    add("modeling_own.py")(model)
+    add(model, "modeling_own.py")
     assert identity_of_model(model, with_code=True) != with_code
-    add("pytorch_model.bin")(model)
+    add(model, "pytorch_model.bin")
     assert identity_of_model(model, "sharded_state") != any_weights
 
 
@@ -202,9 +188,7 @@ def snapshot(cache: Path, model: Path, commit: str) -> Path:
     return place
 
 
-def test_a_name_of_the_hub_is_the_snapshot_that_was_loaded(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_of_the_hub_is_a_snapshot(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another hub, the cache of Hugging Face's has nothing to do with it."""
     commit, cache = "a" * 40, tmp_path / "hub"
     place = snapshot(cache, model, commit)
@@ -287,23 +271,14 @@ def test_digests_of_files_that_were_just_written_are_not_kept(model: Path, monke
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[: len(content) // 2],
-        lambda content: b"",
-        lambda content: b"\x00\xff garbage",
-        lambda content: b"[" * 100_000,
-        lambda content: b"[1, 2]",
-        lambda content: b'{"format": 1, "files": {"a": 1}, "check": 0}',
-    ],
+    "damaged",
+    [None, b"", b"\x00\xff garbage", b"[" * 100_000, b"[1, 2]", b'{"format": 1, "files": {"a": 1}, "check": 0}'],
     ids=["half", "empty", "garbage", "deep", "list", "an earlier form"],
 )
-def test_a_damaged_record_is_ignored_and_mended(model: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_record_is_ignored_and_mended(model: Path, damaged: bytes | None) -> None:
     before = identity_of_model(model)
     whole = (model / KEPT).read_bytes()
-    damaged = damage(whole)
-    assert damaged != whole
-    (model / KEPT).write_bytes(damaged)
+    (model / KEPT).write_bytes(whole[: len(whole) // 2] if damaged is None else damaged)
     assert identity_of_model(model) == before
     assert (model / KEPT).read_bytes() == whole
 
@@ -348,12 +323,8 @@ def test_processes_that_begin_together_agree_and_leave_a_whole_record(tmp_path: 
     expected = identity_of_model(shutil.copytree(model, tmp_path / "copy"))
     for _ in range(2):
         (model / KEPT).unlink(missing_ok=True)
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            for _ in range(4)
-        ]
+        command, pipe = [sys.executable, "-c", RANK, str(model)], subprocess.PIPE
+        ranks = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
         for rank in ranks:
@@ -386,16 +357,15 @@ def test_a_file_that_is_written_to_meanwhile_has_no_digest(model: Path) -> None:
 
 
 def test_an_adapter_is_its_weights_and_its_configuration(tmp_path: Path) -> None:
-    found = []
-    for number, (weights, config) in enumerate(
-        [(b"weights", "{}"), (b"weights", "{}"), (b"Weights", "{}"), (b"weights", "[]")]
-    ):
-        adapter = tmp_path / str(number)
+    def identity(name: str, weights: bytes = b"weights", config: str = "{}") -> str:
+        adapter = tmp_path / name
         adapter.mkdir()
         (adapter / "adapter_model.safetensors").write_bytes(weights)
         (adapter / "adapter_config.json").write_text(config)
-        (adapter / "README.md").write_text(f"number {number}")
-        found.append(identity_of_adapter(adapter))
+        (adapter / "README.md").write_text(name)
+        return identity_of_adapter(adapter)
+
+    found = [identity("one"), identity("same"), identity("trained", b"Weights"), identity("configured", config="[]")]
     assert found[0] == found[1] and len(set(found)) == 3
     with pytest.raises(NothingToRead):
         identity_of_adapter(tmp_path)

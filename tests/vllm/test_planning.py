@@ -56,13 +56,6 @@ TABLES = (BLOCKS,)
 # One group of layers
 
 
-@pytest.mark.parametrize(
-    ("chunk", "block", "rounded"), [(256, 128, 256), (256, 16, 256), (100, 128, 128), (320, 128, 256)]
-)
-def test_chunk_size_is_rounded_to_whole_blocks(chunk: int, block: int, rounded: int) -> None:
-    assert BlockGeometry.for_chunk_size(chunk, block, False).chunk_tokens == rounded
-
-
 def test_a_request_holds_its_full_chunks_and_its_tail_where_tails_are_stored() -> None:
     assert held_names(NAMES, 7, PAIRS) == [NAMES[1], NAMES[3], NAMES[5]]
     assert held_names(NAMES, 7, FOURS) == [NAMES[3], NAMES[6]]
@@ -99,10 +92,8 @@ def test_workers_agree_on_a_tail_or_a_sibling_only_if_all_have_the_same() -> Non
 
 
 def test_a_load_begins_inside_a_chunk_or_ends_there_and_a_tail_has_its_own_name() -> None:
-    assert plan_loads(NAMES, 4, 0, 512, TABLES, PAIRS) == [
-        BlockTransfer(NAMES[1], 2, 0, (100, 101)),
-        BlockTransfer(NAMES[3], 2, 0, (102, 103)),
-    ]
+    first, second = BlockTransfer(NAMES[1], 2, 0, (100, 101)), BlockTransfer(NAMES[3], 2, 0, (102, 103))
+    assert plan_loads(NAMES, 4, 0, 512, TABLES, PAIRS) == [first, second]
     assert plan_loads(NAMES, 4, 128, 512, TABLES, PAIRS)[0] == BlockTransfer(NAMES[1], 2, 1, (101,))
     assert plan_loads(NAMES, 4, 0, 384, TABLES, PAIRS)[-1] == BlockTransfer(NAMES[3], 2, 0, (102,))
     assert plan_loads(NAMES, 7, 0, 7 * 16, TABLES, FOURS)[-1] == BlockTransfer(NAMES[6], 3, 0, (104, 105, 106))
@@ -194,9 +185,7 @@ def test_a_lookup_finds_the_longest_hit_that_all_groups_agree_on(data: st.DataOb
 
 
 @settings(deadline=None)  # the import takes long
-@given(
-    window=st.integers(1, 100), extra=st.integers(0, 3), size=st.sampled_from([1, 4, 16]), computed=st.integers(0, 400)
-)
+@given(st.integers(1, 100), st.integers(0, 3), st.sampled_from([1, 4, 16]), st.integers(0, 400))
 def test_what_a_window_keeps_is_what_vllm_keeps(window: int, extra: int, size: int, computed: int) -> None:
     from vllm.v1.core import single_type_kv_cache_manager as vllm
 
@@ -237,20 +226,21 @@ def test_a_load_fills_what_vllm_keeps_and_nothing_else(data: st.DataObject) -> N
             assert one.skip + len(one.blocks) <= one.chunk_blocks == len(stored)
 
 
+ONE = BlockGeometry(16, 2)
+
+
 @pytest.mark.parametrize(
-    ("geometry", "tables", "first", "said"),
-    [
-        (TWO, ([0, 0, 7, 0, 9, 10], [*range(20, 26)]), 0, r"group 0: expected blocks \d \.\. \d to load into, found"),
-        (TWO, ([0, 0, 7, 8, 9], [*range(20, 26)]), 0, r"group 0: expected blocks \d \.\. \d to load into, found"),
-        (BlockGeometry(16, 2), (BLOCKS[:5],), 0, r"group 0: expected blocks \d \.\. \d to load into, found"),
-        (BlockGeometry(16, 2), TABLES, 8, r"expected whole blocks of 16 tokens to load, found tokens 8 \.\. 96"),
-    ],
+    ("geometry", "tables"),
+    [(TWO, ([0, 0, 7, 0, 9, 10], BLOCKS[:6])), (TWO, ([0, 0, 7, 8, 9], BLOCKS[:6])), (ONE, (BLOCKS[:5],))],
 )
-def test_null_missing_and_parts_of_blocks_are_never_loaded_into(
-    geometry: BlockGeometry, tables: tuple[list[int], ...], first: int, said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        plan_loads(NAMES, 6, first, 96, tables, geometry)
+def test_null_and_missing_blocks_are_never_loaded_into(geometry: BlockGeometry, tables: tuple[list[int], ...]) -> None:
+    with pytest.raises(ValueError, match=r"group 0: expected blocks \d \.\. \d to load into, found"):
+        plan_loads(NAMES, 6, 0, 96, tables, geometry)
+
+
+def test_a_part_of_a_block_is_never_loaded_into() -> None:
+    with pytest.raises(ValueError, match=r"expected whole blocks of 16 tokens to load, found tokens 8 \.\. 96"):
+        plan_loads(NAMES, 6, 8, 96, TABLES, ONE)
 
 
 @given(geometries(), st.integers(1, 8))
@@ -297,22 +287,24 @@ def test_blocks_that_are_given_away_hold_nothing_that_is_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "windows", "tokens"),
+    ("chunk", "block", "windows", "tokens"),
     [
-        (256, [128, None], 128),  # gpt-oss
-        (1024, [128, None], 256),  # no further than to a quarter
-        (256, [512] * 5 + [None], 256),  # Gemma 3 with 270 million parameters
-        (1024, [512] * 5 + [None], 512),
-        (256, [512, 128], 128),
-        (256, [None], 256),
-        (16, [2, None], 16),
+        (256, 16, [None], 256),
+        (256, 128, [None], 256),
+        (100, 128, [None], 128),
+        (320, 128, [None], 256),
+        (256, 16, [128, None], 128),  # gpt-oss
+        (1024, 16, [128, None], 256),  # no further than to a quarter
+        (256, 16, [512] * 5 + [None], 256),  # Gemma 3 with 270 million parameters
+        (1024, 16, [512] * 5 + [None], 512),
+        (256, 16, [512, 128], 128),
+        (16, 16, [2, None], 16),
     ],
 )
-def test_chunks_are_halved_until_the_shortest_window_holds_one(
-    chunk_tokens: int, windows: list[int | None], tokens: int
-) -> None:
-    groups = tuple(KvGroup(index, 16, window_tokens=window) for index, window in enumerate(windows))
-    assert BlockGeometry.for_chunk_size(chunk_tokens, 16, False, groups).chunk_tokens == tokens
+def test_a_chunk_is_whole_blocks_in_a_window(chunk: int, block: int, windows: list[int | None], tokens: int) -> None:
+    """It is halved until the shortest window holds one."""
+    groups = tuple(KvGroup(index, block, window_tokens=window) for index, window in enumerate(windows))
+    assert BlockGeometry.for_chunk_size(chunk, block, False, groups).chunk_tokens == tokens
 
 
 def test_chunks_of_groups_have_names_of_their_own_and_a_single_group_has_the_chunks() -> None:

@@ -43,9 +43,7 @@ def figures(model: str, said: list[str], tmp_path_factory: pytest.TempPathFactor
         *(pytest.param(f"disk_{state}", ["alone"], marks=needs_fuse) for state in STATES),
     ],
 )
-def test_each_workload_is_measured_beside_what_it_is_compared_with(
-    figures: Figures, workload: str, others: list[str]
-) -> None:
+def test_each_workload_is_measured_beside_its_rivals(figures: Figures, workload: str, others: list[str]) -> None:
     for what in RUN:
         name = f"vllm.{workload}.{what}"
         assert len(figures.samples[name]) == 1, name

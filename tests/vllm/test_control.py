@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import CHUNK_TOKENS, drive_named, same_answer, tiercache_settings
+from tests.vllm.answers import same_answer
+from tests.vllm.engines import CHUNK_TOKENS, drive_named, tiercache_settings
 
 CHUNKS = 4
 """Of each prompt: 256 of its tokens are whole blocks."""
@@ -22,47 +23,32 @@ def life(model: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactor
     def control(command: str, prompt: str | None = None, **fields: Any) -> list[Any]:
         return ["control", socket, command, fields, prompt]
 
+    def say(prompt: str, **said: Any) -> list[Any]:
+        return ["generate_saying", prompt, {f"tiercache.{name}": value for name, value in said.items()}]
+
     first, second = prompts
-    wrong = {"tiercache.pin_s": "soon", "tiercache.forgit": True, "tiercache.session": 7, "other": object.__name__}
+    wrong = say(first, pin_s="soon", forgit=True, session=7)
+    wrong[2]["other"] = object.__name__
+    flush: tuple[str, list[Any]] = ("flush", ["flush"])
+    idle: tuple[str, list[Any]] = ("idle", ["idle"])
     steps: list[tuple[str, list[Any]]] = [
-        ("wrong", ["generate_saying", first, wrong]),
-        ("wrong again", ["generate_saying", first, wrong]),
-        ("flush", ["flush"]),
-        ("found", control("lookup", first)),
-        ("found salted", control("lookup", first, cache_salt="tenant")),
-        ("salted", ["generate_saying", first, {}, "tenant"]),
-        ("flush", ["flush"]),
+        *(("wrong", wrong), ("wrong again", wrong), flush, ("found", control("lookup", first))),
+        *(("found salted", control("lookup", first, cache_salt="tenant")), ("salted", [*say(first), "tenant"]), flush),
         ("found after salted", control("lookup", first, cache_salt="tenant")),
-        ("coming", ["generate_saying", first, {"tiercache.session": "s", "tiercache.next_in_s": 5}]),
-        ("idle", ["idle"]),
+        *(("coming", say(first, session="s", next_in_s=5)), idle),
         ("held", ["control_until", socket, {"held": CHUNKS, "sessions": 1}]),
-        ("came", ["generate_saying", first, {"tiercache.session": "s", "tiercache.pin_s": 600}]),
-        ("idle", ["idle"]),
+        *(("came", say(first, session="s", pin_s=600)), idle),
         ("pinned", ["control_until", socket, {"held": 0, "pinned": CHUNKS}]),
-        ("over", ["generate_saying", first, {"tiercache.session": "s", "tiercache.session_over": True}]),
-        ("idle", ["idle"]),
-        ("after over", ["control_until", socket, {"sessions": 0}]),
-        ("unpin", control("unpin", first)),
-        ("cold", ["clear_hot"]),
-        ("announced", control("prefetch", first, handle="h", deadline_s=1)),
-        ("promoted", control("progress", handle="h", until_s=30)),
-        ("prefetched", ["generate", [first]]),
+        *(("over", say(first, session="s", session_over=True)), idle),
+        *(("after over", ["control_until", socket, {"sessions": 0}]), ("unpin", control("unpin", first))),
+        *(("cold", ["clear_hot"]), ("announced", control("prefetch", first, handle="h", deadline_s=1))),
+        *(("promoted", control("progress", handle="h", until_s=30)), ("prefetched", ["generate", [first]])),
         ("used", control("statistics")),
-        ("to forget", ["generate_saying", second, {"tiercache.forget": True}]),
-        ("idle", ["idle"]),
-        ("flush", ["flush"]),
-        ("forgotten", control("lookup", second)),
-        ("computed", ["generate_saying", second, {}]),
-        ("flush", ["flush"]),
-        ("kept", control("lookup", second)),
-        ("forget", control("forget", second)),
-        ("gone", control("lookup", second)),
-        ("reset", ["reset_prefix_cache", True]),
-        ("idle", ["idle"]),
-        ("found after reset", control("lookup", first)),
-        ("anew", ["generate", [first]]),
-        ("flush", ["flush"]),
-        ("found anew", control("lookup", first)),
+        *(("to forget", say(second, forget=True)), idle, flush, ("forgotten", control("lookup", second))),
+        *(("computed", say(second)), flush, ("kept", control("lookup", second))),
+        *(("forget", control("forget", second)), ("gone", control("lookup", second))),
+        *(("reset", ["reset_prefix_cache", True]), idle, ("found after reset", control("lookup", first))),
+        *(("anew", ["generate", [first]]), flush, ("found anew", control("lookup", first))),
     ]
     settings = tiercache_settings(directory, control_socket=socket)
     return drive_named({"model": model, "enable_prefix_caching": False, "tiercache": settings}, steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,22 +10,22 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.examples import EXAMPLES, load_example
 from tests.needs import takes_minutes
+from tests.vllm.answers import same_answer
 from tests.vllm.engines import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    REPOSITORY,
     drive,
     prompt_of,
     running_example,
-    same_answer,
     tiercache_settings,
     tiny_engine,
 )
 from tests.vllm.models import tiny_gemma
 from tiercache.demo.server import MODEL_NAME, Server, quickest_dtype, serving
 
-EXAMPLE = REPOSITORY / "examples" / "disaggregated_prefill.py"
+EXAMPLE = EXAMPLES / "disaggregated_prefill.py"
 
 
 @pytest.mark.usefixtures("imported")
@@ -36,21 +35,13 @@ def test_one_engine_computes_and_another_generates(tmp_path: Path, first: str) -
     engine = tiny_engine(tiny_gemma(tmp_path / "model", first, "full"), tiercache=settings)
     prompt = prompt_of(1, 300)
     say: Any = ["generate_saying", prompt]
-    (computed, _, files), _ = drive(
-        engine | {"kv_role": "kv_producer"}, [[*say, {}, None, 1], ["flush"], ["known_files", str(tmp_path / "kv")]]
-    )
+    flushed = [["flush"], ["known_files", str(tmp_path / "kv")]]
+    (computed, _, files), _ = drive(engine | {"kv_role": "kv_producer"}, [[*say, {}, None, 1], *flushed])
     said = computed["kv_transfer_params"]
     tokens = 300 // BLOCK_TOKENS * BLOCK_TOKENS if first == "full" else 300 // CHUNK_TOKENS * CHUNK_TOKENS
     assert said == {"tiercache.expect_tokens": tokens} and files
-    (found, other, _, left), _ = drive(
-        engine | {"kv_role": "kv_consumer"},
-        [
-            [*say, said],
-            ["generate_saying", prompt_of(2, 300), {}],
-            ["flush"],
-            ["known_files", str(tmp_path / "kv")],
-        ],
-    )
+    unlike: Any = ["generate_saying", prompt_of(2, 300), {}]
+    (found, other, _, left), _ = drive(engine | {"kv_role": "kv_consumer"}, [[*say, said], unlike, *flushed])
     assert found["cached"] == tokens and not other["cached"]
     assert sorted(left) == sorted(files), "a consumer stored something"
     (alone,), _ = drive({**engine, "tiercache": None}, [[*say, {}]])
@@ -58,10 +49,7 @@ def test_one_engine_computes_and_another_generates(tmp_path: Path, first: str) -
 
 
 async def test_proxy_asks_for_one_token_of_a_request_that_wants_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("disaggregated_prefill", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("disaggregated_prefill")
     asked: dict[str, dict[str, Any]] = {}
 
     def engine(request: httpx.Request) -> httpx.Response:

@@ -15,19 +15,13 @@ from typing import Any
 import pytest
 
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.vllm.engines import (
-    BLOCK_TOKENS,
-    CHUNK_TOKENS,
-    assert_hits,
-    assert_wrong_hits,
-    close_answer,
-    drive,
-    drive_named,
-    tiercache_settings,
-)
+from tests.vllm.answers import assert_hits, assert_wrong_hits, close_answer
+from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, drive, drive_named, tiercache_settings
 
 Answers = list[dict[str, Any]]
 Life = tuple[Path, dict[str, Any], str]
+CLEAR: tuple[str, list[Any]] = ("", ["clear_hot"])
+FLUSH: tuple[str, list[Any]] = ("", ["flush"])
 
 
 def engine_of(model: str, settings: dict[str, Any], **engine: Any) -> dict[str, Any]:
@@ -35,28 +29,24 @@ def engine_of(model: str, settings: dict[str, Any], **engine: Any) -> dict[str, 
 
 
 @pytest.fixture(scope="session")
-def first_life(
-    model: str, prompts: list[str], continued: str, diverged: str, tmp_path_factory: pytest.TempPathFactory
-) -> Life:
+def kv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for the files of several engines."""
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="session")
+def first_life(model: str, prompts: list[str], continued: str, diverged: str, kv: Path) -> Life:
     """An engine that computes, hits RAM, hits disk, is given damaged files, and at last wrong KV."""
-    directory, generate = tmp_path_factory.mktemp("kv"), ["generate", prompts]
-    clear: tuple[str, list[Any]] = ("", ["clear_hot"])
-    answers, log = drive_named(
-        engine_of(model, tiercache_settings(directory)),
-        [
-            *(("cold", generate), ("", ["flush"]), ("cpu", generate), clear, ("disk", generate), clear),
-            ("damaged", ["damage_files", str(directory), "flip", 3]),
-            *(("damaged_answer", generate), ("", ["flush"]), ("healed", generate)),
-            *(("statistics", ["statistics"]), clear),
-            ("all_damaged", ["damage_files", str(directory), "flip", 1]),
-            ("continued_damaged", ["generate", [continued]]),
-            *(("", ["flush"]), clear),
-            ("continued_healed", ["generate", [continued]]),
-            *(("", generate), ("diverged", ["generate", [diverged]])),
-            *(("corrupted", ["corrupt_hot"]), ("wrong", generate)),
-        ],
-    )
-    return directory, answers, log
+    directory, generate, go_on = kv / "first", ["generate", prompts], ["generate", [continued]]
+    steps: list[tuple[str, list[Any]]] = [
+        *(("cold", generate), FLUSH, ("cpu", generate), CLEAR, ("disk", generate), CLEAR),
+        *(("damaged", ["damage_files", str(directory), "flip", 3]), ("damaged_answer", generate), FLUSH),
+        *(("healed", generate), ("statistics", ["statistics"]), CLEAR),
+        *(("all_damaged", ["damage_files", str(directory), "flip", 1]), ("continued_damaged", go_on), FLUSH, CLEAR),
+        *(("continued_healed", go_on), ("", generate), ("diverged", ["generate", [diverged]])),
+        *(("corrupted", ["corrupt_hot"]), ("wrong", generate)),
+    ]
+    return directory, *drive_named(engine_of(model, tiercache_settings(directory)), steps)
 
 
 def test_hits_in_memory_and_on_disk_give_the_prefix_caches_answer(first_life: Life, oracle: Answers) -> None:
@@ -68,9 +58,7 @@ def test_hits_in_memory_and_on_disk_give_the_prefix_caches_answer(first_life: Li
     assert_wrong_hits(answers["wrong"], oracle)
 
 
-def test_a_hit_ends_where_the_prompts_differ_and_not_with_the_last_whole_chunk(
-    first_life: Life, oracles: Answers
-) -> None:
+def test_a_hit_ends_where_the_prompts_differ_also_inside_a_chunk(first_life: Life, oracles: Answers) -> None:
     assert oracles[3]["cached"] % CHUNK_TOKENS == BLOCK_TOKENS, "the prompts differ elsewhere: change DIVERGED_AFTER"
     assert_hits([first_life[1]["diverged"]], oracles[3:])
 
@@ -98,11 +86,8 @@ def test_what_is_damaged_is_found_out_before_it_is_promised(first_life: Life, or
 
 def test_operators_find_the_lines_they_know(first_life: Life) -> None:
     log = first_life[2]
-    lines = re.findall(
-        r"Reqid: \S+, Total tokens \d+, engine computed tokens: \d+, hit tokens: (\d+) "
-        r"\(cpu: (\d+), disk: (\d+)\), need to load: (\d+)",
-        log,
-    )
+    found = r"hit tokens: (\d+) \(cpu: (\d+), disk: (\d+)\), need to load: (\d+)"
+    lines = re.findall(rf"Reqid: \S+, Total tokens \d+, engine computed tokens: \d+, {found}", log)
     assert len(lines) == 17
     cold, cpu, disk = lines[0:2], lines[2:4], lines[4:6]
     assert all(int(hit) == int(load) == 0 for hit, _, _, load in cold)
@@ -112,17 +97,11 @@ def test_operators_find_the_lines_they_know(first_life: Life) -> None:
 
 
 @pytest.fixture(scope="session")
-def device_life(model: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Life:
+def device_life(model: str, prompts: list[str], kv: Path) -> Life:
     """The engine's memory is treated as a device's: all KV goes through the device's pool and paged copies."""
-    directory, generate = tmp_path_factory.mktemp("device"), ["generate", prompts]
-    answers, log = drive_named(
-        device_engine(model, directory),
-        [
-            *(("cold", generate), ("", ["flush"]), ("hot", generate)),
-            *(("", ["clear_hot"]), ("gds", generate), ("statistics", ["statistics"])),
-        ],
-    )
-    return directory, answers, log
+    directory, generate = kv / "device", ["generate", prompts]
+    steps = [("cold", generate), FLUSH, ("hot", generate), CLEAR, ("gds", generate), ("statistics", ["statistics"])]
+    return directory, *drive_named(device_engine(model, directory), steps)
 
 
 def device_engine(model: str, directory: Path, **settings: Any) -> dict[str, Any]:
@@ -146,23 +125,14 @@ def test_hits_through_device_memory_give_the_prefix_caches_answer(device_life: L
     assert statistics["device"]["slots_free"] == statistics["device"]["slots"]
 
 
-def test_a_new_process_loads_into_device_memory(
-    device_life: Life, model: str, prompts: list[str], oracle: Answers
-) -> None:
+def test_a_new_process_loads_into_a_device(device_life: Life, model: str, prompts: list[str], oracle: Answers) -> None:
     """From GDS, asynchronously; when its files are gone, from disk through the host; and at last wrong KV."""
     directory, generate = device_life[0], ["generate", prompts]
-    found, log = drive_named(
-        device_engine(model, directory, enable_async_loading=True),
-        [
-            *(("", ["scanned"]), ("gds", generate)),
-            *(
-                ("removed", ["remove_files", str(directory / "gds")]),
-                ("disk", generate),
-                ("statistics", ["statistics"]),
-            ),
-            *(("corrupted", ["corrupt_hot"]), ("wrong", generate)),
-        ],
-    )
+    steps: list[tuple[str, list[Any]]] = [
+        *(("", ["scanned"]), ("gds", generate), ("removed", ["remove_files", str(directory / "gds")])),
+        *(("disk", generate), ("statistics", ["statistics"]), ("corrupted", ["corrupt_hot"]), ("wrong", generate)),
+    ]
+    found, log = drive_named(device_engine(model, directory, enable_async_loading=True), steps)
     assert found["removed"] >= 8 and found["corrupted"] >= 8
     assert found["statistics"]["reader"]["hits"]["gds"] >= 8
     assert found["statistics"]["reader"]["hits"]["disk"] >= 8
@@ -197,26 +167,17 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remote]:
             yield "hf3fs.primary", extra, emulator.environment
 
 
-def test_remote_storage_below_the_cpu_tier_gives_the_prefix_caches_answer_to_another_engine(
-    remote: Remote, model: str, prompts: list[str], oracle: Answers
-) -> None:
-    """It is all that the two engines share."""
+def test_another_engine_hits_remote_storage(remote: Remote, model: str, prompts: list[str], oracle: Answers) -> None:
+    """It lies below the CPU tier, and is all that the two engines share."""
     name, extra, environment = remote
-    settings = {
-        "chunk_size": CHUNK_TOKENS,
-        "save_unfull_chunk": True,
-        "max_local_cpu_size": 0.25,
-        "extra_config": extra,
-    }
-    settings |= {"remote_storage_plugins": [name], "max_hf3fs_size": 1.0}
-    engine, generate = engine_of(model, settings), ["generate", prompts]
-    (_, flushed, _, loaded, written), _ = drive(
-        engine, [generate, ["flush"], ["clear_hot"], generate, ["statistics"]], environment
-    )
+    settings = {"chunk_size": CHUNK_TOKENS, "save_unfull_chunk": True, "max_local_cpu_size": 0.25}
+    settings |= {"extra_config": extra, "remote_storage_plugins": [name], "max_hf3fs_size": 1.0}
+    engine, generate, statistics = engine_of(model, settings), ["generate", prompts], ["statistics"]
+    steps = [generate, ["flush"], ["clear_hot"], generate, statistics]
+    (_, flushed, _, loaded, written), _ = drive(engine, steps, environment)
     assert flushed
-    (_, restored, read, _, wrong), _ = drive(
-        engine, [["scanned"], generate, ["statistics"], ["corrupt_hot"], generate], environment
-    )
+    steps = [["scanned"], generate, statistics, ["corrupt_hot"], generate]
+    (_, restored, read, _, wrong), _ = drive(engine, steps, environment)
     chunks = written["writers"][name]["written"]
     assert written["tiers"][name]["reads"] == read["tiers"][name]["reads"] == chunks >= 8
     assert_hits(loaded, oracle)
@@ -233,15 +194,10 @@ SCHEMA = {
 WIDTH, BEAM_TOKENS = 3, 6
 
 
-def test_structured_answers_and_beams_are_those_of_the_prefix_cache(
-    model: str, prompts: list[str], continued: str, tmp_path: Path
-) -> None:
-    """With what lies on the disk."""
-    engine: dict[str, Any] = {
-        "model": model,
-        "max_logprobs": 2 * WIDTH,
-        "structured_outputs_config": {"disable_any_whitespace": True, "backend": "xgrammar"},
-    }
+def test_structured_answers_and_beams(model: str, prompts: list[str], continued: str, tmp_path: Path) -> None:
+    """With what lies on the disk they are those of the prefix cache."""
+    engine: dict[str, Any] = {"model": model, "max_logprobs": 2 * WIDTH}
+    engine["structured_outputs_config"] = {"disable_any_whitespace": True, "backend": "xgrammar"}
     compute = ["generate", [*prompts, continued]]
     asked = [["generate_structured", prompts[0], {"json": SCHEMA}, 80], ["beam_search", continued, WIDTH, BEAM_TOKENS]]
     (*_, theirs, their_beams), _ = drive(engine | {"enable_prefix_caching": True}, [compute, *asked])

@@ -83,24 +83,14 @@ def test_requests_of_every_kind(
     """With windows their blocks go from one request to the next while they are being saved."""
     prompts, requests, happenings = workload(tmp_path / "kv", kinds)
     engine = crowded(tiny_gemma(tmp_path / "model", *layers), blocks, **engine)
-    alone: list[Any] = [
-        "crowd", prompts, [{"prompt": number, "tokens": TOKENS, "kind": "plain"} for number in range(len(prompts))], {}
-    ]  # fmt: skip
+    plain = [{"prompt": number, "tokens": TOKENS, "kind": "plain"} for number in range(len(prompts))]
+    alone: list[Any] = ["crowd", prompts, plain, {}]
     (oracle,), _ = drive(engine, [alone])
     expected = [oracle["answers"][f"r{number}"] for number in range(len(prompts))]
     settings = tiercache_settings(tmp_path / "kv", save_decode_cache=True, max_local_cpu_size=0.02) | ours
-    (found, left, statistics, *_, corrupted, wrong), log = drive(
-        engine | {"tiercache": settings},
-        [
-            ["crowd", prompts, requests, happenings],
-            ["left_behind"],
-            ["statistics"],
-            alone,
-            ["reset_prefix_cache"],
-            ["corrupt_hot"],
-            alone,
-        ],
-    )
+    steps = [["crowd", prompts, requests, happenings], ["left_behind"], ["statistics"]]
+    steps += [alone, ["reset_prefix_cache"], ["corrupt_hot"], alone]
+    (found, left, statistics, *_, corrupted, wrong), log = drive(engine | {"tiercache": settings}, steps)
     assert len(found["answers"]) + found["aborted"] == REQUESTS
     for name, answer in found["answers"].items():
         request = requests[int(name[1:])]
@@ -112,9 +102,8 @@ def test_requests_of_every_kind(
     assert found["aborted"] > 3 and found["preempted"] > 3 and set(found["happened"]) == set(HAPPENINGS)
     assert min(statistics["reader"]["hits"][tier] for tier in ("cpu", "disk")) > 0
     assert "of no use" not in log
-    assert ("is not cryptographic: blocks are hashed again for the cache" in log) == (
-        "prefix_caching_hash_algo" in engine
-    )
+    weak = "is not cryptographic: blocks are hashed again for the cache" in log
+    assert weak == ("prefix_caching_hash_algo" in engine)
     assert corrupted > 0 and any(
         wrong["answers"][name]["tokens"] != answer["tokens"] for name, answer in oracle["answers"].items()
     ), "with wrong KV this has to fail, or it proves nothing"
@@ -132,16 +121,9 @@ def test_a_crowd_with_recurrent_states_is_answered_bit_for_bit_as_without_a_cach
     engine["max_num_batched_tokens"] = 512
     (alone,), _ = drive(engine, [["crowd", prompts, requests, {}]])
     settings = tiercache_settings(tmp_path / "kv", save_decode_cache=True, max_local_cpu_size=0.02)
-    (found, left, statistics, preempted, left_later), _ = drive(
-        engine | {"tiercache": settings},
-        [
-            ["crowd", prompts, requests, happenings],
-            ["left_behind"],
-            ["statistics"],
-            ["crowd", prompts, requests, everything],
-            ["left_behind"],
-        ],
-    )
+    steps = [["crowd", prompts, requests, happenings], ["left_behind"], ["statistics"]]
+    steps += [["crowd", prompts, requests, everything], ["left_behind"]]
+    (found, left, statistics, preempted, left_later), _ = drive(engine | {"tiercache": settings}, steps)
     assert len(found["answers"]) + found["aborted"] == len(preempted["answers"]) + preempted["aborted"] == REQUESTS
     assert found["answers"].keys() & alone["answers"].keys() > set()
     for name in found["answers"].keys() & alone["answers"].keys():

@@ -31,18 +31,9 @@ def test_nobody_reads_blocks_that_another_one_has_yet_to_compute(tmp_path: Path,
         engine["long_prefill_token_threshold"] = 32
     else:
         given_up = [one | {"abort": 0 if number % 2 else 1 + number // 2} for number, one in enumerate(requests)]
-    (cold, flushed, cleared, emptied, damaged, found, statistics), _ = drive(
-        engine,
-        [
-            ["crowd", prompts, requests, {}],
-            ["flush"],
-            ["clear_hot"],
-            ["reset_prefix_cache"],
-            ["damage_files", str(tmp_path / "kv"), "flip", 1],
-            ["crowd", prompts, given_up, {}],
-            ["statistics"],
-        ],
-    )
+    steps: list[list[Any]] = [["crowd", prompts, requests, {}], ["flush"], ["clear_hot"], ["reset_prefix_cache"]]
+    steps += [["damage_files", str(tmp_path / "kv"), "flip", 1], ["crowd", prompts, given_up, {}], ["statistics"]]
+    (cold, flushed, cleared, emptied, damaged, found, statistics), _ = drive(engine, steps)
     assert flushed and cleared and emptied and damaged > 2 * PAIRS
     assert statistics["reader"]["corrupt"] > 0, "the damaged chunks were never read"
     assert len(found["answers"]) + found["aborted"] == 2 * PAIRS

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.answers import assert_hits, assert_wrong_hits, same_answer
 from tests.vllm.engines import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     NOTHING_LEFT,
-    assert_hits,
-    assert_wrong_hits,
     drive,
     drive_named,
     prompt_of,
-    same_answer,
     tiercache_settings,
     tiny_engine,
 )
@@ -69,16 +67,15 @@ def test_a_hit_loads_what_windows_leave_and_is_the_prefix_caches_answer(tmp_path
     assert "of no use" not in log + log_later
 
 
-@pytest.mark.parametrize(
-    ("kind", "device", "ranks"),
-    [("lfm2", "auto", 1), ("lfm2", "auto", 2), ("qwen3_next", "cpu", 1), ("qwen3_next", "auto", 2)],
-)
+KINDS = [("lfm2", "auto", 1), ("lfm2", "auto", 2), ("qwen3_next", "cpu", 1), ("qwen3_next", "auto", 2)]
+
+
+@pytest.mark.parametrize(("kind", "device", "ranks"), KINDS)
 def test_a_hit_on_recurrent_states_is_the_answer(kind: str, device: str, ranks: int, tmp_path: Path) -> None:
     """From RAM, from disk, and in a new process. Each rank has states of its own."""
     block_tokens, prompt_tokens = 128, 900  # an attention block is as large as a state at least
-    engine = tiny_engine(
-        tiny_model(tmp_path / "model", kind), dtype=DTYPES[kind], block_size=block_tokens, max_num_batched_tokens=512
-    )
+    engine = tiny_engine(tiny_model(tmp_path / "model", kind), dtype=DTYPES[kind], block_size=block_tokens)
+    engine["max_num_batched_tokens"] = 512
     if ranks > 1:
         engine |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
     ask, emptied = generate(prompt_tokens), [("", ["idle"]), ("", ["reset_prefix_cache"])]
@@ -109,13 +106,8 @@ SEEN_TOKENS = (IMAGE_TOKENS + TEXT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 def test_a_hit_is_of_the_same_text_with_the_same_image(tmp_path: Path) -> None:
     """The same text with another image is another prompt."""
-    engine: dict[str, Any] = {
-        "model": str(tiny_blip(tmp_path / "model")),
-        "max_model_len": 512,
-        "max_num_batched_tokens": 512,
-        "kv_cache_memory_bytes": 64 << 20,
-        "enable_prefix_caching": True,
-    }
+    limits = {"max_model_len": 512, "max_num_batched_tokens": 512}
+    engine = tiny_engine(tiny_blip(tmp_path / "model"), skip_tokenizer_init=False, **limits)
     text = words(TEXT_TOKENS, seed=1)
     one, other, third = (["generate_seeing", text, image] for image in range(3))
     (first, reference, unlike, its_reference), _ = drive(engine, [one, one, other, other])

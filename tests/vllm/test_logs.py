@@ -59,10 +59,9 @@ PARENT = "b7ad6b7169203331"
 def test_lookup_load_and_save_are_in_the_requests_trace(tmp_path: Path) -> None:
     prompt = prompt_of(5, 200)["prompt_token_ids"]
     engine = tiny_engine(tiny_gemma(tmp_path / "model", "full", "full"), tiercache=tiercache_settings(tmp_path / "kv"))
-    traced: list[Any] = ["generate_traced", prompt, {"traceparent": f"00-{TRACE}-{PARENT}-01"}]
-    (cold, _, hit, untraced), _ = drive(
-        engine, [traced, ["reset_prefix_cache"], traced, ["generate_traced", prompt, None]]
-    )
+    ask: list[Any] = ["generate_traced", prompt]
+    traced = [*ask, {"traceparent": f"00-{TRACE}-{PARENT}-01"}]
+    (cold, _, hit, untraced), _ = drive(engine, [traced, ["reset_prefix_cache"], traced, [*ask, None]])
     assert untraced == []
     assert [span["name"] for span in cold] == ["tiercache.lookup", "tiercache.save", "tiercache.save"], "two steps"
     assert [span["name"] for span in hit][:2] == ["tiercache.lookup", "tiercache.load"]

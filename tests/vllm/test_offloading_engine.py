@@ -7,41 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import (
-    BLOCK_TOKENS,
-    assert_hits,
-    assert_wrong_hits,
-    close_answer,
-    drive,
-    drive_named,
-    prompt_of,
-    tiny_engine,
-)
+from tests.vllm.answers import assert_hits, assert_wrong_hits, close_answer
+from tests.vllm.engines import BLOCK_TOKENS, drive, drive_named, offloading_settings, prompt_of, tiny_engine
 from tests.vllm.models import tiny_gemma, tiny_model
-
-
-def offloading(directory: Path) -> dict[str, Any]:
-    tier = {
-        "type": "TierCacheTier",
-        "module_path": "tiercache.integrations.vllm_offloading",
-        "max_local_cpu_size": 0.1,
-        "local_disk": str(directory),
-        "max_local_disk_size": 1.0,
-    }
-    extra = {
-        "spec_name": "CpuTieringSpec",
-        "spec_module_path": "tests.vllm.cpu_spec",
-        "cpu_bytes_to_use": 64 << 20,
-        "secondary_tiers": [tier],
-    }
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def test_hits_give_the_prefix_caches_answer_and_damaged_chunks_are_computed(
     model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Loads from disk and from memory, in a new process too; damaged files, and at last wrong KV."""
-    engine = {"model": model, "enable_prefix_caching": False, "kv_transfer_config": offloading(tmp_path)}
+    engine = {"model": model, "enable_prefix_caching": False, "kv_transfer_config": offloading_settings(tmp_path)}
     ask, settle, forget = ["generate", prompts], ["settle_offloading"], ["forget_offloaded_memory"]
     found, _ = drive_named(
         engine,
@@ -72,10 +47,9 @@ def test_other_kinds_of_engines_hit_too(kind: str, tmp_path: Path) -> None:
         engine["distributed_executor_backend"] = "mp"
     else:
         engine = tiny_engine(tiny_gemma(tmp_path / "model", *["sliding", "full"] * 2))
-    engine |= {"kv_transfer_config": offloading(tmp_path / "kv"), "max_num_batched_tokens": 1024}
-    ask, empty = ["generate", [prompt_of(3, 300)], 4], ["reset_prefix_cache"]
-    (cold, oracle, *_, hit), _ = drive(
-        engine, [ask, ask, ["settle_offloading"], empty, ["forget_offloaded_memory"], ask]
-    )
+    engine |= {"kv_transfer_config": offloading_settings(tmp_path / "kv"), "max_num_batched_tokens": 1024}
+    ask: list[Any] = ["generate", [prompt_of(3, 300)], 4]
+    emptied = [["settle_offloading"], ["reset_prefix_cache"], ["forget_offloaded_memory"]]
+    (cold, oracle, *_, hit), _ = drive(engine, [ask, ask, *emptied, ask])
     assert (cold[0]["cached"], oracle[0]["cached"]) == (0, 299 // BLOCK_TOKENS * BLOCK_TOKENS)
     assert_hits(hit, oracle)

@@ -11,17 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_offload import config as offloading
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEndContext, make_offload_key
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
 
-from tests.chunks import chunks_of
 from tests.vllm.cpu_spec import CpuTieringSpec
+from tests.vllm.drive import chunk_files
+from tests.vllm.engines import offloading_settings
 from tests.vllm.halves import Cached
 from tests.vllm.models import untrained_llama
 from tiercache.core.breaker import BreakerState
@@ -59,28 +54,18 @@ def content_of(name: bytes) -> np.ndarray:
 class Offloaded(Cached):
     """A scheduler's half of vLLM's offloading, with one tier of ours below `ROWS` rows of memory."""
 
-    def __init__(
-        self, vllm_config: Any, directory: Path, rows: int = ROWS, events: bool = False, **settings: Any
-    ) -> None:
+    def __init__(self, vllm_config: Any, directory: Path, rows: int = ROWS, *, events: bool, **settings: Any) -> None:
         """`settings` are those of the tier. The tier finds `vllm_config` here, as it finds it in vLLM's connector."""
-        parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False)
-        below = {
-            "type": "TierCacheTier",
-            "module_path": "tiercache.integrations.vllm_offloading",
-            "max_local_cpu_size": 0.01,
-            "local_disk": str(directory),
-            "max_local_disk_size": 1.0,
-            "device": "none",
-        }
-        config = OffloadingConfig(
-            groups=(OffloadingGroupConfig(32, ("layer",), 0),),
+        said = offloading_settings(directory, **{"max_local_cpu_size": 0.01, "device": "none"} | settings)
+        config = offloading.OffloadingConfig(
+            groups=(offloading.OffloadingGroupConfig(32, ("layer",), 0),),
             worker_kv_bytes_per_block=ROW_BYTES,
             enable_kv_cache_events=events,
-            extra_config={"cpu_bytes_to_use": rows * ROW_BYTES, "secondary_tiers": [below | settings]},
+            extra_config=said["kv_connector_extra_config"] | {"cpu_bytes_to_use": rows * ROW_BYTES},
             engine_id=vllm_config.kv_transfer_config.engine_id,
-            model=OffloadingModelConfig("model", "float32"),
-            cache=OffloadingCacheConfig(32, 1),
-            parallel=parallel,
+            model=offloading.OffloadingModelConfig("model", "float32"),
+            cache=offloading.OffloadingCacheConfig(32, 1),
+            parallel=offloading.OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
             kv_cache_layout="LBHNC",
         )
         self.manager: Any = CpuTieringSpec(config).get_manager()
@@ -145,14 +130,13 @@ class Offloaded(Cached):
     def settle(self) -> None:
         """Until questions are answered, transfers have ended, and every chunk is in its tiers."""
         assert not concurrent.futures.wait([*self.tier._lookups, *self.tier._jobs], 30).not_done
-        assert self.thread.submit(self.thread.cache.flush(30)).result(40).complete
+        assert self.ask(self.thread.cache.flush(30)).complete
 
     def forget_memory(self) -> None:
         """vLLM's CPU tier and our hot cache are empty, as after a long time with other requests."""
         self.step()
         self.manager.primary_tier.reset_cache()
         self.rows[:] = 0
-
         self.on_loop(self.thread.cache.clear_hot)
 
     def told(self) -> list[tuple[bool, set[bytes]]]:
@@ -201,20 +185,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(opened: Callable[..., Any], model: Path, tmp_path: Path) -> Make:
     """Engines on one directory."""
 
-    def make(engine: dict[str, Any] | None = None, **settings: Any) -> Any:
-        return opened(Offloaded, engine_of(model, **(engine or {})), tmp_path / "kv", **settings)
+    def make(engine: dict[str, Any] | None = None, events: bool = False, **settings: Any) -> Any:
+        return opened(Offloaded, engine_of(model, **(engine or {})), tmp_path / "kv", events=events, **settings)
 
     return make
-
-
-def chunk_files(directory: Path) -> list[Path]:
-    return sorted(path for path in chunks_of(directory / "kv").glob("??/*") if path.is_file())
 
 
 def stored(engine: Offloaded) -> None:
     engine.store(NAMES, engine.request("first"))
     engine.finish("first")
     engine.forget_memory()
+
+
+@pytest.fixture
+def engine(make: Make) -> Offloaded:
+    """One that has stored `NAMES`, which have left its memory."""
+    engine = make()
+    stored(engine)
+    return engine
 
 
 def assert_found(engine: Offloaded, request_id: str = "second") -> None:
@@ -231,9 +219,7 @@ def assert_lost(engine: Offloaded, request_id: str = "second") -> None:
 # What is found
 
 
-def test_what_left_memory_comes_back_from_disk_in_the_step_that_asks(make: Make) -> None:
-    engine = make()
-    stored(engine)
+def test_what_left_memory_comes_back_from_disk_in_the_step_that_asks(engine: Offloaded) -> None:
     assert engine.manager.lookup(NAMES[0], engine.request("asks")) is LookupResult.HIT_PENDING
     assert_found(engine)
 
@@ -260,9 +246,7 @@ def test_engines_on_one_directory_share_at_the_same_time_and_after_a_restart(mak
     ],
     ids=str,
 )
-def test_an_engine_that_computes_otherwise_finds_nothing(
-    make: Make, one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_engines_that_compute_otherwise_share_nothing(make: Make, one: dict[str, Any], other: dict[str, Any]) -> None:
     stored(make(one))
     assert_lost(make(other))
 
@@ -279,11 +263,9 @@ def test_hashes_that_may_collide_are_refused(make: Make) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
-def test_a_damaged_chunk_is_a_miss_and_the_others_are_loaded(make: Make, tmp_path: Path, damage: str) -> None:
-    engine = make()
-    stored(engine)
+def test_a_damaged_chunk_is_a_miss_and_the_others_are_loaded(engine: Offloaded, tmp_path: Path, damage: str) -> None:
     content = {content_of(name).tobytes(): name for name in NAMES}
-    victim = chunk_files(tmp_path)[0]
+    victim = chunk_files(str(tmp_path / "kv"))[0]
     raw = bytearray(victim.read_bytes())
     name = content[bytes(raw[4096 : 4096 + ROW_BYTES])]
     raw[5000] ^= 1
@@ -296,10 +278,8 @@ def test_a_damaged_chunk_is_a_miss_and_the_others_are_loaded(make: Make, tmp_pat
         assert np.array_equal(found, content_of(one))
 
 
-def test_after_a_reset_nothing_is_found_that_was_stored_before(make: Make) -> None:
+def test_after_a_reset_nothing_is_found_that_was_stored_before(engine: Offloaded) -> None:
     """vLLM resets its caches when weights are replaced, and does not say whether they were."""
-    engine = make()
-    stored(engine)
     running = engine.request("running")
     engine.manager.reset_cache()
     assert_lost(engine)
@@ -315,10 +295,8 @@ def test_after_a_reset_nothing_is_found_that_was_stored_before(make: Make) -> No
 # Bounds
 
 
-def test_a_tier_that_is_not_well_is_not_promised(make: Make) -> None:
+def test_a_tier_that_is_not_well_is_not_promised(engine: Offloaded) -> None:
     """Room in vLLM's memory would be made for what is not read, again and again."""
-    engine = make()
-    stored(engine)
     (reader,) = engine.thread.cache.parts.reader.tiers
 
     def fails() -> None:
@@ -331,14 +309,9 @@ def test_a_tier_that_is_not_well_is_not_promised(make: Make) -> None:
 
 
 def test_a_hundred_chunks_of_windows_are_one_question_with_one_deadline(make: Make) -> None:
-    engine = make(
-        lookup_timeout_ms=50,
-        remote_storage_plugins=["slow.a"],
-        **{
-            "remote_storage_plugin.slow.a.module_path": __name__,
-            "remote_storage_plugin.slow.a.class_name": "SlowServer",
-        },
-    )
+    named = {"module_path": __name__, "class_name": "SlowServer"}
+    slow = {f"remote_storage_plugin.slow.a.{name}": value for name, value in named.items()}
+    engine = make(lookup_timeout_ms=50, remote_storage_plugins=["slow.a"], **slow)
     context, names = engine.request("first"), [name_of(number) for number in range(100)]
     engine.place(names, context)
     SlowServer.QUESTIONS.clear()
@@ -396,9 +369,7 @@ def test_after_its_end_there_are_misses_and_no_errors(make: Make) -> None:
 # What requests want
 
 
-def test_what_a_request_says_is_needed_again_and_what_vllm_touches_is_in_memory_by_then(make: Make) -> None:
-    engine = make()
-    stored(engine)
+def test_what_a_request_says_is_needed_again_and_what_vllm_touches_is_in_memory_by_then(engine: Offloaded) -> None:
     engine.find(NAMES, engine.request("second", session="chat", next_in_s=0.0))
     engine.forget_memory()
     engine.finish("second")
@@ -408,9 +379,7 @@ def test_what_a_request_says_is_needed_again_and_what_vllm_touches_is_in_memory_
     engine.until_hot(len(NAMES))
 
 
-def test_a_request_can_have_forgotten_what_it_stored_and_not_what_others_had(make: Make) -> None:
-    engine = make()
-    stored(engine)
+def test_a_request_can_have_forgotten_what_it_stored_and_not_what_others_had(engine: Offloaded) -> None:
     # vLLM's own memory has it, or it is computed anew: it is stored once more.
     engine.store([*NAMES[:3], name_of(9)], engine.request("second", forget=True))
     engine.step()
@@ -442,7 +411,7 @@ def test_routers_are_told_what_comes_and_goes_and_of_a_reset(make: Make) -> None
     engine = make(events=True, local_cpu=False)
     stored(engine)
     assert engine.told() == [(False, set(NAMES))]
-    engine.thread.submit(engine.thread.cache.forget(engine.tier._keys(NAMES[:1]))).result(10)
+    engine.ask(engine.thread.cache.forget(engine.tier._keys(NAMES[:1])))
     assert engine.manager.has_pending_work()
     assert engine.told() == [(True, set(NAMES[:1]))]
     engine.manager.reset_cache()
@@ -461,10 +430,7 @@ def test_vllm_exports_the_figures_also_for_a_second_engine(make: Make, model: Pa
     engine.settle()
     stats = engine.tier.get_stats()
     config = engine_of(model)
-    config.kv_transfer_config.kv_connector_extra_config = engine.tier._offloading_spec.extra_config | {
-        "spec_name": "CpuTieringSpec",
-        "spec_module_path": "tests.vllm.cpu_spec",
-    }
+    config.kv_transfer_config.kv_connector_extra_config = engine.tier._offloading_spec.extra_config
     kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
     for _ in range(2):
         unregister_vllm_metrics()

@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import (
-    BLOCK_TOKENS,
-    CHUNK_TOKENS,
-    assert_hits,
-    close_answer,
-    drive_named,
-    prompt_of,
-    same_answer,
-    tiercache_settings,
-    tiny_engine,
-)
+from tests.vllm.answers import assert_hits, close_answer, same_answer
+from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, drive_named, prompt_of, tiercache_settings, tiny_engine
 from tests.vllm.models import LAYERS, tiny_model
 
 pytestmark = pytest.mark.usefixtures("imported")
@@ -32,6 +23,8 @@ PROMPT = prompt_of(3, PROMPT_TOKENS)
 GENERATE: list[Any] = ["generate", [PROMPT], 4]
 DIGESTS = ["on_workers", "kv_digests"]
 FLUSHED, CLEARED = ("", ["on_workers", "flush"]), ("", ["on_workers", "clear_hot"])
+CORRUPTED = ("corrupted", ["on_workers", "corrupt_hot"])
+STATISTICS = ("statistics", ["on_workers", "statistics"])
 EMPTIED: list[tuple[str, list[Any]]] = [("", ["idle"]), ("", ["reset_prefix_cache"])]
 """The engine's own cache; what it has of finished requests is free only after one more step."""
 COMPUTED = [("cold", GENERATE), ("reference", GENERATE), ("computed", DIGESTS), FLUSHED, *EMPTIED]
@@ -75,13 +68,8 @@ def test_two_ranks_with_heads_of_their_own(tmp_path: Path) -> None:
     first, second = map(contents, found["computed"])
     assert not first & second, "each rank has bytes of its own"
 
-    again, _ = drive_named(
-        engine,
-        [
-            *(("disk", GENERATE), ("loaded", DIGESTS)),
-            *(("", ["on_workers", "corrupt_hot"]), *EMPTIED, ("wrong", GENERATE), ("wrongly", DIGESTS)),
-        ],
-    )
+    steps = [("disk", GENERATE), ("loaded", DIGESTS), CORRUPTED, *EMPTIED, ("wrong", GENERATE), ("wrongly", DIGESTS)]
+    again, _ = drive_named(engine, steps)
     assert again["disk"]["cached"] == again["wrong"]["cached"] == HIT_TOKENS
     assert close_answer(again["disk"], reference)
     assert not same_answer(again["wrong"], reference)
@@ -96,21 +84,12 @@ def test_two_ranks_with_one_head_store_it_once_in_redis_and_a_rank_alone_reads_i
 
     model = tiny_model(tmp_path / "model", "llama", num_key_value_heads=1)
     with servers.running(tmp_path) as server:
-        settings: dict[str, Any] = {
-            "chunk_size": CHUNK_TOKENS,
-            "save_unfull_chunk": True,
-            "max_local_cpu_size": 0.02,
-            "remote_storage_plugins": ["redis.shared"],
-            "extra_config": {"remote_storage_plugin.redis.shared.url": f"redis://127.0.0.1:{server.port}"},
-        }
-        found, _ = drive_named(
-            ranks_of(model, settings),
-            [*COMPUTED, CLEARED, ("redis", GENERATE), ("statistics", ["on_workers", "statistics"])],
-        )
-        alone, _ = drive_named(
-            ranks_of(model, settings, ranks=1),
-            [("redis", GENERATE), ("corrupted", ["corrupt_hot"]), *EMPTIED, ("wrong", GENERATE)],
-        )
+        settings: dict[str, Any] = {"chunk_size": CHUNK_TOKENS, "save_unfull_chunk": True, "max_local_cpu_size": 0.02}
+        settings["remote_storage_plugins"] = ["redis.shared"]
+        settings["extra_config"] = {"remote_storage_plugin.redis.shared.url": f"redis://127.0.0.1:{server.port}"}
+        found, _ = drive_named(ranks_of(model, settings), [*COMPUTED, CLEARED, ("redis", GENERATE), STATISTICS])
+        steps = [("redis", GENERATE), ("corrupted", ["corrupt_hot"]), *EMPTIED, ("wrong", GENERATE)]
+        alone, _ = drive_named(ranks_of(model, settings, ranks=1), steps)
     reference = found["reference"]
     assert_hits([found["redis"]], [reference])
     assert alone["redis"]["cached"] == HIT_TOKENS and close_answer(alone["redis"], reference)
@@ -127,20 +106,11 @@ def test_mlas_latents_are_stored_once_by_two_ranks_and_read_bit_for_bit_by_one(t
     block_tokens, hit_tokens = 16, 288
     mla: dict[str, Any] = {"enable_prefix_caching": False, "block_size": block_tokens}
     model, settings = tiny_model(tmp_path / "model", "deepseek_v2"), settings_of(tmp_path)
-    found, _ = drive_named(
-        ranks_of(model, settings, **mla),
-        [
-            *(("cold", GENERATE), ("computed", DIGESTS), FLUSHED),
-            *(("hit", GENERATE), ("statistics", ["on_workers", "statistics"])),
-        ],
-    )
-    alone, _ = drive_named(
-        ranks_of(model, settings, ranks=1, **mla),
-        [
-            *(("hit", GENERATE), ("loaded", DIGESTS)),
-            *(("corrupted", ["corrupt_hot"]), ("", ["idle"]), ("wrong", GENERATE), ("wrongly", DIGESTS)),
-        ],
-    )
+    steps = [("cold", GENERATE), ("computed", DIGESTS), FLUSHED, ("hit", GENERATE), STATISTICS]
+    found, _ = drive_named(ranks_of(model, settings, **mla), steps)
+    steps = [("hit", GENERATE), ("loaded", DIGESTS), ("corrupted", ["corrupt_hot"]), ("", ["idle"])]
+    steps += [("wrong", GENERATE), ("wrongly", DIGESTS)]
+    alone, _ = drive_named(ranks_of(model, settings, ranks=1, **mla), steps)
     assert found["cold"]["cached"] == 0
     assert found["hit"]["cached"] == alone["hit"]["cached"] == alone["wrong"]["cached"] == hit_tokens
     assert found["computed"][0] == found["computed"][1]
@@ -155,17 +125,9 @@ def test_parts_of_heads_are_found_by_another_number_of_ranks(tmp_path: Path, wri
     heads, hit_tokens = 4, (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
     model = tiny_model(tmp_path / "model", "llama", num_key_value_heads=heads)
     settings = settings_of(tmp_path, kv_head_parts=heads)
-    found, _ = drive_named(
-        ranks_of(model, settings, ranks=writers),
-        [*COMPUTED, ("ram", GENERATE), ("statistics", ["on_workers", "statistics"])],
-    )
-    again, log = drive_named(
-        ranks_of(model, settings, ranks=readers),
-        [
-            *(("disk", GENERATE), ("loaded", DIGESTS)),
-            *(("corrupted", ["on_workers", "corrupt_hot"]), *EMPTIED, ("wrong", GENERATE)),
-        ],
-    )
+    found, _ = drive_named(ranks_of(model, settings, ranks=writers), [*COMPUTED, ("ram", GENERATE), STATISTICS])
+    steps = [("disk", GENERATE), ("loaded", DIGESTS), CORRUPTED, *EMPTIED, ("wrong", GENERATE)]
+    again, log = drive_named(ranks_of(model, settings, ranks=readers), steps)
 
     def of_the_model(ranks: list[list[list[Any]]]) -> set[tuple[int, int, str]]:
         """Return the digests with the number of their head among those of all ranks."""

@@ -29,10 +29,9 @@ class Subscriber:
     def __init__(self) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._socket.subscribe("")
         self._socket.rcvtimeo = 200
-        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.batches: list[tuple[float, list[Any]]] = []
         """When they were published, by time.time(), and the events."""
         self._ended = threading.Event()
@@ -106,32 +105,16 @@ def chunk_files(namespace: str, chunks: list[tuple[Any, ...]]) -> dict[str, tupl
     return {key.hex(): chunk for key, chunk in zip(keys, chunks, strict=True)}
 
 
-def test_what_the_tiers_have_is_published_and_what_others_removed_is_taken_back(
-    model: str, prompts: list[str], tmp_path: Path, subscriber: Subscriber
-) -> None:
+def test_what_tiers_have_is_published(model: str, prompts: list[str], tmp_path: Path, subscriber: Subscriber) -> None:
+    """And what others removed is taken back."""
     engine = {"model": model, "tiercache": tiercache_settings(tmp_path, **NO_TAILS)}
     engine["kv_events_config"] = subscriber.config
-    directory = str(tmp_path)
-    steps = [
-        ["generate", prompts],
-        ["flush"],
-        HI,
-        ["now"],
-        ["known_files", directory],
-        ["namespace"],
-        ["clear_hot"],
-        HI,
-        ["now"],
-        ["remove_elsewhere", directory],
-        HI,
-        ["now"],
-        ["reset_prefix_cache", True],
-        HI,
-    ]
+    steps = [["generate", prompts], ["flush"], HI, ["now"], ["known_files", str(tmp_path)], ["namespace"]]
+    steps += [["clear_hot"], HI, ["now"], ["remove_elsewhere", str(tmp_path)], HI, ["now"]]
+    steps += [["reset_prefix_cache", True], HI]
     whole = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}  # not cut to 64 bits: files are named by them
-    (answers, _, _, stored_s, stored, namespace, cleared, _, cleared_s, left, _, removed_s, _, _), _ = drive(
-        engine, steps, whole
-    )
+    (answers, _, _, stored_s, stored, namespace, *found), _ = drive(engine, steps, whole)
+    cleared, _, cleared_s, left, _, removed_s, _, _ = found
     chunks = sum(answer["prompt_tokens"] // CHUNK_TOKENS for answer in answers)
     assert chunks >= 8
 
@@ -158,9 +141,7 @@ def test_what_the_tiers_have_is_published_and_what_others_removed_is_taken_back(
     assert not now["STORAGE"] and not now["CPU"], "after a reset nothing that was stored is found"
 
 
-def test_after_a_restart_chunks_are_published_with_their_load(
-    model: str, prompts: list[str], tmp_path: Path, subscriber: Subscriber
-) -> None:
+def test_loads_after_a_restart_publish(model: str, prompts: list[str], tmp_path: Path, subscriber: Subscriber) -> None:
     engine = {"model": model, "tiercache": tiercache_settings(tmp_path, **NO_TAILS)}
     (answers, _), _ = drive(engine, [["generate", prompts], ["flush"]])
     engine["kv_events_config"] = subscriber.config
@@ -171,9 +152,8 @@ def test_after_a_restart_chunks_are_published_with_their_load(
     assert len(now["STORAGE"]) == len(now["CPU"]) == usable
 
 
-def test_groups_of_layers_that_see_every_token_are_published(
-    tmp_path: Path, subscriber: Subscriber, imported: None
-) -> None:
+@pytest.mark.usefixtures("imported")
+def test_groups_of_layers_that_see_every_token_are_published(tmp_path: Path, subscriber: Subscriber) -> None:
     settings = tiercache_settings(tmp_path / "kv", max_local_cpu_size=0.03)
     engine = tiny_engine(tiny_gemma(tmp_path / "model", "sliding", "full"), tiercache=settings)
     engine["kv_events_config"] = subscriber.config
@@ -185,9 +165,8 @@ def test_groups_of_layers_that_see_every_token_are_published(
     assert {block: gpu[block] for block in cpu} == cpu
 
 
-def test_what_the_ranks_have_is_published_once_and_what_the_first_has_lost_is_taken_back(
-    tmp_path: Path, subscriber: Subscriber, imported: None
-) -> None:
+@pytest.mark.usefixtures("imported")
+def test_what_ranks_have_is_published_once_and_taken_back_if_lost(tmp_path: Path, subscriber: Subscriber) -> None:
     engine = ranks_of(tiny_model(tmp_path / "model", "llama"), settings_of(tmp_path, **NO_TAILS))
     steps = [GENERATE, ["on_workers", "flush"], HI_IN_TOKENS, ["now"], ["on_workers", "lose_tail", 0], HI_IN_TOKENS]
     (_, _, _, stored_s, kept, _), _ = drive(engine | {"kv_events_config": subscriber.config}, steps)

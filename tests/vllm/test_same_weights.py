@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engines import assert_hits, assert_wrong_hits, drive, same_answer, tiercache_settings
+from tests.vllm.answers import assert_hits, assert_wrong_hits, same_answer
+from tests.vllm.engines import drive, tiercache_settings
 from tests.vllm.models import SHORTENED_LAYERS
 
 

@@ -116,28 +116,19 @@ def asked(model: str, prompts: list[str], continued: str, tmp_path_factory: pyte
 def test_what_is_exported_is_what_the_cache_counts(asked: Asked) -> None:
     for family in SAMPLED:
         assert nonzero(asked.exported.get(family.name, {})) == nonzero(asked.counted[family.name]), family.name
-    for name, labels in (
-        ("tiercache_tier_read_bytes", ("disk",)),
-        ("tiercache_tier_written_bytes", ("disk",)),
-        ("tiercache_tier_evicted", ("cpu",)),
-        ("tiercache_tier_occupied_bytes", ("disk",)),
-        ("tiercache_hits", ("disk",)),
-        ("tiercache_hit_tokens", ("disk",)),
-        ("tiercache_queried_tokens", ("disk",)),
-        ("tiercache_read_seconds", ("disk",)),
-        ("tiercache_write_seconds", ("disk",)),
-        ("tiercache_breaker", ("closed", "disk")),
-        ("tiercache_write_breaker", ("closed", "disk")),
-        ("tiercache_loads", ("whole",)),
-        ("vllm:kv_offload_load_time", ()),
-        ("vllm:kv_offload_load_size", ()),
-        ("vllm:kv_offload_store_bytes", ()),
-        ("vllm:kv_offload_store_time", ()),
-        ("vllm:kv_offload_tiering_read_bytes", ("disk",)),
-        ("vllm:kv_offload_tiering_write_bytes", ("disk",)),
-        ("vllm:kv_offload_tiering_chunk_hits", ("disk",)),
-    ):
-        assert asked.exported[name].get(labels, 0) > 0, (name, asked.exported[name])
+    for labels, names in {
+        ("disk",): """
+            tiercache_tier_read_bytes tiercache_tier_written_bytes tiercache_tier_occupied_bytes tiercache_hits
+            tiercache_hit_tokens tiercache_queried_tokens tiercache_read_seconds tiercache_write_seconds
+            vllm:kv_offload_tiering_read_bytes vllm:kv_offload_tiering_write_bytes vllm:kv_offload_tiering_chunk_hits""",
+        ("closed", "disk"): "tiercache_breaker tiercache_write_breaker",
+        ("cpu",): "tiercache_tier_evicted",
+        ("whole",): "tiercache_loads",
+        (): """
+            vllm:kv_offload_load_time vllm:kv_offload_load_size vllm:kv_offload_store_bytes vllm:kv_offload_store_time""",
+    }.items():
+        for name in names.split():
+            assert asked.exported[name].get(labels, 0) > 0, (name, asked.exported[name])
 
 
 def test_bytes_loaded_are_those_of_the_tokens_that_vllm_says_came_from_outside(asked: Asked) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import assert_hits, assert_wrong_hits, close_answer, drive, tiercache_settings
+from tests.vllm.answers import assert_hits, assert_wrong_hits, close_answer
+from tests.vllm.engines import drive, tiercache_settings
 from tiercache.integrations.needed import TESTED_VLLM, check_version
 
 OTHERS = sorted(Path(sys.prefix).glob("vllm-*"))
@@ -24,10 +25,8 @@ def test_another_version_answers_as_its_own_prefix_cache_does_and_hits_what_this
     assert other is not None, "no other version of vLLM is installed: make test-setup"
     generate: list[Any] = ["generate", prompts[:1]]
     (_, expected), _ = drive({"model": model, "enable_prefix_caching": True}, [generate, generate], vllm=other)
-    its_own, shared = (
-        {"model": model, "enable_prefix_caching": False, "tiercache": tiercache_settings(tmp_path / name)}
-        for name in ("own", "shared")
-    )
+    alone: dict[str, Any] = {"model": model, "enable_prefix_caching": False}
+    its_own, shared = (alone | {"tiercache": tiercache_settings(tmp_path / name)} for name in ("own", "shared"))
     steps = [generate, ["flush"], generate, ["clear_hot"], generate, ["corrupt_hot"], generate]
     (cold, _, from_memory, _, from_disk, _, wrong), log = drive(its_own, steps, vllm=other)
     assert cold[0]["cached"] == 0 < expected[0]["cached"]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.chunks import chunks_of
+from tests.sglang.pages import page_hashes, random_pages, tokens_of
 from tests.sglang.process import in_sglang
-from tests.sglang.stack import engine, mha_pools, mla_pools, page_hashes, random_pages, tokens_of
+from tests.sglang.stack import engine, mha_pools, mla_pools
 
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
 

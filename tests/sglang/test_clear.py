@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from tests.chunks import chunks_of
+from tests.sglang.pages import page_hashes, random_pages, tokens_of
 from tests.sglang.process import in_sglang
-from tests.sglang.stack import engine, in_another_process, mla_pools, page_hashes, random_pages, tokens_of
+from tests.sglang.stack import engine, in_another_process, mla_pools
 from tiercache.errors import TierUnavailable
 
 
@@ -62,10 +64,8 @@ def test_what_is_stored_after_a_clear_is_found_by_this_process_only(tmp_path: Pa
 def test_ranks_with_the_same_pages_share_nothing_after_a_clear(tmp_path: Path) -> None:
     """MLA: one rank writes and all read, and nobody can tell them a name that no other engine has."""
     tokens = tokens_of(1, pages=2)
-    with (
-        engine(tmp_path, mla_pools(), tp_rank=0, tp_size=2) as writer,
-        engine(tmp_path, mla_pools(), tp_rank=1, tp_size=2) as reader,
-    ):
+    of_two = partial(engine, tmp_path, tp_size=2)
+    with of_two(mla_pools(), tp_rank=0) as writer, of_two(mla_pools(), tp_rank=1) as reader:
         writer.storage.clear()
         reader.storage.clear()
         assert writer.store(tokens, random_pages(writer.host, 2)) == len(tokens), "as ranks do that leave it to another"

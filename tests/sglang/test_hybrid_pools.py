@@ -8,19 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.sglang.pages import page_hashes, random_pages, read_pages, tokens_of, write_pages
 from tests.sglang.process import in_sglang
-from tests.sglang.stack import (
-    engine,
-    file_storage,
-    hybrid_engine,
-    mha_pools,
-    mla_pools,
-    page_hashes,
-    random_pages,
-    read_pages,
-    tokens_of,
-    write_pages,
-)
+from tests.sglang.stack import engine, file_storage, hybrid_engine, mha_pools, mla_pools
 
 
 @in_sglang
@@ -30,20 +20,19 @@ def test_a_hybrid_controller_restores_kv_and_state(tmp_path: Path) -> None:
 
     tokens = tokens_of(1, pages=4)
     hashes = page_hashes(tokens)
+    last = {"keys": hashes[-1:], "hit_policy": PoolHitPolicy.TRAILING_PAGES}
     with hybrid_engine(tmp_path) as (controller, kv, states):
         indices, state = kv.alloc(len(tokens)), states.alloc(1)
         pages, kept = random_pages(kv, 4), random_pages(states, 1, seed=1)
         write_pages(kv, indices, pages)
         write_pages(states, state, kept)
-        saved = PoolTransfer(
-            PoolName.MAMBA, host_indices=state, keys=hashes[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES
-        )
+        saved = PoolTransfer(PoolName.MAMBA, host_indices=state, **last)
         controller.write_storage(indices, tokens, hashes, extra_pools=[saved])
         operation = controller.ack_backup_queue.get(timeout=20)
         assert operation.completed_tokens == len(tokens)
         assert operation.pool_storage_result.extra_pool_hit_pages == {PoolName.MAMBA: 1}
     with hybrid_engine(tmp_path) as (controller, kv, states):
-        wanted = PoolTransfer(PoolName.MAMBA, keys=hashes[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        wanted = PoolTransfer(PoolName.MAMBA, **last)
         longer = [*hashes, *page_hashes(tokens_of(2, pages=1))]
         found = controller.storage_backend.batch_exists_v2(longer, [wanted])
         assert found.kv_hit_pages == 4
@@ -87,17 +76,16 @@ def test_states_of_ranks_are_kept_apart_though_their_kv_is_one(tmp_path: Path) -
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     hashes = page_hashes(tokens_of(3, pages=1))
-    for rank in (0, 1):
+    for rank, is_stored in ((0, False), (1, False), (0, True), (1, True)):
         with hybrid_engine(tmp_path, mla_pools(), tp_rank=rank, tp_size=2) as (controller, _, states):
             state = PoolTransfer(PoolName.MAMBA, host_indices=states.alloc(1), keys=hashes)
-            assert controller.storage_backend.batch_get_v2([state]) == {PoolName.MAMBA: [False]}
-            write_pages(states, state.host_indices, random_pages(states, 1, seed=rank))
-            assert controller.storage_backend.batch_set_v2([state]) == {PoolName.MAMBA: [True]}
-    for rank in (0, 1):
-        with hybrid_engine(tmp_path, mla_pools(), tp_rank=rank, tp_size=2) as (controller, _, states):
-            state = PoolTransfer(PoolName.MAMBA, host_indices=states.alloc(1), keys=hashes)
-            assert controller.storage_backend.batch_get_v2([state]) == {PoolName.MAMBA: [True]}
-            assert torch.equal(read_pages(states, state.host_indices), random_pages(states, 1, seed=rank))
+            kept = random_pages(states, 1, seed=rank)
+            assert controller.storage_backend.batch_get_v2([state]) == {PoolName.MAMBA: [is_stored]}
+            if is_stored:
+                assert torch.equal(read_pages(states, state.host_indices), kept)
+            else:
+                write_pages(states, state.host_indices, kept)
+                assert controller.storage_backend.batch_set_v2([state]) == {PoolName.MAMBA: [True]}
 
 
 @in_sglang

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from tests.sglang.pages import random_pages, tokens_of
 from tests.sglang.process import in_sglang
-from tests.sglang.stack import engine, mha_pools, random_pages, storage_config, tokens_of
-from tiercache.integrations.sglang.arguments import digest_of
-from tiercache.integrations.sglang.identity import began_ns, identity_of_adapters
+from tests.sglang.stack import engine, mha_pools, storage_config
+from tiercache.integrations.sglang.arguments import DO_NOT_COUNT, digest_of
+from tiercache.integrations.sglang.identity import began_ns, identity_of_adapters, make_layout, model_of
+from tiercache.integrations.sglang.pools import HostPool
 
 LATER_NS = 3_000_000_000
 """Beyond the grain of a file system's clock."""
@@ -20,7 +22,6 @@ LATER_NS = 3_000_000_000
 @in_sglang
 def test_the_model_is_known_by_its_weights(tmp_path: Path) -> None:
     """Where SGLang's arguments say where they are: the same under another name, others under the same."""
-    from tiercache.integrations.sglang.identity import model_of
 
     def server(name: str, weights: bytes) -> dict[str, Any]:
         place = tmp_path / name
@@ -130,8 +131,6 @@ def test_every_argument_counts_but_those_that_are_known_to_be_harmless() -> None
     """Of all that SGLang has; and what is called harmless is one of them."""
     from sglang.srt.server_args import ServerArgs
 
-    from tiercache.integrations.sglang.arguments import DO_NOT_COUNT
-
     names = set(ServerArgs.__struct_fields__)
     told = dict.fromkeys(names)
     assert names >= DO_NOT_COUNT
@@ -141,8 +140,6 @@ def test_every_argument_counts_but_those_that_are_known_to_be_harmless() -> None
 
 def test_arguments_that_change_kv_are_not_called_harmless() -> None:
     """Those of which that was said before; `speculative_draft_load_format` decides on the weights of a draft, and so on."""
-    from tiercache.integrations.sglang.arguments import DO_NOT_COUNT
-
     changes = """
         dtype quantization quantization_param_path kv_cache_dtype load_format model_loader_extra_config model_impl
         json_model_override_args context_length is_embedding modelopt_quant attention_backend prefill_attention_backend
@@ -184,9 +181,6 @@ def test_the_order_of_a_set_is_no_difference() -> None:
 @in_sglang
 def test_kinds_of_ranks_are_told_apart(tmp_path: Path) -> None:
     """The second of two parts is others' heads, or other layers, or other tokens."""
-    from tiercache.integrations.sglang.identity import make_layout
-    from tiercache.integrations.sglang.pools import HostPool
-
     pools = [HostPool("kv", mha_pools()[1])]
     second_of_two = [{f"{kind}_rank": 1, f"{kind}_size": 2} for kind in ("tp", "pp", "attn_cp")]
     two_kinds = {"attn_cp_rank": 0, "attn_cp_size": 2, "tp_rank": 1, "tp_size": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import shlex
 from pathlib import Path
@@ -12,19 +13,9 @@ import pytest
 import torch
 
 from tests.readme.blocks import block_of
+from tests.sglang.pages import page_hashes, random_pages, read_pages, tokens_of, write_pages
 from tests.sglang.process import in_sglang
-from tests.sglang.stack import (
-    engine,
-    extra_config,
-    mha_pools,
-    mla_pools,
-    page_hashes,
-    random_pages,
-    read_pages,
-    storage_config,
-    tokens_of,
-    write_pages,
-)
+from tests.sglang.stack import engine, extra_config, mha_pools, mla_pools, storage_config
 from tiercache.errors import ConfigError
 
 
@@ -47,14 +38,11 @@ def test_a_page_is_not_written_to_after_the_call_has_returned(tmp_path: Path) ->
 
 @in_sglang
 def test_settings_that_only_vllms_connector_reads_are_named_once(tmp_path: Path) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tiercache.sglang").addHandler(handler)
+    lines = io.StringIO()
+    logging.getLogger("tiercache.sglang").addHandler(logging.StreamHandler(lines))
     with engine(tmp_path, priority_limit=3, save_decode_cache=True):
-        pass
-    unread = "accepted but not honoured: priority_limit, save_decode_cache (up to SGLang)"
-    assert [line for line in lines if "not honoured" in line] == [unread]
+        unread = "accepted but not honoured: priority_limit, save_decode_cache (up to SGLang)"
+    assert [line for line in lines.getvalue().splitlines() if "not honoured" in line] == [unread]
 
 
 @pytest.mark.parametrize(

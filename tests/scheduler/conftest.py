@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from tests.scheduler.held import is_whole, opened
+from tiercache import TierCache
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import Lease, Purpose, SlotPool
 from tiercache.memory.workers import Workers
+from tiercache.payloads import Source
 from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.writer import FanOut, TierWriter
 from tiercache.testing import FaultyTier, JumpingClockLoop, MemoryTier, chunk
@@ -21,7 +24,6 @@ from tiercache.tiers.base import Traits
 from tiercache.tiers.cpu import CpuTier
 
 SLOTS = 32
-SMALL_BYTES = CHUNK_BYTES
 
 
 class JumpingPolicy(asyncio.DefaultEventLoopPolicy):
@@ -52,6 +54,10 @@ class Bench:
             self.memory.chunks[key] = payload[:CHUNK_BYTES].tobytes()
         return [chunk(number)[0] for number in numbers]
 
+    def keep_hot(self, numbers: range) -> None:
+        for number in numbers:
+            self.make_hot(number).release()
+
     def make_hot(self, number: int) -> Lease:
         key, payload = chunk(number)
         slot = self.cpu.try_reserve(Purpose.WRITE)
@@ -60,19 +66,51 @@ class Bench:
         return self.cpu.publish(key, slot, CHUNK_BYTES, Purpose.WRITE)
 
     def is_whole(self) -> bool:
-        """Nobody holds anything: every slot can be had again, and no budget counts one."""
-        return self.cpu.obtainable == self.cpu.pool.count and not any(self.cpu.budget.held)
+        return is_whole(self.cpu)
+
+    async def let_go(self) -> None:
+        """The tier goes on. Ends when nobody holds anything."""
+        self.tier.gate.set()
+        async with asyncio.timeout(10.0):
+            while not self.is_whole():
+                await asyncio.sleep(0.01)
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    arena = Arena(ArenaSettings(size_bytes=SLOTS * SMALL_BYTES))
-    pool = SlotPool(arena, SMALL_BYTES)
+    """At the end of a test nobody holds anything."""
+    pool = SlotPool(Arena(ArenaSettings(size_bytes=SLOTS * CHUNK_BYTES)), CHUNK_BYTES)
     copiers, fillers = Workers("copy", 2), Workers("fill", 2)
     memory = MemoryTier("disk", Traits(durable=True, read_concurrency=2, write_concurrency=2))
-    yield Bench(CpuTier(pool, copiers), FaultyTier(memory), memory, fillers)
+    bench = Bench(CpuTier(pool, copiers), FaultyTier(memory), memory, fillers)
+    yield bench
     copiers.close()
     fillers.close()
+    assert bench.is_whole(), "somebody holds a slot, or a budget counts one"
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[TierCache]:
+    """Above one tier, "a"."""
+    async with opened("a") as cache:
+        yield cache
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def soon(seconds: float = 5.0) -> float:
+    return now() + seconds
+
+
+def items(numbers: Sequence[int]) -> list[tuple[ChunkKey, int, Source]]:
+    """What a put takes."""
+
+    def source_of(number: int) -> Source:
+        return lambda slot: np.copyto(slot, chunk(number)[1])
+
+    return [(chunk(number)[0], CHUNK_BYTES, source_of(number)) for number in numbers]
 
 
 def expect(number: int) -> Callable[[np.ndarray], None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,10 +13,12 @@ from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import MemoryTier
 from tiercache.tiers.base import Traits
+from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.remote.base import RemoteSettings
 
 CHUNK_BYTES = 64 * 1024
 _ARENA_BYTES = 2 << 20
+T = TypeVar("T")
 KINDS = ("probe", "read", "write", "remove")
 
 
@@ -44,9 +47,7 @@ class HeldTier(MemoryTier):
             self._gates[kind].set()
 
     async def until_entered(self, kind: str, operations: int = 1) -> None:
-        async with asyncio.timeout(5.0):
-            while self.entered[kind] < operations:
-                await asyncio.sleep(0)
+        await until(lambda: self.entered[kind] >= operations)
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         await self._enter("probe")
@@ -86,7 +87,7 @@ async def opened(
     prefetches: int = 0,
     **values: object,
 ) -> AsyncIterator[TierCache]:
-    """The smallest arena, cut into so many slots; payloads need not fill theirs."""
+    """The smallest arena, cut into so many slots; payloads need not fill theirs. At the end nobody holds anything."""
     settings: dict[str, object] = {}
     for name in names:
         own = {"module_path": __name__, "class_name": "HeldTier", "role": (roles or {}).get(name, "both")}
@@ -106,6 +107,8 @@ async def opened(
         finally:
             for name in names:
                 HeldTier.made[name].let_go()
+        await settle()
+        assert is_whole(cache.cpu), "somebody holds a slot, or a budget counts one"
 
 
 def tier(name: str) -> HeldTier:
@@ -128,12 +131,24 @@ async def settle(rounds: int = 20) -> None:
         await asyncio.sleep(0)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """No virtual time passes."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
 async def found(cache: TierCache, wanted: ChunkKey, deadline_s: float = 5.0) -> bytes | None:
     async with cache.get(wanted, deadline_s=deadline_s) as lease:
         return None if lease is None else bytes(lease.view)
 
 
-async def is_whole(cache: TierCache) -> bool:
-    """Nobody holds anything, when what has ended has told so."""
+async def begun(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task that has come as far as it comes by itself."""
+    task = asyncio.create_task(call)
     await settle()
-    return cache.cpu.obtainable == cache.cpu.pool.count and not any(cache.cpu.budget.held)
+    return task
+
+
+def is_whole(cpu: CpuTier) -> bool:
+    """Nobody holds anything: every slot can be had again, and no budget counts one."""
+    return cpu.obtainable == cpu.pool.count and not any(cpu.budget.held)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.scheduler.conftest import Bench
+from tests.scheduler.conftest import Bench, now, soon
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.advisor import Advisor
 from tiercache.scheduler.reads import Reader, ReaderSettings
@@ -20,8 +20,8 @@ def missed(advisor: Advisor) -> dict[str, float]:
     return {reason: tokens for reason, tokens in advisor.advice().usage.missed_tokens.items() if tokens}
 
 
-async def look_up(reader: Reader, advisor: Advisor, keys: list[ChunkKey], in_s: float = 1.0) -> None:
-    until_s = asyncio.get_running_loop().time() + in_s
+async def look_up(reader: Reader, advisor: Advisor, keys: list[ChunkKey]) -> None:
+    until_s = soon(1.0)
     advisor.looked_up(keys, (await reader.lookup(keys, until_s))[0], until_s)
 
 
@@ -30,13 +30,11 @@ async def test_a_tier_that_is_down(bench: Bench) -> None:
     reader, advisor = watched(bench)
     bench.tier.gate.clear()
     for start in range(0, 20, 4):
-        await asyncio.gather(
-            *(reader.fetch(key, asyncio.get_running_loop().time() + 1.0) for key in keys[start : start + 4])
-        )
+        await asyncio.gather(*(reader.fetch(key, soon(1.0)) for key in keys[start : start + 4]))
     assert reader.breakers() == {"disk": "open"}
     await look_up(reader, advisor, keys)
     assert missed(advisor) == {"tier_down": 20.0}
-    bench.tier.gate.set()
+    await bench.let_go()
 
 
 async def test_a_chunk_behind_a_missing_one(bench: Bench) -> None:
@@ -50,10 +48,9 @@ async def test_what_was_found_and_is_late(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 4))
     reader, advisor = watched(bench)
     await look_up(reader, advisor, keys)
-    now_s = asyncio.get_running_loop().time()
-    advisor.got(keys, 1, now_s)
+    advisor.got(keys, 1, now())
     assert missed(advisor) == {"deadline": 2.0}
-    advisor.got(keys, 2, now_s + 1.0)
+    advisor.got(keys, 2, soon(1.0))
     assert missed(advisor) == {"deadline": 2.0}, "it was never promised, or was removed"
     usage = advisor.advice().usage
     assert (usage.asked_tokens, usage.found_tokens, advisor.advice().loaded_tokens) == (3, 1, 3)
@@ -62,5 +59,5 @@ async def test_what_was_found_and_is_late(bench: Bench) -> None:
 async def test_a_get_that_is_too_late(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 4))
     _, advisor = watched(bench)
-    advisor.got(keys, 1, asyncio.get_running_loop().time())
+    advisor.got(keys, 1, now())
     assert missed(advisor) == {"deadline": 2.0}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from tests.scheduler.conftest import SMALL_BYTES, Bench, flushed
+from tests.scheduler.conftest import Bench, flushed, items, now
 from tiercache.core.keys import ChunkKey
-from tiercache.payloads import Source
 from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
+from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Traits
 
 
@@ -34,25 +33,7 @@ class SlowTier(MemoryTier):
 
 
 def writer_of(tier: MemoryTier | FaultyTier, queue_chunks: int = 2, wait_s: float = 1.0) -> TierWriter:
-    return TierWriter(tier, WriterSettings(queue_bytes=queue_chunks * SMALL_BYTES, wait_s=wait_s))
-
-
-def items_of(numbers: Sequence[int]) -> list[tuple[ChunkKey, int, Source]]:
-    def source_of(number: int) -> Source:
-        return lambda into: np.copyto(into, chunk(number)[1])
-
-    return [(chunk(number)[0], SMALL_BYTES, source_of(number)) for number in numbers]
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-async def settled(bench: Bench, *writers: TierWriter) -> None:
-    bench.tier.gate.set()
-    for writer in writers:
-        assert await flushed(writer, 60.0)
-    assert bench.is_whole()
+    return TierWriter(tier, WriterSettings(queue_bytes=queue_chunks * CHUNK_BYTES, wait_s=wait_s))
 
 
 async def test_put_of_many_chunks_above_a_hung_tier_ends_by_its_deadline_with_all_hot(bench: Bench) -> None:
@@ -60,31 +41,31 @@ async def test_put_of_many_chunks_above_a_hung_tier_ends_by_its_deadline_with_al
     writer = writer_of(bench.tier)
     path = bench.ingest(FanOut([writer]))
     began_s = now()
-    assert await path.put(items_of(range(1, 21)), 0.5) == 20, "what is hot is hot"
+    assert await path.put(items(range(1, 21)), 0.5) == 20, "what is hot is hot"
     assert now() - began_s < 3.0
     assert writer.statistics().skipped >= 15
-    await settled(bench, writer)
+    bench.tier.gate.set()
+    assert await flushed(writer, 60.0)
 
 
 async def test_put_waits_for_full_queues_once_and_not_for_each_chunk_and_tier(bench: Bench) -> None:
     slow, other = writer_of(SlowTier(), wait_s=0.2), writer_of(SlowTier(), wait_s=0.2)
     path = bench.ingest(FanOut([slow, other]))
     began_s = now()
-    assert await path.put(items_of(range(1, 25)), 60.0) == 24
+    assert await path.put(items(range(1, 25)), 60.0) == 24
     assert now() - began_s < 1.0
     for writer in (slow, other):
         assert await flushed(writer, 60.0)
         counted = writer.statistics()
         assert counted.written + counted.skipped == 24
         assert counted.skipped, "that is what it did not wait for"
-    await settled(bench)
 
 
 async def test_full_queue_of_one_tier_does_not_delay_what_others_are_offered(bench: Bench) -> None:
     bench.tier.gate.clear()
     hung, good = writer_of(bench.tier, wait_s=10.0), writer_of(MemoryTier("good"), 100)
     path = bench.ingest(FanOut([hung, good]))
-    putting = asyncio.create_task(path.put(items_of(range(1, 9)), 60.0))
+    putting = asyncio.create_task(path.put(items(range(1, 9)), 60.0))
     began_s = now()
     async with asyncio.timeout(5.0):
         while good.statistics().written < 8:
@@ -93,7 +74,7 @@ async def test_full_queue_of_one_tier_does_not_delay_what_others_are_offered(ben
     assert not putting.done()
     bench.tier.gate.set()
     assert await putting == 8
-    await settled(bench, hung, good)
+    assert await flushed(hung, 60.0) and await flushed(good, 60.0)
     assert hung.statistics().written == 8
 
 
@@ -106,9 +87,8 @@ async def test_a_flush_says_what_was_declined(bench: Bench) -> None:
             return key == chunk(1)[0] and await super().write(key, payload, payload_bytes)
 
     fan_out = FanOut([writer_of(Choosy("choosy", Traits(durable=True)))])
-    assert await bench.ingest(fan_out).put(items_of([1, 2]), 1.0) == 2
+    assert await bench.ingest(fan_out).put(items([1, 2]), 1.0) == 2
     flush = asyncio.create_task(fan_out.flush(60.0))
     await asyncio.sleep(0)
     asked.set()
     assert await flush == FlushReport({"choosy": 1}, {"choosy": 0}, {"choosy": 0}, {"choosy": 1})
-    assert bench.is_whole()

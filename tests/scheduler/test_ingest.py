@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.scheduler.conftest import SLOTS, Bench
+from tests.scheduler.conftest import SLOTS, Bench, items, now
+from tests.scheduler.held import until
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.slots import WRITE, Purpose
-from tiercache.payloads import PlainCopy, Source, source_of
+from tiercache.payloads import PlainCopy, source_of
 from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-
-
-def items(numbers: Sequence[int]) -> list[tuple[ChunkKey, int, Source]]:
-    found = []
-    for number in numbers:
-        key, payload = chunk(number)
-        found.append((key, CHUNK_BYTES, lambda slot, payload=payload: np.copyto(slot, payload)))
-    return found
 
 
 async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> None:
@@ -33,18 +26,15 @@ async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> No
     path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     puts = [asyncio.create_task(path.put(items(range(start, start + 8)), 10.0)) for start in range(0, 32, 8)]
-    while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < len(puts):
-        await asyncio.sleep(0)
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
+    await until(lambda: len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) >= len(puts))
+    began_s = now()
     for lease in leases:
         lease.release()
         for _ in range(5):
             await asyncio.sleep(0)
     assert await asyncio.gather(*puts) == [8] * 4
     assert path.skipped == 0
-    assert loop.time() - began_s < 5.0, "the clock jumps when everybody waits"
-    assert bench.is_whole()
+    assert now() - began_s < 5.0, "the clock jumps when everybody waits"
 
 
 @pytest.mark.parametrize("ends", ["fails", "is cancelled"])
@@ -61,8 +51,7 @@ async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench,
     some = items(range(20))
     some[19] = (some[19][0], CHUNK_BYTES, last)
     put = asyncio.create_task(path.put(some, 10.0))
-    while not copying.is_set():
-        await asyncio.sleep(0)
+    await until(copying.is_set)
     if ends == "is cancelled":
         put.cancel()
     go_on.set()
@@ -71,7 +60,6 @@ async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench,
     before = bench.cpu.prefix([key for key, _, _ in some])
     assert before == 16 or (before == 12 and ends == "is cancelled"), "two parts of four are under way at a time"
     assert [bench.cpu.contains(key) for key, _, _ in some] == [True] * before + [False] * (20 - before)
-    assert bench.is_whole()
 
 
 def ends_at_once(put: Coroutine[Any, Any, int]) -> bool:
@@ -84,6 +72,13 @@ def ends_at_once(put: Coroutine[Any, Any, int]) -> bool:
     return False
 
 
+def is_hot(bench: Bench, key: ChunkKey, payload: np.ndarray) -> None:
+    lease = bench.cpu.lease(key)
+    assert lease is not None
+    with lease:
+        assert np.array_equal(lease.view, payload)
+
+
 @pytest.mark.parametrize(
     "numbers",
     [[100, 101, 0, 1], [100, 100, 101, 100], [100, 0, 0, 101, 1, 1, 102], [100, 31, 101, 30]],
@@ -93,18 +88,12 @@ async def test_put_into_a_full_cache_evicts_for_what_is_not_there_and_nothing_of
     bench: Bench, numbers: list[int]
 ) -> None:
     path = bench.ingest(FanOut([]))
-    for number in range(SLOTS):
-        bench.make_hot(number).release()
+    bench.keep_hot(range(SLOTS))
     await path.put(items(numbers), 1.0)
     for number in numbers:
-        key, payload = chunk(number)
-        lease = bench.cpu.lease(key)
-        assert lease is not None
-        with lease:
-            assert np.array_equal(lease.view, payload[:CHUNK_BYTES])
+        is_hot(bench, *chunk(number))
     assert path.skipped == 0
     assert bench.cpu.statistics().evicted == len({number for number in numbers if number >= SLOTS})
-    assert bench.is_whole()
 
 
 async def test_chunks_that_are_named_again_count_once(bench: Bench) -> None:
@@ -114,7 +103,6 @@ async def test_chunks_that_are_named_again_count_once(bench: Bench) -> None:
     assert await path.put(items(numbers), 10.0) == 9
     assert await path.put(items(numbers), 10.0) == 9, "all of them are hot by now"
     assert bench.cpu.statistics().writes == 9
-    assert bench.is_whole()
 
 
 async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
@@ -128,10 +116,7 @@ async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
     await asyncio.sleep(0)
     assert ends_at_once(put(3))
     for number in range(1, 4):
-        lease = bench.cpu.lease(chunk(number)[0])
-        assert lease is not None and np.array_equal(lease.view, chunk(number, 32 * 1024)[1][: 32 * 1024])
-        lease.release()
-    assert bench.is_whole()
+        is_hot(bench, *chunk(number, 32 * 1024))
 
 
 async def test_what_is_more_than_a_turn_may_copy_goes_to_a_thread(bench: Bench) -> None:
@@ -146,7 +131,6 @@ async def test_what_is_more_than_a_turn_may_copy_goes_to_a_thread(bench: Bench) 
     assert first.done() and not second.done()
     assert bench.fillers.unfinished == 1
     assert await asyncio.gather(first, second) == [1, 1]
-    assert bench.is_whole()
 
 
 def test_what_may_block_is_left_to_threads(tmp_path: Path) -> None:
@@ -164,7 +148,6 @@ async def test_a_prefix_may_follow_a_chunk_that_was_passed_over_since_it_is_held
         assert await path.put(items(range(1000, 1000 + 2 * SLOTS)), 1.0) == 2 * SLOTS
         assert await path.put(items(range(6)), 1.0, prefix=True) == 6
     assert bench.cpu.prefix([key for key, _, _ in items(range(6))]) == 6
-    assert bench.is_whole()
 
 
 async def test_without_a_hot_cache_and_tiers_a_put_leaves_nothing(bench: Bench) -> None:
@@ -187,13 +170,10 @@ async def test_a_hot_chunk_that_is_forgotten_while_others_of_its_put_are_copied_
     assert bench.cpu.forget(chunk(1)[0])
     go_on.set()
     assert await put == 1
-    assert bench.is_whole()
 
 
 @pytest.mark.parametrize("known", [{}, {chunk(3)[0]: chunk(2)[0]}], ids=["single", "a prefix"])
-async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(
-    bench: Bench, known: dict[ChunkKey, ChunkKey]
-) -> None:
+async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(bench: Bench, known: dict[ChunkKey, ChunkKey]) -> None:
     keys = [chunk(number)[0] for number in (2, 3, 4)]
     slots = bench.cpu.try_reserve_all(keys)
     with bench.make_hot(3) as first:
@@ -205,4 +185,3 @@ async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(
             assert np.shares_memory(lease.view, first.view)
     assert bench.cpu.prefix(keys) == 3
     assert bench.cpu.statistics().writes == 3
-    assert bench.is_whole()

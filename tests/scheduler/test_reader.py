@@ -6,20 +6,14 @@ import threading
 import numpy as np
 import pytest
 
-from tests.scheduler.conftest import Bench, expect, release
-from tests.scheduler.held import settle
+from tests.scheduler.conftest import Bench, expect, now, release, soon
+from tests.scheduler.held import begun, until
 from tiercache.scheduler.reads import WARN_EVERY_S, Reader, ReaderSettings
 from tiercache.testing import chunk
 
-SETTINGS = ReaderSettings(deadline_s=5.0, probe_deadline_s=1.0)
-
 
 def reader_of(bench: Bench) -> Reader:
-    return Reader(bench.cpu, [bench.tier], SETTINGS)
-
-
-def soon(seconds: float = 5.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
+    return Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0, probe_deadline_s=1.0))
 
 
 async def test_many_askers_share_one_flight_which_goes_on_when_one_is_cancelled(bench: Bench) -> None:
@@ -36,7 +30,6 @@ async def test_many_askers_share_one_flight_which_goes_on_when_one_is_cancelled(
     release(*leases)
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert bench.is_whole()
 
 
 async def test_an_asker_that_is_thrown_away_gets_no_lease(bench: Bench) -> None:
@@ -49,27 +42,22 @@ async def test_an_asker_that_is_thrown_away_gets_no_lease(bench: Bench) -> None:
     await bench.tier.until_entered(1)
     asker.close()
     bench.tier.gate.set()
-    while reader.in_flight:
-        await asyncio.sleep(0)
+    await until(lambda: not reader.in_flight)
     assert bench.cpu.contains(key)
-    assert bench.is_whole()
 
 
 async def test_hung_read_is_a_miss_at_the_deadline_and_keeps_its_slot_until_it_ends(bench: Bench) -> None:
     (key,) = bench.keep_on_tier(range(1, 2))
     reader = reader_of(bench)
     bench.tier.gate.clear()
-    began = asyncio.get_running_loop().time()
+    began = now()
     assert await reader.fetch(key, soon(2.0)) is None
-    assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, abs=0.2)
-    while reader.in_flight:
-        await asyncio.sleep(0)
+    assert now() - began == pytest.approx(2.0, abs=0.2)
+    await until(lambda: not reader.in_flight)
     assert len(reader.abandoned) == 1
     assert not bench.is_whole(), "the slot belongs to the read that still runs"
-    bench.tier.gate.set()
-    async with asyncio.timeout(10.0):
-        while reader.abandoned or not bench.is_whole():
-            await asyncio.sleep(0.01)
+    await bench.let_go()
+    assert not reader.abandoned
 
 
 async def test_hung_tier_opens_its_breaker_and_holds_no_more_than_its_concurrency(bench: Bench) -> None:
@@ -82,23 +70,11 @@ async def test_hung_tier_opens_its_breaker_and_holds_no_more_than_its_concurrenc
     assert reader.breakers() == {"disk": "open"}
     assert bench.tier.entered <= 2
     assert bench.cpu.pool.count - bench.cpu.obtainable <= 2
-    hot = bench.make_hot(99)
-    hot.release()
+    bench.keep_hot(range(99, 100))
     lease = await reader.fetch(chunk(99)[0], soon(0.1))
     assert lease is not None, "the hot cache does not suffer"
     lease.release()
-    bench.tier.gate.set()
-
-
-async def test_batch_delivers_hot_and_cold_in_place(bench: Bench) -> None:
-    keys = bench.keep_on_tier(range(1, 21))
-    for number in (2, 5, 6, 7, 19):
-        bench.make_hot(number).release()
-    reader = reader_of(bench)
-    assert await reader.deliver(keys, [expect(number) for number in range(1, 21)], soon()) == 20
-    assert bench.memory.counters.reads == 15
-    assert reader.counters.sink_failures == 0
-    assert bench.is_whole()
+    await bench.let_go()
 
 
 async def test_batch_ends_at_the_first_gap_and_reads_little_beyond(bench: Bench) -> None:
@@ -106,7 +82,6 @@ async def test_batch_ends_at_the_first_gap_and_reads_little_beyond(bench: Bench)
     del bench.memory.chunks[keys[4]]
     assert await reader_of(bench).deliver(keys, [expect(number) for number in range(1, 31)], soon()) == 4
     assert bench.memory.counters.reads <= 4 + 6
-    assert bench.is_whole()
 
 
 async def test_failing_sink_ends_the_prefix_and_leaks_nothing(bench: Bench) -> None:
@@ -116,22 +91,19 @@ async def test_failing_sink_ends_the_prefix_and_leaks_nothing(bench: Bench) -> N
     reader = reader_of(bench)
     assert await reader.deliver(keys, sinks, soon()) == 3
     assert reader.counters.sink_failures == 1
-    assert bench.is_whole()
 
 
 async def test_batch_gives_at_the_deadline_what_has_arrived(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 9))
-    for number in (1, 2, 3):
-        bench.make_hot(number).release()
+    bench.keep_hot(range(1, 4))
     bench.tier.gate.clear()
     assert await reader_of(bench).deliver(keys, [expect(number) for number in range(1, 9)], soon(1.0)) == 3
-    bench.tier.gate.set()
+    await bench.let_go()
 
 
 async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 31))
-    for number in range(1, 9):
-        bench.make_hot(number).release()
+    bench.keep_hot(range(1, 9))
     reader = reader_of(bench)
     for steps in range(0, 30, 3):
         over = False
@@ -147,8 +119,7 @@ async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench) -> None:
         batch.cancel()
         await asyncio.gather(batch, return_exceptions=True)
         over = True
-        while reader.in_flight or bench.cpu.copiers.unfinished:
-            await asyncio.sleep(0)
+        await until(lambda: not reader.in_flight and not bench.cpu.copiers.unfinished)
         assert late == 0
         assert bench.is_whole()
 
@@ -161,7 +132,7 @@ async def test_closing_answers_whoever_waits(bench: Bench) -> None:
     await bench.tier.until_entered(1)
     await reader.close()
     assert await asker is None
-    bench.tier.gate.set()
+    await bench.let_go()
 
 
 async def test_batch_that_is_copying_when_all_is_closed_begins_no_further_read(
@@ -177,15 +148,13 @@ async def test_batch_that_is_copying_when_all_is_closed_begins_no_further_read(
 
     batch = asyncio.create_task(reader.deliver(keys, [copy] * len(keys), soon(100.0)))
     await bench.tier.until_entered(4)
-    while reader.counters.hits["disk"] < 4 or len(reader.in_flight):
-        await asyncio.sleep(0)
+    await until(lambda: reader.counters.hits["disk"] >= 4 and not reader.in_flight)
     await reader.close()
     entered = bench.tier.entered
     go_on.set()
     assert await batch == entered
     assert bench.tier.entered == entered
     assert not caplog.records
-    assert bench.is_whole()
 
 
 async def test_impatient_callers_do_not_switch_a_healthy_tier_off(bench: Bench) -> None:
@@ -200,8 +169,7 @@ async def test_impatient_callers_do_not_switch_a_healthy_tier_off(bench: Bench) 
 
 
 async def test_large_batch_of_hot_chunks_leaves_the_loop_to_others_and_ends_by_its_deadline(bench: Bench) -> None:
-    for number in range(1, 5):
-        bench.make_hot(number).release()
+    bench.keep_hot(range(1, 5))
     reader, numbers = reader_of(bench), [1, 2, 3, 4] * 1500
     keys, sinks = [chunk(number)[0] for number in numbers], [expect(number) for number in numbers]
     turns = 0
@@ -216,9 +184,8 @@ async def test_large_batch_of_hot_chunks_leaves_the_loop_to_others_and_ends_by_i
     assert await reader.deliver(keys, sinks, soon(60.0)) == len(keys)
     beside.cancel()
     assert turns > len(keys) / 600
-    came = await reader.deliver(keys, sinks, asyncio.get_running_loop().time())
+    came = await reader.deliver(keys, sinks, now())
     assert 0 < came < len(keys) / 2, "what there was time for"
-    assert bench.is_whole()
 
 
 async def test_buffers_of_a_wrong_length_are_said_once_a_minute(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,8 +216,7 @@ async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -
     bench.tier.gate.clear()
     promoting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[:10]]
     await bench.tier.until_entered(2)
-    asking = asyncio.create_task(reader.fetch(keys[10], soon()))
-    await settle()
+    asking = await begun(reader.fetch(keys[10], soon()))
     order: list[int] = []
     for number, task in [*enumerate(promoting), (10, asking)]:
         task.add_done_callback(lambda _, number=number: order.append(number))
@@ -258,7 +224,6 @@ async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -
     leases = await asyncio.gather(*promoting, asking)
     assert order.index(10) <= 4, "behind the two that were being read, and their like"
     release(*leases)
-    assert bench.is_whole()
 
 
 async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> None:
@@ -267,14 +232,12 @@ async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> 
     bench.tier.gate.clear()
     promoting = [asyncio.create_task(reader.promote(key, soon())) for key in keys]
     await bench.tier.until_entered(2)
-    asking = asyncio.create_task(reader.fetch(keys[-1], soon()))
-    await settle()
+    asking = await begun(reader.fetch(keys[-1], soon()))
     assert reader.counters.overtaken == 1
     bench.tier.gate.set()
     lease, *holds = await asyncio.gather(asking, *promoting)
     assert bench.memory.counters.reads == len(keys), "each once"
     release(lease, *holds)
-    assert bench.is_whole()
 
 
 async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench) -> None:
@@ -283,17 +246,13 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
     room = bench.cpu.pool.count - 2 * bench.cpu.budget.floor
     holds = await asyncio.gather(*(reader.promote(key, soon()) for key in keys[:room]))
     waiting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[room:-1]]
-    while not bench.cpu.wait_queue.waiters:
-        await asyncio.sleep(0)
-    began_s = asyncio.get_running_loop().time()
-    lease = await reader.fetch(keys[-1], soon())
-    assert lease is not None
-    assert asyncio.get_running_loop().time() - began_s < 1.0
-    lease.release()
+    await until(lambda: bench.cpu.wait_queue.waiters)
+    began_s = now()
+    release(await reader.fetch(keys[-1], soon()))
+    assert now() - began_s < 1.0
     for hold in [*holds, *await asyncio.gather(*waiting)]:
         if hold is not None:
             hold.release()
     assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
-    while reader.in_flight or reader.abandoned:  # their timers are a moment later than those of the last who waited
-        await asyncio.sleep(0)
-    assert bench.is_whole()
+    # Their timers are a moment later than those of the last who waited.
+    await until(lambda: not reader.in_flight and not reader.abandoned)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from tests.scheduler.conftest import SLOTS, Bench
-from tests.scheduler.held import settle
-from tests.scheduler.test_ingest import items
+from tests.scheduler.conftest import SLOTS, Bench, items, now, release, soon
+from tests.scheduler.held import begun, settle
 from tiercache.memory.slots import Purpose, Slot
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut
@@ -37,15 +36,10 @@ async def test_slots_come_in_the_order_in_which_they_were_asked_for(bench: Bench
         await asyncio.sleep(0)
         bench.cpu.abandon(slot, Purpose.WRITE)
 
-    tasks = []
-    for number in range(8):
-        tasks.append(asyncio.create_task(wait(number)))
-        await settle()
-    for slot in slots:
-        bench.cpu.abandon(slot, Purpose.WRITE)
+    tasks = [await begun(wait(number)) for number in range(8)]
+    free_all(bench, slots)
     await asyncio.gather(*tasks)
     assert order == list(range(8))
-    assert bench.is_whole()
 
 
 async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Bench) -> None:
@@ -60,18 +54,14 @@ async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Benc
         finally:
             stored.append(await path.put(items([1]), 10.0))
 
-    loop = asyncio.get_running_loop()
-    task = asyncio.create_task(work())
-    await settle()
+    task = await begun(work())
     task.cancel()
     await settle()
-    began_s = loop.time()
-    for lease in leases:
-        lease.release()
+    began_s = now()
+    release(*leases)
     await asyncio.gather(task, return_exceptions=True)
     assert stored == [1]
-    assert loop.time() - began_s < 5.0
-    assert bench.is_whole()
+    assert now() - began_s < 5.0
 
 
 async def test_chunk_that_is_read_is_not_evicted_for_a_waiter(bench: Bench) -> None:
@@ -82,35 +72,27 @@ async def test_chunk_that_is_read_is_not_evicted_for_a_waiter(bench: Bench) -> N
     assert pin is not None
     bench.cpu.on_pinned_access = lambda _: pin.release()
     slots = take_all(bench, Purpose.READ)
-    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.READ, 1.0))
-    await settle()
+    waiting = await begun(bench.cpu.reserve(Purpose.READ, 1.0))
     lease = bench.cpu.lease(chunk(1)[0])
     assert lease is not None and bench.cpu.contains(chunk(1)[0])
     lease.release()
     got = await waiting
-    for slot in slots if got is None else [got, *slots]:
-        bench.cpu.abandon(slot, Purpose.READ)
-    assert bench.is_whole()
+    free_all(bench, slots if got is None else [got, *slots], Purpose.READ)
 
 
 async def test_batch_of_pinned_chunks_is_read_whole_while_a_put_waits(bench: Bench) -> None:
     keys = [chunk(number)[0] for number in range(SLOTS)]
-    for number in range(SLOTS):
-        bench.make_hot(number).release()
+    bench.keep_hot(range(SLOTS))
     bench.cpu.link(keys)
     pins = [bench.cpu.pin(key) for key in keys[: SLOTS - bench.cpu.budget.floor]]
-    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 60.0))
-    await settle()
+    waiting = await begun(bench.cpu.reserve(Purpose.WRITE, 60.0))
     assert not waiting.done()  # what is not pinned is left to reads, and the leases of this read count for those
     delivered: list[bytes] = []
     reader = Reader(bench.cpu, [], ReaderSettings(deadline_s=5.0))
     sinks = [lambda view: delivered.append(bytes(view))] * SLOTS
-    assert await reader.deliver(keys, sinks, asyncio.get_running_loop().time() + 5.0) == SLOTS
+    assert await reader.deliver(keys, sinks, soon()) == SLOTS
     assert sorted(delivered) == sorted(chunk(number)[1].tobytes() for number in range(SLOTS))
-    for pin in pins:
-        assert pin is not None
-        pin.release()
+    release(*pins)
     slot = await waiting
     assert slot is not None
     free_all(bench, [slot])
-    assert bench.is_whole()

@@ -6,9 +6,9 @@ from collections import deque
 
 import pytest
 
-from tests.scheduler.conftest import Bench, flushed
+from tests.scheduler.conftest import Bench, flushed, now, soon
 from tests.scheduler.held import CHUNK_BYTES as HELD_BYTES
-from tests.scheduler.held import NEW, OLD, key, opened, settle, tier
+from tests.scheduler.held import NEW, OLD, begun, key, opened, settle, tier, until
 from tiercache import TierCache
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
@@ -21,126 +21,109 @@ def writer_of(bench: Bench, **settings: object) -> TierWriter:
     return TierWriter(bench.tier, WriterSettings(**{**defaults, **settings}))  # type: ignore[arg-type]
 
 
-def after(wait_s: float) -> float:
-    """The loop time at which a put waits no longer."""
-    return asyncio.get_running_loop().time() + wait_s
+def enqueue(bench: Bench, writer: TierWriter, *numbers: int) -> None:
+    for number in numbers:
+        assert writer.enqueue_nowait(bench.make_hot(number))
 
 
 async def occupy(bench: Bench, writer: TierWriter) -> None:
     """Two writes hang in the tier and four chunks fill the queue."""
     bench.tier.gate.clear()
-    for number in range(1, 3):
-        assert writer.enqueue_nowait(bench.make_hot(number))
+    enqueue(bench, writer, 1, 2)
     await bench.tier.until_entered(2)
-    for number in range(3, 7):
-        assert writer.enqueue_nowait(bench.make_hot(number))
+    enqueue(bench, writer, *range(3, 7))
+
+
+async def goes_on(bench: Bench, writer: TierWriter) -> None:
+    """The tier does, and gets all."""
+    bench.tier.gate.set()
+    assert await flushed(writer, 5.0)
 
 
 async def test_dirty_chunk_is_never_evicted(bench: Bench) -> None:
     writer = writer_of(bench)
     await occupy(bench, writer)
-    for number in range(100, 160):
-        lease = bench.make_hot(number)
-        lease.release()
+    bench.keep_hot(range(100, 160))
     assert all(bench.cpu.contains(chunk(number)[0]) for number in range(1, 7))
-    bench.tier.gate.set()
-    assert await flushed(writer, 5.0)
-    assert bench.is_whole()
+    await goes_on(bench, writer)
 
 
-@pytest.mark.parametrize(
-    ("on_full", "dropped"), [("skip", 7), ("replace", 3)], ids=["the new one", "the oldest queued"]
-)
+@pytest.mark.parametrize(("on_full", "dropped"), [("skip", 7), ("replace", 3)], ids=["the new one", "the oldest queued"])
 async def test_full_queue_drops_what_its_policy_says(bench: Bench, on_full: str, dropped: int) -> None:
     writer = writer_of(bench, on_full=on_full)
     await occupy(bench, writer)
-    assert writer.enqueue_nowait(bench.make_hot(7))
+    enqueue(bench, writer, 7)
     counted = writer.statistics()
     assert (counted.skipped, counted.replaced) == ((1, 0) if on_full == "skip" else (0, 1))
-    bench.tier.gate.set()
-    await flushed(writer, 5.0)
+    await goes_on(bench, writer)
     assert set(bench.memory.chunks) == {chunk(number)[0] for number in range(1, 8) if number != dropped}
-    assert bench.is_whole()
 
 
 async def test_chunk_larger_than_the_queue_waits_in_it_alone(bench: Bench) -> None:
     writer = writer_of(bench, queue_bytes=CHUNK_BYTES // 2, on_full="skip")
     bench.tier.gate.clear()
-    for number in range(1, 3):
-        assert writer.enqueue_nowait(bench.make_hot(number))
+    enqueue(bench, writer, 1, 2)
     await bench.tier.until_entered(2)
-    for number in range(3, 5):
-        assert writer.enqueue_nowait(bench.make_hot(number))
+    enqueue(bench, writer, 3, 4)
     assert (writer.statistics().queued, writer.statistics().skipped) == (1, 1)
-    bench.tier.gate.set()
-    assert await flushed(writer, 5.0)
+    await goes_on(bench, writer)
     assert set(bench.memory.chunks) == {chunk(number)[0] for number in range(1, 4)}
-    assert writer.statistics().queued_bytes == 0 and bench.is_whole()
+    assert writer.statistics().queued_bytes == 0
 
 
 async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench) -> None:
     writer = writer_of(bench, on_full="wait", wait_s=1.0)
     await occupy(bench, writer)
-    began = asyncio.get_running_loop().time()
-    await writer.enqueue(deque([bench.make_hot(7)]), after(1.0))
-    assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.2)
+    began = now()
+    await writer.enqueue(deque([bench.make_hot(7)]), soon(1.0))
+    assert now() - began == pytest.approx(1.0, abs=0.2)
     assert writer.statistics().skipped == 1
-    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(8)]), after(1.0)))
+    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(8)]), soon(1.0)))
     await asyncio.sleep(0)
     bench.tier.gate.set()
     await waiting
-    await flushed(writer, 5.0)
+    assert await flushed(writer, 5.0)
     assert chunk(8)[0] in bench.memory.chunks
-    assert bench.is_whole()
 
 
 async def test_passing_failure_is_retried(bench: Bench) -> None:
     writer = writer_of(bench)
     bench.tier.fail_writes = [OSError("hiccup"), OSError("hiccup")]
-    writer.enqueue_nowait(bench.make_hot(1))
+    enqueue(bench, writer, 1)
     assert await flushed(writer, 5.0)
     assert chunk(1)[0] in bench.memory.chunks
     assert writer.statistics().retried == 2
-    assert bench.is_whole()
 
 
 async def test_lasting_failure_opens_the_breaker_drops_the_queue_and_heals(bench: Bench) -> None:
     writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
     bench.tier.fail_writes = [OSError("device lost")] * 6
-    for number in range(1, 11):
-        writer.enqueue_nowait(bench.make_hot(number))
+    enqueue(bench, writer, *range(1, 11))
     assert await flushed(writer, 20.0)
     assert writer.statistics().breaker == "open"
     assert bench.is_whole(), "a tier that is down holds no memory"
-    writer.enqueue_nowait(bench.make_hot(50))
+    enqueue(bench, writer, 50)
     assert writer.statistics().dropped >= 9
     await asyncio.sleep(130.0)
     bench.tier.fail_writes = []
-    writer.enqueue_nowait(bench.make_hot(51))
+    enqueue(bench, writer, 51)
     assert await flushed(writer, 5.0)
     assert chunk(51)[0] in bench.memory.chunks
-
-
-async def test_full_tier_is_paused_at_once(bench: Bench) -> None:
-    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
-    bench.tier.fail_writes = [TierFull("no room"), TierFull("no room")]
-    for number in range(1, 11):
-        writer.enqueue_nowait(bench.make_hot(number))
-    assert await flushed(writer, 5.0)
-    assert writer.breaker.state.value == "open"
-    assert bench.is_whole()
 
 
 async def test_hung_write_is_given_up_and_its_memory_kept_until_it_ends(bench: Bench) -> None:
     writer = writer_of(bench)
     await occupy(bench, writer)
     assert await flushed(writer, 60.0), "a hung tier does not hang a flush"
+    await keeps_memory_until_they_end(bench, writer)
+
+
+async def keeps_memory_until_they_end(bench: Bench, writer: TierWriter) -> None:
+    """Two writes that were given up."""
     assert len(writer.abandoned) == 2
     assert bench.cpu.pool.count - bench.cpu.obtainable == 2
     bench.tier.gate.set()
-    while writer.abandoned:
-        await asyncio.sleep(0)
-    assert bench.is_whole()
+    await until(lambda: not writer.abandoned)
 
 
 async def test_flush_reports_what_it_could_not_write(bench: Bench) -> None:
@@ -157,11 +140,11 @@ async def test_report_of_a_flush_counts_what_was_dropped_meanwhile(bench: Bench)
     writer = writer_of(bench)
     fan_out = FanOut([writer])
     bench.tier.fail_writes = [OSError("device lost")] * 3
-    writer.enqueue_nowait(bench.make_hot(1))
+    enqueue(bench, writer, 1)
     report = await fan_out.flush(20.0)
     assert (report.dropped, report.describe()) == ({"disk": 1}, "chunks that were not written: disk: 1")
     await asyncio.sleep(1.5)
-    writer.enqueue_nowait(bench.make_hot(2))
+    enqueue(bench, writer, 2)
     report = await fan_out.flush(20.0)
     assert (report.written, report.dropped) == ({"disk": 1}, {"disk": 0})
     assert report.describe() == "every chunk was written"
@@ -170,29 +153,20 @@ async def test_report_of_a_flush_counts_what_was_dropped_meanwhile(bench: Bench)
 async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_writes_end(bench: Bench) -> None:
     writer = writer_of(bench, deadline_s=1000.0)
     await occupy(bench, writer)
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
+    began_s = now()
     await writer.close(began_s + 0.5)
     assert writer.statistics().dropped == 6, "those whose writes were called off, too"
-    assert loop.time() - began_s == pytest.approx(0.5, abs=0.1)
-    assert len(writer.abandoned) == 2
-    assert bench.cpu.pool.count - bench.cpu.obtainable == 2
-    bench.tier.gate.set()
-    while writer.abandoned:
-        await asyncio.sleep(0)
-    assert bench.is_whole()
+    assert now() - began_s == pytest.approx(0.5, abs=0.1)
+    await keeps_memory_until_they_end(bench, writer)
 
 
-async def test_writes_that_hang_at_close_fail_later_without_a_word(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_writes_that_hang_at_close_fail_later_in_silence(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     writer = writer_of(bench, deadline_s=1000.0)
     await occupy(bench, writer)
     bench.tier.fail_writes = [OSError("device lost")] * 2
     await writer.close(0.0)
     bench.tier.gate.set()
-    while writer.abandoned:
-        await asyncio.sleep(0)
+    await until(lambda: not writer.abandoned)
     gc.collect()
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
@@ -200,36 +174,30 @@ async def test_writes_that_hang_at_close_fail_later_without_a_word(
 async def test_write_that_is_under_way_at_close_may_end(bench: Bench) -> None:
     writer = writer_of(bench)
     await occupy(bench, writer)
-    closing = asyncio.create_task(writer.close(asyncio.get_running_loop().time() + 1.0))
+    closing = asyncio.create_task(writer.close(soon(1.0)))
     await asyncio.sleep(0)
     bench.tier.gate.set()
     await closing
     assert writer.statistics().dropped == 4, "the queue"
     assert set(bench.memory.chunks) == {chunk(1)[0], chunk(2)[0]}
-    assert bench.is_whole()
 
 
 async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: Bench) -> None:
     bench.tier.patience_s = 0.5
     writer = writer_of(bench, wait_s=10.0, deadline_s=60.0)
     await occupy(bench, writer)
-    loop = asyncio.get_running_loop()
     await asyncio.sleep(1.0)
-    began_s = loop.time()
-    await writer.enqueue(deque([bench.make_hot(7)]), after(10.0))
-    assert loop.time() - began_s < 0.5, (
-        "a put that waited would wait for this tier in vain, and the other tiers with it"
-    )
+    began_s = now()
+    await writer.enqueue(deque([bench.make_hot(7)]), soon(10.0))
+    assert now() - began_s < 0.5, "a put that waited would wait for this tier in vain, and the other tiers with it"
     assert writer.statistics().skipped == 1
-    bench.tier.gate.set()
-    assert await flushed(writer, 5.0)
-    assert bench.is_whole()
+    await goes_on(bench, writer)
 
 
 async def open_and_wait_out(bench: Bench, writer: TierWriter) -> None:
     """Three failures open the breaker; its pause is over when this returns, and the tier is well again."""
     bench.tier.fail_writes = [OSError("device lost")] * 3
-    writer.enqueue_nowait(bench.make_hot(90))
+    enqueue(bench, writer, 90)
     await flushed(writer, 20.0)
     assert writer.breaker.state.value == "open"
     await asyncio.sleep(1.5)
@@ -238,12 +206,10 @@ async def open_and_wait_out(bench: Bench, writer: TierWriter) -> None:
 async def test_tier_that_is_well_again_gets_all_that_was_queued_while_one_write_found_out(bench: Bench) -> None:
     writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
     await open_and_wait_out(bench, writer)
-    for number in range(1, 13):
-        assert writer.enqueue_nowait(bench.make_hot(number))
+    enqueue(bench, writer, *range(1, 13))
     assert await flushed(writer, 20.0)
     assert {chunk(number)[0] for number in range(1, 13)} <= set(bench.memory.chunks)
     assert writer.statistics().dropped == 1, "the one that had found the tier ill"
-    assert bench.is_whole()
 
 
 async def test_chunk_that_comes_while_a_probe_is_under_way_waits_for_its_end(bench: Bench) -> None:
@@ -251,16 +217,13 @@ async def test_chunk_that_comes_while_a_probe_is_under_way_waits_for_its_end(ben
     await open_and_wait_out(bench, writer)
     entered = bench.tier.entered
     bench.tier.gate.clear()
-    writer.enqueue_nowait(bench.make_hot(1))
+    enqueue(bench, writer, 1)
     await bench.tier.until_entered(entered + 1)
-    for number in range(2, 7):
-        writer.enqueue_nowait(bench.make_hot(number))
+    enqueue(bench, writer, *range(2, 7))
     await asyncio.sleep(1.0)
     assert bench.tier.entered == entered + 1, "one finds out, nobody else goes there"
-    bench.tier.gate.set()
-    assert await flushed(writer, 20.0)
+    await goes_on(bench, writer)
     assert {chunk(number)[0] for number in range(1, 7)} <= set(bench.memory.chunks)
-    assert bench.is_whole()
 
 
 async def test_queue_is_dropped_when_the_probe_has_failed(bench: Bench) -> None:
@@ -268,12 +231,10 @@ async def test_queue_is_dropped_when_the_probe_has_failed(bench: Bench) -> None:
     await open_and_wait_out(bench, writer)
     bench.tier.fail_writes = [OSError("device lost")]
     entered = bench.tier.entered
-    for number in range(1, 13):
-        writer.enqueue_nowait(bench.make_hot(number))
+    enqueue(bench, writer, *range(1, 13))
     assert await flushed(writer, 20.0)
     assert bench.tier.entered == entered + 1
     assert writer.statistics().dropped == 13
-    assert bench.is_whole(), "a tier that is down holds no memory"
 
 
 async def test_chunk_that_waits_for_room_in_the_queue_is_written_before_one_that_came_later() -> None:
@@ -286,13 +247,11 @@ async def test_chunk_that_waits_for_room_in_the_queue_is_written_before_one_that
             assert await cache.put(key(number), half)
         await tier("a").until_entered("write")
         assert await cache.put(key(4), OLD), "which fills the queue"
-        first = asyncio.create_task(cache.put(key(5), OLD))
-        await settle()
+        first = await begun(cache.put(key(5), OLD))
         assert not first.done()
         writes.release()
         await tier("a").until_entered("write", 2)
-        later = asyncio.create_task(cache.put(key(6), half))
-        await settle()
+        later = await begun(cache.put(key(6), half))
         for _ in range(5):
             writes.release()
         assert await asyncio.gather(first, later) == [True, True]
@@ -313,61 +272,56 @@ async def open_breaker(cache: TierCache) -> None:
     await asyncio.sleep(1.5)
 
 
-async def test_write_that_is_forgotten_while_it_may_be_the_probe_leaves_the_probe_to_the_next() -> None:
-    async with opened("a") as cache:
-        await open_breaker(cache)
-        tier("a").chunks[key(2)] = OLD
-        tier("a").hold("remove")
-        forgetting = asyncio.create_task(cache.forget([key(2)]))
-        await tier("a").until_entered("remove")
-        assert await cache.put(key(2), NEW)
-        await settle()
-        again = asyncio.create_task(cache.forget([key(2)]))
-        await settle()
-        tier("a").let_go()
-        await asyncio.gather(forgetting, again)
-        assert await cache.put(key(3), NEW)
-        assert (await cache.flush(5.0)).written == {"a": 1}
+async def test_write_that_is_forgotten_while_it_may_be_the_probe_leaves_the_probe_to_the_next(cache: TierCache) -> None:
+    await open_breaker(cache)
+    tier("a").chunks[key(2)] = OLD
+    tier("a").hold("remove")
+    forgetting = asyncio.create_task(cache.forget([key(2)]))
+    await tier("a").until_entered("remove")
+    assert await cache.put(key(2), NEW)
+    await settle()
+    again = await begun(cache.forget([key(2)]))
+    tier("a").let_go()
+    await asyncio.gather(forgetting, again)
+    assert await cache.put(key(3), NEW)
+    assert (await cache.flush(5.0)).written == {"a": 1}
 
 
 async def cancelled() -> None:
     raise asyncio.CancelledError
 
 
-async def test_write_that_the_tier_itself_cancels_has_failed() -> None:
-    async with opened("a") as cache:
-        await open_breaker(cache)
-        tier("a").fate = cancelled
-        assert await cache.put(key(2), NEW)
-        assert (await cache.flush()).dropped == {"a": 1}
-        tier("a").fate = None
-        await asyncio.sleep(5.0)
-        assert await cache.put(key(3), NEW)
-        assert (await cache.flush(5.0)).written == {"a": 1}
+async def test_write_that_the_tier_itself_cancels_has_failed(cache: TierCache) -> None:
+    await open_breaker(cache)
+    tier("a").fate = cancelled
+    assert await cache.put(key(2), NEW)
+    assert (await cache.flush()).dropped == {"a": 1}
+    tier("a").fate = None
+    await asyncio.sleep(5.0)
+    assert await cache.put(key(3), NEW)
+    assert (await cache.flush(5.0)).written == {"a": 1}
 
 
-async def test_removal_that_the_tier_itself_cancels_is_tried_again() -> None:
-    async with opened("a") as cache:
-        tier("a").chunks[key(1)] = OLD
-        tier("a").fate = cancelled
-        with pytest.raises(TierUnavailable, match="a: a removal was cancelled"):
-            await cache.forget([key(1)])
-        tier("a").fate = None
-        await asyncio.sleep(5.0)
-        assert not tier("a").chunks
-        assert await cache.put(key(1), NEW)
-        assert (await cache.flush(5.0)).written == {"a": 1}
+async def test_removal_that_the_tier_itself_cancels_is_tried_again(cache: TierCache) -> None:
+    tier("a").chunks[key(1)] = OLD
+    tier("a").fate = cancelled
+    with pytest.raises(TierUnavailable, match="a: a removal was cancelled"):
+        await cache.forget([key(1)])
+    tier("a").fate = None
+    await asyncio.sleep(5.0)
+    assert not tier("a").chunks
+    assert await cache.put(key(1), NEW)
+    assert (await cache.flush(5.0)).written == {"a": 1}
 
 
-async def test_removal_does_not_wait_for_a_write_that_waits_for_a_probe() -> None:
-    async with opened("a") as cache:
-        await open_breaker(cache)
-        tier("a").hold("write")
-        assert await cache.put(key(2), NEW)
-        await tier("a").until_entered("write", 2)
-        assert await cache.put(key(3), OLD)
-        await settle()
-        await cache.forget([key(3)], deadline_s=2.0)
-        tier("a").let_go()
-        assert (await cache.flush(5.0)).complete
-        assert list(tier("a").chunks) == [key(2)]
+async def test_removal_does_not_wait_for_a_write_that_waits_for_a_probe(cache: TierCache) -> None:
+    await open_breaker(cache)
+    tier("a").hold("write")
+    assert await cache.put(key(2), NEW)
+    await tier("a").until_entered("write", 2)
+    assert await cache.put(key(3), OLD)
+    await settle()
+    await cache.forget([key(3)], deadline_s=2.0)
+    tier("a").let_go()
+    assert (await cache.flush(5.0)).complete
+    assert list(tier("a").chunks) == [key(2)]

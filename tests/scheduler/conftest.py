@@ -1,7 +1,5 @@
 """A hot cache of eight slots over tiers that misbehave on command, on a clock that jumps."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -80,25 +80,19 @@ class HeldTier(MemoryTier):
 
 @asynccontextmanager
 async def opened(
-    *names: str,
-    slots: int = 32,
-    concurrency: int = 2,
-    roles: dict[str, str] | None = None,
-    prefetches: int = 0,
-    **values: object,
+    *names: str, only_read: str = "", slots: int = 32, concurrency: int = 2, prefetches: int = 0, **values: Any
 ) -> AsyncIterator[TierCache]:
     """The smallest arena, cut into so many slots; payloads need not fill theirs. At the end nobody holds anything."""
     settings: dict[str, object] = {}
     for name in names:
-        own = {"module_path": __name__, "class_name": "HeldTier", "role": (roles or {}).get(name, "both")}
-        own["concurrency"] = str(concurrency)
-        own["prefetches"] = str(prefetches)
+        own = {"module_path": __name__, "class_name": "HeldTier", "role": "read" if name == only_read else "both"}
+        own |= {"concurrency": str(concurrency), "prefetches": str(prefetches)}
         settings |= {f"{name}.{option}": value for option, value in own.items()}
     config = Config(
         max_local_cpu_size=_ARENA_BYTES / 2**30,
         remote_storage_plugins=names,
         remote_storage_plugin_settings=settings,  # type: ignore[arg-type]
-        **values,  # type: ignore[arg-type]
+        **values,
     )
     async with TierCache.open(config, Layout("m", 16, _ARENA_BYTES // slots // 16)) as cache:
         assert cache.cpu.pool.count == slots
@@ -140,6 +134,15 @@ async def until(condition: Callable[[], object]) -> None:
 async def found(cache: TierCache, wanted: ChunkKey, deadline_s: float = 5.0) -> bytes | None:
     async with cache.get(wanted, deadline_s=deadline_s) as lease:
         return None if lease is None else bytes(lease.view)
+
+
+def raising(error: type[BaseException], *says: str) -> Callable[[], Awaitable[None]]:
+    """A fate."""
+
+    async def fate() -> None:
+        raise error(*says)
+
+    return fate
 
 
 async def begun(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

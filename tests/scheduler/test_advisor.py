@@ -1,7 +1,5 @@
 """Why chunks are missed, where a tier is the reason."""
 
-from __future__ import annotations
-
 import asyncio
 
 from tests.scheduler.conftest import Bench, now, soon

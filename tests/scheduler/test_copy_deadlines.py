@@ -1,7 +1,5 @@
 """Public calls end by their deadlines while sources and sinks of others keep the copying threads."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine

@@ -1,7 +1,5 @@
 """Putting into the hot cache above tiers that are slow, full or hung: no put waits longer than it said it would."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Forget: what began before it is not visible after it, what begins after it is. From memory, from every tier, whatever was
 under way."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import tracemalloc
@@ -10,12 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from tests.scheduler.conftest import now, release
-from tests.scheduler.held import CHUNK_BYTES, NEW, OLD, begun, found, is_whole, key, opened, settle, tier, until
+from tests.scheduler.conftest import is_whole, now, release
+from tests.scheduler.held import CHUNK_BYTES, NEW, OLD, begun, found, key, opened, raising, settle, tier, until
 from tiercache import TierCache
 from tiercache.errors import TierFull, TierUnavailable
 
 K = key(1)
+refuse = raising(OSError, "connection refused")
 
 
 async def new_bytes_are_everywhere(cache: TierCache, *names: str) -> None:
@@ -92,7 +91,7 @@ async def test_who_comes_after_a_forget_does_not_join_a_flight_from_before(cache
 
 
 async def test_read_after_a_forget_finds_the_new_bytes_while_one_from_before_hangs() -> None:
-    async with opened("a", "b", roles={"a": "read"}) as cache:
+    async with opened("a", "b", only_read="a") as cache:
         tier("a").chunks[K] = OLD
         tier("a").hold("read")
         before = asyncio.create_task(found(cache, K))
@@ -292,7 +291,7 @@ async def test_pinned_and_prefetched_chunks_are_forgotten_too(cache: TierCache) 
 
 
 async def test_tier_that_is_only_read_keeps_its_chunk_and_is_not_asked_for_it() -> None:
-    async with opened("a", "b", roles={"b": "read"}) as cache:
+    async with opened("a", "b", only_read="b") as cache:
         tier("b").chunks[K] = OLD
         await cache.forget([K])
         assert tier("b").chunks == {K: OLD}, "nobody told us to change it"
@@ -333,13 +332,7 @@ async def test_forget_of_many_chunks_leaves_the_loop_to_others_and_has_forgotten
         assert sum(await cache.lookup_each(keys)) == 0
 
 
-async def refuse() -> None:
-    raise OSError("connection refused")
-
-
-async def test_dead_tier_is_asked_seldom_to_remove_what_was_forgotten_and_removes_it_when_it_is_well(
-    cache: TierCache,
-) -> None:
+async def test_dead_tier_is_asked_seldom_to_remove_chunks_and_removes_them_when_it_is_well(cache: TierCache) -> None:
     keys = [key(number) for number in range(1, 5001)]
     tier("a").chunks, tier("a").fate = dict.fromkeys(keys, OLD), refuse
     with pytest.raises(TierUnavailable, match="connection refused"):
@@ -399,9 +392,7 @@ async def test_what_is_to_be_removed_takes_little_memory(cache: TierCache) -> No
 
 
 @pytest.mark.parametrize("tier_hangs", [False, True], ids=["fails", "hangs"])
-async def test_chunks_that_are_too_many_to_be_removed_later_are_never_read_or_written_there_again(
-    cache: TierCache, tier_hangs: bool
-) -> None:
+async def test_chunks_too_many_to_be_removed_later_are_never_used_there_again(cache: TierCache, tier_hangs: bool) -> None:
     keys = [key(number) for number in range(1, 70_001)]
     tier("a").chunks = dict.fromkeys(keys, OLD)
     if tier_hangs:
@@ -434,11 +425,8 @@ async def test_chunks_that_are_too_many_to_be_removed_later_are_never_read_or_wr
 
 
 async def test_full_tier_removes_what_is_forgotten_though_it_takes_no_writes(cache: TierCache) -> None:
-    async def full() -> None:
-        raise TierFull("no room")
-
     await store_cold(cache)
-    tier("a").fate = full
+    tier("a").fate = raising(TierFull, "no room")
     assert await cache.put(key(2), NEW)
     assert (await cache.flush()).dropped == {"a": 1}
     tier("a").fate = None

@@ -1,7 +1,5 @@
 """Puts from host memory that compete for slots."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine
@@ -16,14 +14,19 @@ from tests.scheduler.held import until
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.slots import WRITE, Purpose
 from tiercache.payloads import PlainCopy, source_of
+from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 
 
-async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> None:
+@pytest.fixture
+def path(bench: Bench) -> Ingest:
+    return bench.ingest(FanOut([]))
+
+
+async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench, path: Ingest) -> None:
     """Slots come free one at a time, and there are fewer than the puts need, so a put that waits must hold none."""
-    path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
     puts = [asyncio.create_task(path.put(items(range(start, start + 8)), 10.0)) for start in range(0, 32, 8)]
     await until(lambda: len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) >= len(puts))
@@ -38,7 +41,7 @@ async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("ends", ["fails", "is cancelled"])
-async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench, ends: str) -> None:
+async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench, path: Ingest, ends: str) -> None:
     copying, go_on = threading.Event(), threading.Event()
 
     def last(slot: np.ndarray) -> None:
@@ -47,7 +50,6 @@ async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench,
         if ends == "fails":
             raise OSError("the engine's memory is gone")
 
-    path = bench.ingest(FanOut([]))
     some = items(range(20))
     some[19] = (some[19][0], CHUNK_BYTES, last)
     put = asyncio.create_task(path.put(some, 10.0))
@@ -84,10 +86,7 @@ def is_hot(bench: Bench, key: ChunkKey, payload: np.ndarray) -> None:
     [[100, 101, 0, 1], [100, 100, 101, 100], [100, 0, 0, 101, 1, 1, 102], [100, 31, 101, 30]],
     ids=["the coldest are hot", "named twice", "both", "the warmest are hot"],
 )
-async def test_put_into_a_full_cache_evicts_for_what_is_not_there_and_nothing_of_its_own(
-    bench: Bench, numbers: list[int]
-) -> None:
-    path = bench.ingest(FanOut([]))
+async def test_put_into_a_full_cache_evicts_for_new_chunks_alone(bench: Bench, path: Ingest, numbers: list[int]) -> None:
     bench.keep_hot(range(SLOTS))
     await path.put(items(numbers), 1.0)
     for number in numbers:
@@ -96,18 +95,15 @@ async def test_put_into_a_full_cache_evicts_for_what_is_not_there_and_nothing_of
     assert bench.cpu.statistics().evicted == len({number for number in numbers if number >= SLOTS})
 
 
-async def test_chunks_that_are_named_again_count_once(bench: Bench) -> None:
+async def test_chunks_that_are_named_again_count_once(bench: Bench, path: Ingest) -> None:
     """In one part, in parts that are copied at the same time, and in one that comes after them."""
-    path = bench.ingest(FanOut([]))
     numbers = [0, 0, 1, 2, 3, 0, 4, 4, 5, 6, 7, 0, 8]
     assert await path.put(items(numbers), 10.0) == 9
     assert await path.put(items(numbers), 10.0) == 9, "all of them are hot by now"
     assert bench.cpu.statistics().writes == 9
 
 
-async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
-    path = bench.ingest(FanOut([]))
-
+async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench, path: Ingest) -> None:
     def put(number: int) -> Coroutine[Any, Any, int]:
         key, payload = chunk(number, 32 * 1024)
         return path.put([(key, *source_of(payload[: 32 * 1024].copy()))], 10.0)
@@ -119,9 +115,7 @@ async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
         is_hot(bench, *chunk(number, 32 * 1024))
 
 
-async def test_what_is_more_than_a_turn_may_copy_goes_to_a_thread(bench: Bench) -> None:
-    path = bench.ingest(FanOut([]))
-
+async def test_what_is_more_than_a_turn_may_copy_goes_to_a_thread(bench: Bench, path: Ingest) -> None:
     def put(number: int) -> Coroutine[Any, Any, int]:
         key, payload = chunk(number)
         return path.put([(key, *source_of(payload.copy()))], 10.0)
@@ -142,8 +136,7 @@ def test_what_may_block_is_left_to_threads(tmp_path: Path) -> None:
         assert not isinstance(source_of(other)[1], PlainCopy)
 
 
-async def test_a_prefix_may_follow_a_chunk_that_was_passed_over_since_it_is_held(bench: Bench) -> None:
-    path = bench.ingest(FanOut([]))
+async def test_a_prefix_may_follow_a_chunk_that_was_passed_over_since_it_is_held(bench: Bench, path: Ingest) -> None:
     with bench.make_hot(0):
         assert await path.put(items(range(1000, 1000 + 2 * SLOTS)), 1.0) == 2 * SLOTS
         assert await path.put(items(range(6)), 1.0, prefix=True) == 6
@@ -156,8 +149,7 @@ async def test_without_a_hot_cache_and_tiers_a_put_leaves_nothing(bench: Bench) 
     assert bench.cpu.pool.free == SLOTS and not any(bench.cpu.budget.held)
 
 
-async def test_a_hot_chunk_that_is_forgotten_while_others_of_its_put_are_copied_does_not_count(bench: Bench) -> None:
-    path = bench.ingest(FanOut([]))
+async def test_a_hot_chunk_forgotten_while_others_of_its_put_are_copied_does_not_count(bench: Bench, path: Ingest) -> None:
     bench.make_hot(1).release()
     copying, go_on = threading.Event(), threading.Event()
 

@@ -1,7 +1,5 @@
 """Prefetches carried out: what a handle says, what is kept for whom, and what becomes of it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench, soon
-from tests.scheduler.held import opened, tier, until
+from tests.scheduler.held import opened, raising, tier, until
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prefetch import PrefetchPlan
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
@@ -45,6 +43,12 @@ class Prefetching:
         await asyncio.sleep(10.0)
         for number in range(10):
             self.prefetcher.began(f"s{number}", [])
+
+    async def predict(self, keys: list[ChunkKey]) -> None:
+        """When it returns, the session with these chunks is about to come back."""
+        await self.learn()
+        self.prefetcher.ended("mine", keys)
+        await asyncio.sleep(9.0)
 
     def account(self, source: str = "hints") -> dict[str, int]:
         """In chunks, without what is zero."""
@@ -214,9 +218,7 @@ async def test_session_that_comes_back_finds_its_chunks_hot(work: Prefetching) -
 @pytest.mark.parametrize("says_so", [True, False])
 async def test_chunks_of_a_session_that_does_not_come_back_are_wasted(work: Prefetching, says_so: bool) -> None:
     keys = work.bench.keep_on_tier(range(1, 5))
-    await work.learn()
-    work.prefetcher.ended("mine", keys)
-    await asyncio.sleep(9.0)
+    await work.predict(keys)
     assert work.account("sessions") == {"promoted": 4}
     if says_so:
         work.prefetcher.over("mine")
@@ -226,9 +228,7 @@ async def test_chunks_of_a_session_that_does_not_come_back_are_wasted(work: Pref
 
 async def test_hint_keeps_what_a_prediction_has_promoted(work: Prefetching) -> None:
     keys = work.bench.keep_on_tier(range(1, 5))
-    await work.learn()
-    work.prefetcher.ended("mine", keys)
-    await asyncio.sleep(9.0)
+    await work.predict(keys)
     assert (await work.hint(keys)).promoted == 4
     assert work.prefetcher.held == 4 and work.bench.memory.counters.reads == 4
 
@@ -248,9 +248,6 @@ async def test_chunks_of_sessions_that_came_back_are_told(bench: Bench) -> None:
 
 
 async def test_prefetch_ends_although_a_tier_cancels_its_lookup() -> None:
-    async def cancelled() -> None:
-        raise asyncio.CancelledError
-
     async with opened("a") as cache, asyncio.timeout(60.0):
-        tier("a").fate = cancelled
+        tier("a").fate = raising(asyncio.CancelledError)
         assert (await cache.prefetch([chunk(1)[0]])).missing == 1

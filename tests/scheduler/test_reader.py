@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench, expect, now, release, soon
-from tests.scheduler.held import begun, until
+from tests.scheduler.held import CHUNK_BYTES, begun, found, key, opened, payload, settle, tier, until
+from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import WARN_EVERY_S, Reader, ReaderSettings
 from tiercache.testing import chunk
 
 
-def reader_of(bench: Bench) -> Reader:
+@pytest.fixture
+def reader(bench: Bench) -> Reader:
     return Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0, probe_deadline_s=1.0))
 
 
-async def test_many_askers_share_one_flight_which_goes_on_when_one_is_cancelled(bench: Bench) -> None:
+async def test_many_askers_share_one_flight_which_goes_on_when_one_is_cancelled(bench: Bench, reader: Reader) -> None:
     (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
     bench.tier.gate.clear()
     first, *others = (asyncio.create_task(reader.fetch(key, soon())) for _ in range(50))
     await bench.tier.until_entered(1)
@@ -32,10 +33,9 @@ async def test_many_askers_share_one_flight_which_goes_on_when_one_is_cancelled(
         await first
 
 
-async def test_an_asker_that_is_thrown_away_gets_no_lease(bench: Bench) -> None:
+async def test_an_asker_that_is_thrown_away_gets_no_lease(bench: Bench, reader: Reader) -> None:
     """As a task is that nobody keeps: its coroutine is closed, and hears of no cancellation."""
     (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
     bench.tier.gate.clear()
     asker = reader.fetch(key, soon())
     asker.send(None)
@@ -46,9 +46,8 @@ async def test_an_asker_that_is_thrown_away_gets_no_lease(bench: Bench) -> None:
     assert bench.cpu.contains(key)
 
 
-async def test_hung_read_is_a_miss_at_the_deadline_and_keeps_its_slot_until_it_ends(bench: Bench) -> None:
+async def test_late_read_is_a_miss_and_keeps_its_slot_and_then_its_chunk(bench: Bench, reader: Reader) -> None:
     (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
     bench.tier.gate.clear()
     began = now()
     assert await reader.fetch(key, soon(2.0)) is None
@@ -58,11 +57,15 @@ async def test_hung_read_is_a_miss_at_the_deadline_and_keeps_its_slot_until_it_e
     assert not bench.is_whole(), "the slot belongs to the read that still runs"
     await bench.let_go()
     assert not reader.abandoned
+    lease = bench.cpu.lease(key)
+    assert lease is not None
+    with lease:
+        assert np.array_equal(lease.view, chunk(1)[1])
+    assert (bench.memory.counters.reads, reader.counters.kept) == (1, 1)
 
 
-async def test_hung_tier_opens_its_breaker_and_holds_no_more_than_its_concurrency(bench: Bench) -> None:
+async def test_hung_tier_opens_its_breaker_and_holds_no_more_than_its_concurrency(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 21))
-    reader = reader_of(bench)
     bench.tier.gate.clear()
     for start in range(0, 20, 4):
         leases = await asyncio.gather(*(reader.fetch(key, soon(1.0)) for key in keys[start : start + 4]))
@@ -77,34 +80,32 @@ async def test_hung_tier_opens_its_breaker_and_holds_no_more_than_its_concurrenc
     await bench.let_go()
 
 
-async def test_batch_ends_at_the_first_gap_and_reads_little_beyond(bench: Bench) -> None:
+async def test_batch_ends_at_the_first_gap_and_reads_little_beyond(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 31))
     del bench.memory.chunks[keys[4]]
-    assert await reader_of(bench).deliver(keys, [expect(number) for number in range(1, 31)], soon()) == 4
+    assert await reader.deliver(keys, [expect(number) for number in range(1, 31)], soon()) == 4
     assert bench.memory.counters.reads <= 4 + 6
 
 
-async def test_failing_sink_ends_the_prefix_and_leaks_nothing(bench: Bench) -> None:
+async def test_failing_sink_ends_the_prefix_and_leaks_nothing(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 9))
     sinks = [expect(number) for number in range(1, 9)]
     sinks[3] = expect(77)
-    reader = reader_of(bench)
     assert await reader.deliver(keys, sinks, soon()) == 3
     assert reader.counters.sink_failures == 1
 
 
-async def test_batch_gives_at_the_deadline_what_has_arrived(bench: Bench) -> None:
+async def test_batch_gives_at_the_deadline_what_has_arrived(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 9))
     bench.keep_hot(range(1, 4))
     bench.tier.gate.clear()
-    assert await reader_of(bench).deliver(keys, [expect(number) for number in range(1, 9)], soon(1.0)) == 3
+    assert await reader.deliver(keys, [expect(number) for number in range(1, 9)], soon(1.0)) == 3
     await bench.let_go()
 
 
-async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench) -> None:
+async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 31))
     bench.keep_hot(range(1, 9))
-    reader = reader_of(bench)
     for steps in range(0, 30, 3):
         over = False
         late = 0
@@ -124,9 +125,8 @@ async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench) -> None:
         assert bench.is_whole()
 
 
-async def test_closing_answers_whoever_waits(bench: Bench) -> None:
+async def test_closing_answers_whoever_waits(bench: Bench, reader: Reader) -> None:
     (key,) = bench.keep_on_tier(range(1, 2))
-    reader = reader_of(bench)
     bench.tier.gate.clear()
     asker = asyncio.create_task(reader.fetch(key, soon(100.0)))
     await bench.tier.until_entered(1)
@@ -135,12 +135,9 @@ async def test_closing_answers_whoever_waits(bench: Bench) -> None:
     await bench.let_go()
 
 
-async def test_batch_that_is_copying_when_all_is_closed_begins_no_further_read(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_batch_begins_no_read_after_close(bench: Bench, reader: Reader, caplog: pytest.LogCaptureFixture) -> None:
     """Its tier was closed by then, and a warning told of a read that had failed."""
     keys = bench.keep_on_tier(range(1, 10))
-    reader = reader_of(bench)
     go_on = threading.Event()
 
     def copy(view: np.ndarray) -> None:
@@ -157,20 +154,19 @@ async def test_batch_that_is_copying_when_all_is_closed_begins_no_further_read(
     assert not caplog.records
 
 
-async def test_impatient_callers_do_not_switch_a_healthy_tier_off(bench: Bench) -> None:
+async def test_impatient_callers_do_not_switch_a_healthy_tier_off(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 20))
-    reader = reader_of(bench)
     bench.tier.gate.clear()
-    for key in keys[:12]:
-        assert await reader.fetch(key, soon(0.001)) is None
+    for wanted in keys[:12]:
+        assert await reader.fetch(wanted, soon(0.001)) is None
     bench.tier.gate.set()
     release(await reader.fetch(keys[15], soon()))
     assert reader.breakers() == {"disk": "closed"}
 
 
-async def test_large_batch_of_hot_chunks_leaves_the_loop_to_others_and_ends_by_its_deadline(bench: Bench) -> None:
+async def test_large_hot_batch_leaves_the_loop_to_others_and_ends_by_its_deadline(bench: Bench, reader: Reader) -> None:
     bench.keep_hot(range(1, 5))
-    reader, numbers = reader_of(bench), [1, 2, 3, 4] * 1500
+    numbers = [1, 2, 3, 4] * 1500
     keys, sinks = [chunk(number)[0] for number in numbers], [expect(number) for number in numbers]
     turns = 0
 
@@ -188,10 +184,9 @@ async def test_large_batch_of_hot_chunks_leaves_the_loop_to_others_and_ends_by_i
     assert 0 < came < len(keys) / 2, "what there was time for"
 
 
-async def test_buffers_of_a_wrong_length_are_said_once_a_minute(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_wrong_buffers_are_said_once_a_minute(bench: Bench, reader: Reader, caplog: pytest.LogCaptureFixture) -> None:
     keys = bench.keep_on_tier(range(1, 9))
     wrong = [expect(77)] * 8
-    reader = reader_of(bench)
 
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if "could not be delivered" in record.getMessage()]
@@ -210,9 +205,8 @@ async def test_buffers_of_a_wrong_length_are_said_once_a_minute(bench: Bench, ca
 # Prefetches
 
 
-async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -> None:
+async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 12))
-    reader = reader_of(bench)
     bench.tier.gate.clear()
     promoting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[:10]]
     await bench.tier.until_entered(2)
@@ -226,9 +220,8 @@ async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -
     release(*leases)
 
 
-async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> None:
+async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 12))
-    reader = reader_of(bench)
     bench.tier.gate.clear()
     promoting = [asyncio.create_task(reader.promote(key, soon())) for key in keys]
     await bench.tier.until_entered(2)
@@ -240,9 +233,8 @@ async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> 
     release(lease, *holds)
 
 
-async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench) -> None:
+async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench, reader: Reader) -> None:
     keys = bench.keep_on_tier(range(1, 60))
-    reader = reader_of(bench)
     room = bench.cpu.pool.count - 2 * bench.cpu.budget.floor
     holds = await asyncio.gather(*(reader.promote(key, soon()) for key in keys[:room]))
     waiting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[room:-1]]
@@ -256,3 +248,82 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
     assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
     # Their timers are a moment later than those of the last who waited.
     await until(lambda: not reader.in_flight and not reader.abandoned)
+
+
+# Too few places and slots
+
+
+@pytest.mark.parametrize("scarce", ["places", "slots"])
+async def test_who_joins_while_the_first_waits_for_its_turn_gets_all_of_his_time(bench: Bench, scarce: str) -> None:
+    keys = bench.keep_on_tier(range(1, 4))
+    reader = Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=30.0))
+    slots = []
+    others: list[asyncio.Task[object]] = []
+    bench.tier.gate.clear()
+    if scarce == "places":
+        others = [asyncio.create_task(reader.fetch(wanted, soon(20.0))) for wanted in keys[1:]]
+        await bench.tier.until_entered(2)
+    else:
+        while (slot := bench.cpu.try_reserve(Purpose.READ)) is not None:
+            slots.append(slot)
+    hasty = await begun(reader.fetch(keys[0], soon(1.0)))
+    patient = asyncio.create_task(reader.fetch(keys[0], soon(10.0)))
+    assert await hasty is None
+    await asyncio.sleep(1.0)
+    bench.tier.gate.set()
+    for slot in slots:
+        bench.cpu.abandon(slot, Purpose.READ)
+    release(await patient)
+    for other in await asyncio.gather(*others):
+        other.release()  # type: ignore[attr-defined]
+
+
+async def test_want_of_memory_is_no_sign_against_a_tier() -> None:
+    """Reads that wait for slots have the places, and others wait for those."""
+    async with opened("a", slots=8, concurrency=2) as cache:
+        for number in range(16):
+            tier("a").chunks[key(100 + number)] = payload(number)
+        leases = []
+        for number in range(8):
+            if await cache.put(key(number), bytes(CHUNK_BYTES), deadline_s=0.1):
+                leases.append(cache.cpu.lease(key(number)))
+        while (slot := cache.cpu.try_reserve(Purpose.READ)) is not None:
+            leases.append(cache.cpu.publish(key(50 + len(leases)), slot, 1, Purpose.READ))
+        got = await asyncio.gather(*(found(cache, key(100 + number), 8.0) for number in range(16)))
+        assert not any(got)
+        assert cache.statistics().breakers == {"a": "closed"}
+        release(*leases)
+        assert await found(cache, key(100)) == payload(0)
+
+
+async def test_hung_tier_leaves_another_its_share_of_a_small_arena() -> None:
+    """Its reads hang in as many slots as they can get, and writes take what is left."""
+    async with opened("well", "hung", slots=16, concurrency=16) as cache:
+        for number in range(16):
+            tier("hung").chunks[key(100 + number)] = payload(number)
+            tier("well").chunks[key(200 + number)] = payload(number)
+        tier("hung").hold("read")
+        await asyncio.gather(*(found(cache, key(100 + number), 0.5) for number in range(16)))
+        assert cache.statistics().stuck == 4, "a quarter of the arena: all tiers together half of it"
+        tier("well").hold("write")
+        for number in range(16):
+            await cache.put(key(300 + number), bytes(CHUNK_BYTES), deadline_s=0.1)
+        got = [await found(cache, key(200 + number), 1.0) for number in range(16)]
+        assert got == [payload(number) for number in range(16)]
+
+
+async def test_prefetches_leave_places_to_reads() -> None:
+    async with opened("hung", slots=16, concurrency=6, prefetches=2) as cache:
+        for number in range(16):
+            tier("hung").chunks[key(number)] = payload(number)
+        tier("hung").hold("read")
+        handle = cache.prefetch([key(number) for number in range(8)])
+        await tier("hung").until_entered("read", 2)
+        gets = [asyncio.create_task(found(cache, key(number))) for number in range(8, 16)]
+        await tier("hung").until_entered("read", 6)
+        await settle()
+        assert tier("hung").entered["read"] == 6
+        tier("hung").let_go()
+        assert await asyncio.gather(*gets) == [payload(number) for number in range(8, 16)]
+        assert (await handle).promoted == 8
+        cache.clear_hot()

@@ -1,7 +1,5 @@
 """Waiters get slots in turn, whatever happens to other waiters."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 

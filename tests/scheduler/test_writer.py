@@ -8,7 +8,7 @@ import pytest
 
 from tests.scheduler.conftest import Bench, flushed, now, soon
 from tests.scheduler.held import CHUNK_BYTES as HELD_BYTES
-from tests.scheduler.held import NEW, OLD, begun, key, opened, settle, tier, until
+from tests.scheduler.held import NEW, OLD, begun, key, opened, raising, settle, tier, until
 from tiercache import TierCache
 from tiercache.errors import TierFull, TierUnavailable
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
@@ -26,12 +26,14 @@ def enqueue(bench: Bench, writer: TierWriter, *numbers: int) -> None:
         assert writer.enqueue_nowait(bench.make_hot(number))
 
 
-async def occupy(bench: Bench, writer: TierWriter) -> None:
+async def occupied(bench: Bench, **settings: object) -> TierWriter:
     """Two writes hang in the tier and four chunks fill the queue."""
+    writer = writer_of(bench, **settings)
     bench.tier.gate.clear()
     enqueue(bench, writer, 1, 2)
     await bench.tier.until_entered(2)
     enqueue(bench, writer, *range(3, 7))
+    return writer
 
 
 async def goes_on(bench: Bench, writer: TierWriter) -> None:
@@ -41,8 +43,7 @@ async def goes_on(bench: Bench, writer: TierWriter) -> None:
 
 
 async def test_dirty_chunk_is_never_evicted(bench: Bench) -> None:
-    writer = writer_of(bench)
-    await occupy(bench, writer)
+    writer = await occupied(bench)
     bench.keep_hot(range(100, 160))
     assert all(bench.cpu.contains(chunk(number)[0]) for number in range(1, 7))
     await goes_on(bench, writer)
@@ -50,8 +51,7 @@ async def test_dirty_chunk_is_never_evicted(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("on_full", "dropped"), [("skip", 7), ("replace", 3)], ids=["the new one", "the oldest queued"])
 async def test_full_queue_drops_what_its_policy_says(bench: Bench, on_full: str, dropped: int) -> None:
-    writer = writer_of(bench, on_full=on_full)
-    await occupy(bench, writer)
+    writer = await occupied(bench, on_full=on_full)
     enqueue(bench, writer, 7)
     counted = writer.statistics()
     assert (counted.skipped, counted.replaced) == ((1, 0) if on_full == "skip" else (0, 1))
@@ -72,8 +72,7 @@ async def test_chunk_larger_than_the_queue_waits_in_it_alone(bench: Bench) -> No
 
 
 async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench) -> None:
-    writer = writer_of(bench, on_full="wait", wait_s=1.0)
-    await occupy(bench, writer)
+    writer = await occupied(bench, on_full="wait", wait_s=1.0)
     began = now()
     await writer.enqueue(deque([bench.make_hot(7)]), soon(1.0))
     assert now() - began == pytest.approx(1.0, abs=0.2)
@@ -112,8 +111,7 @@ async def test_lasting_failure_opens_the_breaker_drops_the_queue_and_heals(bench
 
 
 async def test_hung_write_is_given_up_and_its_memory_kept_until_it_ends(bench: Bench) -> None:
-    writer = writer_of(bench)
-    await occupy(bench, writer)
+    writer = await occupied(bench)
     assert await flushed(writer, 60.0), "a hung tier does not hang a flush"
     await keeps_memory_until_they_end(bench, writer)
 
@@ -127,8 +125,7 @@ async def keeps_memory_until_they_end(bench: Bench, writer: TierWriter) -> None:
 
 
 async def test_flush_reports_what_it_could_not_write(bench: Bench) -> None:
-    writer = writer_of(bench, deadline_s=100.0)
-    await occupy(bench, writer)
+    writer = await occupied(bench, deadline_s=100.0)
     report = await FanOut([writer]).flush(1.0)
     assert not report.complete
     assert report.pending == {"disk": 6}
@@ -151,8 +148,7 @@ async def test_report_of_a_flush_counts_what_was_dropped_meanwhile(bench: Bench)
 
 
 async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_writes_end(bench: Bench) -> None:
-    writer = writer_of(bench, deadline_s=1000.0)
-    await occupy(bench, writer)
+    writer = await occupied(bench, deadline_s=1000.0)
     began_s = now()
     await writer.close(began_s + 0.5)
     assert writer.statistics().dropped == 6, "those whose writes were called off, too"
@@ -161,8 +157,7 @@ async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_wri
 
 
 async def test_writes_that_hang_at_close_fail_later_in_silence(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    writer = writer_of(bench, deadline_s=1000.0)
-    await occupy(bench, writer)
+    writer = await occupied(bench, deadline_s=1000.0)
     bench.tier.fail_writes = [OSError("device lost")] * 2
     await writer.close(0.0)
     bench.tier.gate.set()
@@ -172,8 +167,7 @@ async def test_writes_that_hang_at_close_fail_later_in_silence(bench: Bench, cap
 
 
 async def test_write_that_is_under_way_at_close_may_end(bench: Bench) -> None:
-    writer = writer_of(bench)
-    await occupy(bench, writer)
+    writer = await occupied(bench)
     closing = asyncio.create_task(writer.close(soon(1.0)))
     await asyncio.sleep(0)
     bench.tier.gate.set()
@@ -184,8 +178,7 @@ async def test_write_that_is_under_way_at_close_may_end(bench: Bench) -> None:
 
 async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: Bench) -> None:
     bench.tier.patience_s = 0.5
-    writer = writer_of(bench, wait_s=10.0, deadline_s=60.0)
-    await occupy(bench, writer)
+    writer = await occupied(bench, wait_s=10.0, deadline_s=60.0)
     await asyncio.sleep(1.0)
     began_s = now()
     await writer.enqueue(deque([bench.make_hot(7)]), soon(10.0))
@@ -194,18 +187,19 @@ async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: B
     await goes_on(bench, writer)
 
 
-async def open_and_wait_out(bench: Bench, writer: TierWriter) -> None:
-    """Three failures open the breaker; its pause is over when this returns, and the tier is well again."""
+async def opened_breaker(bench: Bench) -> TierWriter:
+    """Three failures open it; its pause is over when this returns, and the tier is well again."""
+    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
     bench.tier.fail_writes = [OSError("device lost")] * 3
     enqueue(bench, writer, 90)
     await flushed(writer, 20.0)
     assert writer.breaker.state.value == "open"
     await asyncio.sleep(1.5)
+    return writer
 
 
 async def test_tier_that_is_well_again_gets_all_that_was_queued_while_one_write_found_out(bench: Bench) -> None:
-    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
-    await open_and_wait_out(bench, writer)
+    writer = await opened_breaker(bench)
     enqueue(bench, writer, *range(1, 13))
     assert await flushed(writer, 20.0)
     assert {chunk(number)[0] for number in range(1, 13)} <= set(bench.memory.chunks)
@@ -213,8 +207,7 @@ async def test_tier_that_is_well_again_gets_all_that_was_queued_while_one_write_
 
 
 async def test_chunk_that_comes_while_a_probe_is_under_way_waits_for_its_end(bench: Bench) -> None:
-    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
-    await open_and_wait_out(bench, writer)
+    writer = await opened_breaker(bench)
     entered = bench.tier.entered
     bench.tier.gate.clear()
     enqueue(bench, writer, 1)
@@ -227,8 +220,7 @@ async def test_chunk_that_comes_while_a_probe_is_under_way_waits_for_its_end(ben
 
 
 async def test_queue_is_dropped_when_the_probe_has_failed(bench: Bench) -> None:
-    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
-    await open_and_wait_out(bench, writer)
+    writer = await opened_breaker(bench)
     bench.tier.fail_writes = [OSError("device lost")]
     entered = bench.tier.entered
     enqueue(bench, writer, *range(1, 13))
@@ -261,11 +253,7 @@ async def test_chunk_that_waits_for_room_in_the_queue_is_written_before_one_that
 
 async def open_breaker(cache: TierCache) -> None:
     """One write finds the tier full; when this returns the pause is over, and the next write is the probe."""
-
-    async def full() -> None:
-        raise TierFull("no room")
-
-    tier("a").fate = full
+    tier("a").fate = raising(TierFull, "no room")
     assert await cache.put(key(1), OLD)
     assert (await cache.flush()).dropped == {"a": 1}
     tier("a").fate = None
@@ -287,13 +275,9 @@ async def test_write_that_is_forgotten_while_it_may_be_the_probe_leaves_the_prob
     assert (await cache.flush(5.0)).written == {"a": 1}
 
 
-async def cancelled() -> None:
-    raise asyncio.CancelledError
-
-
 async def test_write_that_the_tier_itself_cancels_has_failed(cache: TierCache) -> None:
     await open_breaker(cache)
-    tier("a").fate = cancelled
+    tier("a").fate = raising(asyncio.CancelledError)
     assert await cache.put(key(2), NEW)
     assert (await cache.flush()).dropped == {"a": 1}
     tier("a").fate = None
@@ -304,7 +288,7 @@ async def test_write_that_the_tier_itself_cancels_has_failed(cache: TierCache) -
 
 async def test_removal_that_the_tier_itself_cancels_is_tried_again(cache: TierCache) -> None:
     tier("a").chunks[key(1)] = OLD
-    tier("a").fate = cancelled
+    tier("a").fate = raising(asyncio.CancelledError)
     with pytest.raises(TierUnavailable, match="a: a removal was cancelled"):
         await cache.forget([key(1)])
     tier("a").fate = None

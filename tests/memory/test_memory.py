@@ -10,12 +10,14 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tiercache.errors import CacheClosed, ConfigError
+from tiercache import Config, Layout, TierCache
+from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings, numa_node_for
 from tiercache.memory.slots import FEWEST_SLOTS, SlotPool
 from tiercache.memory.workers import Workers, wait_shielded
@@ -30,12 +32,11 @@ def shm_name() -> Iterator[str]:
     (Path("/dev/shm") / f"tiercache.{name}").unlink(missing_ok=True)
 
 
-def test_memory_is_page_aligned_and_writable() -> None:
-    arena = Arena(ArenaSettings(size_bytes=SIZE))
-    assert arena.address % 4096 == 0
-    assert arena.memory.nbytes == SIZE
-    arena.memory[:] = 7
-    arena.close()
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers("test", 2)
+    yield workers
+    workers.close()
 
 
 def test_huge_pages_that_are_not_to_be_had_fall_back_with_advice(caplog: pytest.LogCaptureFixture) -> None:
@@ -77,15 +78,10 @@ def test_shared_memory_is_visible_by_name_and_gone_after_close(shm_name: str) ->
     assert not path.exists()
 
 
-@pytest.mark.parametrize("name", ["a/b", "/"])
-def test_impossible_name_is_one_sentence(name: str) -> None:
-    with pytest.raises(ConfigError, match="shm_name"):
-        Arena(ArenaSettings(size_bytes=SIZE, shm_name=name))
-
-
-def test_huge_pages_and_shared_memory_exclude_each_other(shm_name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be combined"):
-        Arena(ArenaSettings(size_bytes=SIZE, shm_name=shm_name, hugepages=True))
+@pytest.mark.parametrize(("name", "hugepages", "said"), [("a/b", 0, "shm_name"), ("/", 0, "shm_name"), ("a", 1, "combined")])
+def test_impossible_name_is_one_sentence(name: str, hugepages: bool, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Arena(ArenaSettings(size_bytes=SIZE, shm_name=name, hugepages=hugepages))
 
 
 def test_numa_modes() -> None:
@@ -118,9 +114,7 @@ def test_memory_that_a_limit_refuses_is_one_sentence_and_leaves_nothing(kind: st
     assert not (Path("/dev/shm") / f"tiercache.{shm_name}").exists()
 
 
-def test_memory_that_gives_out_while_it_is_touched_is_given_back_at_once(
-    shm_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_gives_out_while_touched_is_given_back(shm_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def populate(part: np.ndarray) -> bool:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -163,13 +157,11 @@ def test_what_is_read_of_a_slot_is_its_own_memory_and_cannot_be_written() -> Non
             take(3, 50_000)
 
 
-async def test_workers_return_results_and_exceptions() -> None:
-    workers = Workers("test", 3)
+async def test_workers_return_results_and_exceptions(workers: Workers) -> None:
     assert await asyncio.gather(*(workers.submit(pow, 2, n) for n in range(100))) == [2**n for n in range(100)]
     with pytest.raises(ZeroDivisionError):
         await workers.submit(lambda: 1 / 0)
     assert workers.unfinished == 0
-    workers.close()
 
 
 async def test_call_that_raises_what_futures_refuse_ends_all_the_same() -> None:
@@ -197,8 +189,7 @@ def test_what_was_submitted_is_done_though_the_loop_is_closed() -> None:
     assert done.wait(10)
 
 
-async def test_hung_call_occupies_one_thread_and_nothing_else() -> None:
-    workers = Workers("test", 2)
+async def test_hung_call_occupies_one_thread_and_nothing_else(workers: Workers) -> None:
     release = threading.Event()
     hung = workers.submit(release.wait)
     assert await workers.submit(lambda: "others go on") == "others go on"
@@ -207,11 +198,9 @@ async def test_hung_call_occupies_one_thread_and_nothing_else() -> None:
     release.set()
     while workers.unfinished:
         await asyncio.sleep(0)
-    workers.close()
 
 
-async def test_cancelling_many_times_still_waits_for_work_on_foreign_memory() -> None:
-    workers = Workers("test", 1)
+async def test_cancelling_many_times_still_waits_for_work_on_foreign_memory(workers: Workers) -> None:
     release, memory = threading.Event(), np.zeros(4, np.uint8)
 
     def write_late() -> None:
@@ -228,13 +217,12 @@ async def test_cancelling_many_times_still_waits_for_work_on_foreign_memory() ->
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert memory.all()
-    workers.close()
 
 
-async def test_work_that_fails_after_its_waiter_was_cancelled_is_no_exception_that_somebody_forgot(
+async def test_work_that_fails_after_a_cancelled_wait_is_silent(
+    workers: Workers,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    workers = Workers("test", 1)
     release = threading.Event()
 
     def fail_late() -> None:
@@ -254,7 +242,6 @@ async def test_work_that_fails_after_its_waiter_was_cancelled_is_no_exception_th
     del work, waiting
     gc.collect()
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
-    workers.close()
 
 
 def test_workers_with_a_hung_call_do_not_hang_the_interpreters_exit() -> None:
@@ -278,3 +265,60 @@ def test_what_is_said_to_be_enough_is_and_is_more_than_there_was(chunk_bytes: in
     assert enough_gb > had_gb
     pool = SlotPool(Arena(ArenaSettings(size_bytes=int(enough_gb * 2**30))), chunk_bytes)
     assert pool.count >= FEWEST_SLOTS
+
+
+# When the machine has no thread left: the limit of processes, or of memory, is reached
+
+
+@contextmanager
+def no_thread_to_be_had() -> Iterator[None]:
+    """The system refuses a thread with so large a stack, as it does when its limit is reached."""
+    before = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+async def test_thread_that_could_not_start_does_not_count_and_the_next_call_starts_it() -> None:
+    workers = Workers("test", 2)
+    with no_thread_to_be_had():
+        for _ in range(3):
+            with pytest.raises(TierUnavailable, match="no thread.*can't start new thread"):
+                workers.submit(int, 7)
+    assert workers.unfinished == 0
+    assert await asyncio.wait_for(workers.submit(int, 7), 60) == 7
+    workers.close()
+
+
+async def test_threads_that_there_are_run_the_calls_of_those_that_could_not_start() -> None:
+    workers = Workers("test", 4)
+    go_on = threading.Event()
+    first = workers.submit(go_on.wait)
+    with no_thread_to_be_had():
+        others = [workers.submit(int, number) for number in range(5)]
+    go_on.set()
+    assert await asyncio.wait_for(asyncio.gather(first, *others), 60) == [True, *range(5)]
+    assert workers.unfinished == 0
+    workers.close()
+
+
+async def test_put_while_no_thread_can_start_fails_at_once_holds_nothing_and_later_ones_store() -> None:
+    layout = Layout("test-model", chunk_tokens=64, bytes_per_token=1024)
+    config = Config.load(environ={}, overrides={"max_local_cpu_size": 2 / 1024})
+    async with TierCache.open(config, layout) as cache:
+        keys = [number.to_bytes(24, "big") for number in range(4)]
+        with no_thread_to_be_had():
+            for key in keys[:3]:
+                with pytest.raises(TierUnavailable, match="no thread"):
+                    await asyncio.wait_for(cache.put(key, bytearray(65536), deadline_s=1.0), 60)
+        assert cache.cpu.obtainable == cache.cpu.pool.count
+        assert await asyncio.wait_for(cache.put(keys[3], bytearray(65536), deadline_s=1.0), 60)
+
+
+def test_arena_is_touched_by_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    with no_thread_to_be_had():
+        arena = Arena(ArenaSettings(size_bytes=256 << 20))
+    assert arena.memory.nbytes == 256 << 20
+    arena.close()

@@ -41,20 +41,18 @@ def crash(path: Path) -> None:
     assert path.read_bytes() == b"\x09" * SIZE
 
 
-def given_away(path: Path) -> None:
+def writable_by_all(path: Path, mode: int = 0o666) -> None:
     path.write_bytes(b"theirs")
-    path.chmod(0o600)
-    os.chown(path, NOBODY, NOBODY)
-
-
-def writable_by_all(path: Path) -> None:
-    path.write_bytes(b"theirs")
-    path.chmod(0o666)
+    path.chmod(mode)
 
 
 def writable_by_group(path: Path) -> None:
-    path.write_bytes(b"theirs")
-    path.chmod(0o660)
+    writable_by_all(path, 0o660)
+
+
+def given_away(path: Path) -> None:
+    writable_by_all(path, 0o600)
+    os.chown(path, NOBODY, NOBODY)
 
 
 def symbolic_link(path: Path) -> None:
@@ -65,9 +63,7 @@ def symbolic_link(path: Path) -> None:
     "make",
     [pytest.param(given_away, marks=as_root), writable_by_all, writable_by_group, symbolic_link, os.mkfifo, os.mkdir],
 )
-def test_a_name_that_anything_but_a_dead_arena_has_is_refused_and_left_alone(
-    make: Callable[[Path], None], path: Path
-) -> None:
+def test_a_name_that_is_no_dead_arenas_is_refused_and_left_alone(make: Callable[[Path], None], path: Path) -> None:
     make(path)
     before = path.lstat()
     expected = rf"^shm_name: {path} is in use by a living process, or is no file that only user {os.geteuid()} may write"
@@ -96,9 +92,7 @@ def test_what_a_process_left_that_was_killed_while_it_started_is_swept_too(path:
     assert not list(path.parent.iterdir())
 
 
-def test_a_file_that_a_sweep_removes_before_it_is_locked_is_made_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_a_sweep_removes_before_it_is_locked_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, swept = fcntl.flock, []
 
     def lock(descriptor: int, operation: int) -> None:
@@ -169,9 +163,7 @@ def test_of_two_starts_after_a_crash_one_has_the_name(
     assert not path.exists()
 
 
-def test_a_file_that_another_start_only_looks_at_is_not_in_use(
-    path: Path, before_lock: list[Callable[[], object]]
-) -> None:
+def test_a_file_that_another_start_only_looks_at_is_not_in_use(path: Path, before_lock: list[Callable[[], object]]) -> None:
     looking = os.open(path, os.O_RDWR)
     fcntl.flock(looking, fcntl.LOCK_EX)
     before_lock[:] = [lambda: None, lambda: None, lambda: os.close(looking)]

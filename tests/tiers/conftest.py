@@ -23,6 +23,15 @@ def small_device(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
+def fill_up(device: Path) -> Path:
+    """Another program's file takes all room."""
+    ballast = device / "ballast"
+    with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[FragileMount]:
     with FragileMount(tmp_path) as mount:

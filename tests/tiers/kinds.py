@@ -1,7 +1,5 @@
 """The file tiers by their names, for tests of rules that all of them share."""
 
-from __future__ import annotations
-
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,5 @@ def make(kind: str, *places: Path, cap_bytes: int = FEW_BYTES, **settings: Any) 
     return tier_on(*places, max_size=cap_bytes / 2**30)
 
 
-def opened(
-    kind: str, *places: Path, cap_bytes: int = FEW_BYTES, **settings: Any
-) -> AbstractAsyncContextManager[FileTier]:
+def opened(kind: str, *places: Path, cap_bytes: int = FEW_BYTES, **settings: Any) -> AbstractAsyncContextManager[FileTier]:
     return open_tier(make(kind, *places, cap_bytes=cap_bytes, **settings))

@@ -1,8 +1,9 @@
-"""Open a tier for the time of a block."""
+"""Open a tier for the time of a block, wait for something, and fail as a device does."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -18,3 +19,13 @@ async def open_tier(tier: AnyTier) -> AsyncIterator[AnyTier]:
         yield tier
     finally:
         await tier.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def fails(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))

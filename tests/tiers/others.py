@@ -1,7 +1,5 @@
 """An instance in another process, which does what it is told line by line and can be killed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,11 +1,9 @@
 """What the tests of the shared memory tier share: an instance here, and one in another process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -25,9 +23,7 @@ from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 @asynccontextmanager
 async def opened(directory: Path, cap_chunks: int = 64) -> AsyncIterator[SharedMemoryTier]:
     """Chunks with numbers lie in one directory, "00". A directory takes no blocks on tmpfs."""
-    async with open_tier(
-        SharedMemoryTier(SharedMemorySettings((directory,), cap_chunks * FILE_BYTES), FINGERPRINT)
-    ) as tier:
+    async with open_tier(SharedMemoryTier(SharedMemorySettings((directory,), cap_chunks * FILE_BYTES), FINGERPRINT)) as tier:
         await tier.scanned()
         yield tier
 
@@ -38,12 +34,19 @@ def key_of(number: int) -> ChunkKey:
 
 async def store(tier: SharedMemoryTier, *numbers: int) -> None:
     for number in numbers:
-        key, payload = chunk(number)
-        assert await tier.write(key, payload, CHUNK_BYTES)
+        assert await tier.write(*chunk(number), CHUNK_BYTES)
 
 
-async def mapped(tier: SharedMemoryTier, number: int) -> Lease:
+async def mapped(tier: SharedMemoryTier, number: int, content: int | None = None) -> Lease:
+    """`content`: the chunk whose bytes it has, if others."""
     lease = await tier.map(key_of(number), READ)
+    assert lease is not None and is_right(lease, number if content is None else content)
+    return lease
+
+
+def leased(tier: SharedMemoryTier, number: int) -> Lease:
+    """Of what is mapped."""
+    lease = tier.lease(key_of(number))
     assert lease is not None and is_right(lease, number)
     return lease
 
@@ -56,12 +59,6 @@ def deleted_maps(directory: Path) -> int:
     """Mappings of this process whose files in `directory` have no name any more."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum(str(directory) in line and line.endswith("(deleted)") for line in lines)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def other(directory: Path, cap_chunks: int = 64) -> AbstractAsyncContextManager[Other]:

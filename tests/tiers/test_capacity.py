@@ -1,6 +1,5 @@
 """The byte counter of a directory that processes share, and what each of them has reserved."""
 
-import errno
 import fcntl
 import os
 import random
@@ -21,6 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.servers.processes import stop_process
+from tests.tiers.conftest import fill_up
+from tests.tiers.opened import fails
+from tests.tiers.others import REPOSITORY
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, physical_bytes
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -29,7 +31,6 @@ from tiercache.tiers.files.capacity import Capacity, CounterLost, counted_in
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.owners import Owner
 
-REPOSITORY = Path(__file__).parents[2]
 CAP = 1000
 
 
@@ -195,9 +196,7 @@ def test_nothing_is_recounted_while_another_process_uses_or_deletes_bytes(tmp_pa
         assert capacity.used_bytes == 0
 
 
-def test_files_that_others_deleted_do_not_stay_counted_while_several_processes_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_deleted_by_others_do_not_stay_counted_beside_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are always active, so nothing would ever be recounted."""
     with opened(tmp_path) as one, opened(tmp_path) as other:
         assert write(one, 400) and write(other, 500)
@@ -263,17 +262,6 @@ def test_a_count_that_is_lost_meanwhile_is_noticed(tmp_path: Path, loss: object)
         loss(counter(tmp_path))  # type: ignore[operator]
         with pytest.raises(CounterLost):
             write(capacity, 1)
-
-
-def test_a_process_whose_lock_file_was_deleted_gives_nothing_back(tmp_path: Path) -> None:
-    """Others know nothing of it, and may have counted without what it has reserved."""
-    with opened(tmp_path) as other:
-        with opened(tmp_path, step=50) as capacity:
-            write(other, 300)
-            write(capacity, 20)
-            for lock in locks(tmp_path):
-                lock.unlink()
-        assert counted_in(counter(tmp_path)) == 350
 
 
 def test_a_process_whose_lock_file_is_deleted_while_it_waits_for_the_count_gives_nothing_back(tmp_path: Path) -> None:
@@ -400,23 +388,18 @@ def test_what_cannot_be_given_back_at_the_end_is_found_by_a_scan(tmp_path: Path)
         assert len(locks(tmp_path)) == 1
 
 
-def test_what_was_written_by_a_call_that_failed_is_not_given_back_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_failed_call_has_written_is_not_given_back_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may lose the answer to a write that it has done."""
     pwrite = os.pwrite
 
-    def done_and_failed(*call: object) -> int:
+    def done_and_failed(*call: object) -> None:
         pwrite(*call)  # type: ignore[arg-type]
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fails()
 
-    def failed(*call: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    for fails in (done_and_failed, failed):
+    for way in (done_and_failed, fails):
         with opened(tmp_path) as capacity:
             write(capacity, 800 - capacity.counted_bytes)
-            monkeypatch.setattr(os, "pwrite", fails)
+            monkeypatch.setattr(os, "pwrite", way)
             delete(capacity, 400)
             monkeypatch.undo()
             idle(capacity)
@@ -544,9 +527,7 @@ def test_a_full_device_does_not_keep_what_is_left_of_a_killed_process(small_devi
     child = busy(small_device, 1, cap, step)
     follow(child, 3)
     kill(child)
-    with pytest.raises(OSError, match="No space"), (small_device / "ballast").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    fill_up(small_device)
     files = ChunkFiles(small_device, cap, FINGERPRINT, direct=False, durable=False)
     files.open()
     assert len(locks(small_device)) == 1, "the other one is dead"

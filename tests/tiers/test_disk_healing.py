@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -22,8 +21,9 @@ from tests.chunks import chunks_of
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
 from tests.servers.processes import stop_process
-from tests.tiers.opened import open_tier
-from tests.tiers.others import running
+from tests.tiers.conftest import fill_up
+from tests.tiers.opened import fails, open_tier, until
+from tests.tiers.others import REPOSITORY, running
 from tests.tiers.test_disk import (
     FILE_BYTES,
     FINGERPRINT,
@@ -33,6 +33,7 @@ from tests.tiers.test_disk import (
     is_hit,
     opened,
     physical_bytes,
+    scanned,
     tier_total,
 )
 from tiercache.errors import CacheClosed, TierUnavailable
@@ -41,9 +42,6 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.directories import FileSettings
 from tiercache.tiers.files.owners import Owner
-
-REPOSITORY = Path(__file__).parents[2]
-
 
 BEGINNERS = """
 import asyncio, sys
@@ -129,46 +127,33 @@ async def test_an_emptied_directory_is_filled_again(tmp_path: Path, cap_before: 
     """What was evicted in one go must not stay counted as about to be deleted: no count would be doubted any more."""
     async with opened(tmp_path, cap_chunks=cap_before) as tier:
         await fill(tier, range(1, cap_before))
-    async with opened(tmp_path, cap_chunks=16) as tier:
-        await tier.scanned()
+    async with scanned(tmp_path, cap_chunks=16) as tier:
         empty(tmp_path)
-        stored = 0
-        for number in range(101, 117):
-            stored += await tier.write(*chunk(number), CHUNK_BYTES)
-        assert stored == 16
+        await fill(tier, range(101, 117))
         assert sum([await is_hit(tier, number) for number in range(101, 117)]) >= 15
         assert physical_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
         assert (chunks_of(tmp_path) / "tiercache.json").exists()
 
 
-async def test_an_eviction_that_fails_keeps_its_victims_in_the_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_eviction_that_fails_keeps_its_victims_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first unlink: the lock file cannot be written for a moment."""
-    async with opened(tmp_path, cap_chunks=16) as tier:
-        await tier.scanned()
+    async with scanned(tmp_path, cap_chunks=16) as tier:
         await fill(tier, range(1, 33))
         assert tier.statistics().evicted
         files = tier.directories.all[0].files
         while files.is_behind:
             files.catch_up()
 
-        def fail(*_: object, **__: object) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
         with monkeypatch.context() as patched:
-            patched.setattr(Owner, "write", fail)
+            patched.setattr(Owner, "write", fails)
             with pytest.raises(OSError, match="Input/output"):
                 await tier.write(*chunk(90), CHUNK_BYTES)
         numbers = [number for number in range(1, 33) if Path(tier.path(chunk(number)[0])).exists()]
         assert [number for number in numbers if not tier.contains(chunk(number)[0])] == []
 
 
-async def test_a_cap_that_is_lowered_just_when_the_bookkeeping_was_deleted_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(tmp_path, cap_chunks=16) as tier:
-        await tier.scanned()
+async def test_a_cap_that_is_lowered_without_bookkeeping_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with scanned(tmp_path, cap_chunks=16) as tier:
         await fill(tier, range(1, 17))
         shutil.rmtree(chunks_of(tmp_path) / ".tiercache" / "tmp")
         tier.limit(8 * (FILE_BYTES + 8192), 0)
@@ -230,21 +215,14 @@ async def test_a_file_time_in_the_future_does_not_raise_the_cap(tmp_path: Path) 
     in_ten_days = time.time() + 864_000
     for path in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*"):
         os.utime(path, (in_ten_days, in_ten_days))
-    async with opened(tmp_path, cap_chunks=16) as tier:
-        await tier.scanned()
+    async with scanned(tmp_path, cap_chunks=16) as tier:
         await fill(tier, range(101, 117))
         assert physical_bytes(chunks_of(tmp_path)) <= tier.settings.cap_bytes
 
 
-async def test_a_file_that_a_failed_write_could_not_remove_is_removed_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(tmp_path, durable=True) as tier:
-        await tier.scanned()
+async def test_a_file_that_a_failed_write_leaves_is_removed_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scanned(tmp_path, durable=True) as tier:
         await fill(tier, range(1, 3))
-
-        def fails(path: object, **rest: object) -> None:
-            raise OSError(errno.EIO, "Input/output error", path)
 
         with monkeypatch.context() as device:
             device.setattr(os, "fdatasync", fails)
@@ -253,9 +231,8 @@ async def test_a_file_that_a_failed_write_could_not_remove_is_removed_soon(
                 await tier.write(*chunk(3), CHUNK_BYTES)
         chunks = chunks_of(tmp_path)
         assert half_written(chunks)
-        async with asyncio.timeout(20):
-            while half_written(chunks) or tier_total(tier) != allocated_bytes(chunks):  # counted until it is removed
-                await asyncio.sleep(0.05)
+        # Counted until it is removed.
+        await until(lambda: not half_written(chunks) and tier_total(tier) == allocated_bytes(chunks))
 
 
 async def test_a_read_that_ends_after_close_begins_no_scan(tmp_path: Path) -> None:
@@ -346,8 +323,7 @@ sys.stdin.read()
 
 
 async def test_a_peer_that_is_frozen_with_the_lock_costs_seconds_and_not_the_threads(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
-        await tier.scanned()
+    async with scanned(tmp_path) as tier:
         await fill(tier, range(1, 3))
         async with running("-c", HOLDER, chunks_of(tmp_path) / ".tiercache" / "ledger") as peer, asyncio.timeout(25):
             stop_process(peer.process.pid)
@@ -373,8 +349,7 @@ async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once
             waits.set()
             raise
 
-    async with opened(tmp_path) as tier:
-        await tier.scanned()
+    async with scanned(tmp_path) as tier:
         with (chunks_of(tmp_path) / ".tiercache" / "ledger").open("r+b") as frozen:
             flock(frozen, fcntl.LOCK_EX)
             monkeypatch.setattr(fcntl, "flock", watched)
@@ -392,20 +367,15 @@ async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once
 async def test_a_device_without_a_free_byte_is_served_and_then_evicted(small_device: Path) -> None:
     async with opened(small_device, cap_chunks=1000) as tier:
         await fill(tier, range(1, 31))
-    with pytest.raises(OSError, match="No space"), (small_device / "ballast").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    async with opened(small_device, cap_chunks=1000) as tier:
-        await tier.scanned()
+    fill_up(small_device)
+    async with scanned(small_device, cap_chunks=1000) as tier:
         assert [number for number in range(1, 31) if not await is_hit(tier, number)] == []
         await fill(tier, range(101, 104))
         assert await is_hit(tier, 103)
 
 
 @pytest.mark.parametrize(("access", "file_mode", "directory_mode"), [("owner", 0o600, 0o700), ("group", 0o660, 0o2770)])
-async def test_what_is_stored_is_nobody_elses_to_read(
-    tmp_path: Path, access: str, file_mode: int, directory_mode: int
-) -> None:
+async def test_what_is_stored_is_nobody_elses(tmp_path: Path, access: str, file_mode: int, directory_mode: int) -> None:
     os.umask(os.umask(0o022))
     place = tmp_path / "fresh"
     for _ in range(2):
@@ -424,24 +394,13 @@ async def test_what_is_stored_is_nobody_elses_to_read(
 
 
 @pytest.mark.parametrize(("access", "file_mode"), [("owner", 0o600), ("group", 0o660)])
-async def test_chunks_that_are_there_get_the_mode_when_a_cache_opens_the_directory(
-    tmp_path: Path, access: str, file_mode: int
-) -> None:
+async def test_chunks_that_are_there_get_the_mode_at_the_opening(tmp_path: Path, access: str, file_mode: int) -> None:
     """An earlier version's, or from before `file_access` was changed."""
     async with opened(tmp_path / "kv") as tier:
         await fill(tier, range(1, 11))
         paths = [Path(tier.path(chunk(number)[0])) for number in range(1, 11)]
     for number, path in enumerate(paths):
         path.chmod(0o644 if number % 2 else 0o600)
-    async with opened(tmp_path / "kv", file_access=access) as tier:
-        await tier.scanned()
+    async with scanned(tmp_path / "kv", file_access=access) as tier:
         assert all([await is_hit(tier, number) for number in range(1, 11)])
     assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {file_mode}
-
-
-async def test_a_directory_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    async with opened(tmp_path) as tier:
-        await fill(tier, range(1, 2))
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
-    assert stat.S_IMODE(chunks_of(tmp_path).stat().st_mode) == 0o700

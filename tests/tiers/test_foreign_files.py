@@ -1,7 +1,6 @@
 """Files of other programs in a tier's directory: nothing of them is touched or counted."""
 
-from __future__ import annotations
-
+import asyncio
 import hashlib
 import os
 import shutil
@@ -22,11 +21,7 @@ from tiercache.tiers.files.tier import FileTier
 
 async def store(tier: FileTier, numbers: range) -> int:
     """How many chunks were stored."""
-    stored = 0
-    for number in numbers:
-        key, payload = chunk(number)
-        stored += await tier.write(key, payload, CHUNK_BYTES)
-    return stored
+    return sum([await tier.write(*chunk(number), CHUNK_BYTES) for number in numbers])
 
 
 def put_foreign_files(place: Path, count: int = 60) -> None:
@@ -55,7 +50,7 @@ def seen(place: Path, without: Path | None = None) -> dict[str, tuple[int, int, 
 @pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in KINDS), ("disk", {"file_access": "group"})])
 async def test_nothing_of_others_is_touched_or_counted(place: Path, kind: str, settings: dict[str, Any]) -> None:
     put_foreign_files(place)
-    before = seen(place)
+    before, mode = seen(place), place.stat().st_mode
     for _ in range(2):
         async with opened(kind, place, **settings) as tier:
             await tier.scanned()
@@ -72,7 +67,7 @@ async def test_nothing_of_others_is_touched_or_counted(place: Path, kind: str, s
             assert await is_hit(tier, 40), "what was stored is found by the next start"
     found = survey(place)
     assert found["chunks"] and not found["foreign"]
-    assert seen(place, without=chunks_of(place)) == before
+    assert (seen(place, without=chunks_of(place)), place.stat().st_mode) == (before, mode)
 
 
 async def test_what_a_power_cut_left_of_a_chunk_is_removed(place: Path) -> None:
@@ -150,3 +145,37 @@ async def test_a_directory_of_ours_that_is_another_users_is_an_error(place: Path
             pass
 
 
+@pytest.mark.parametrize("kind", ["disk", "shared_memory"])
+@pytest.mark.parametrize("impostor", ["link", "file"])
+async def test_deletions_by_others_are_told_beside_a_link(
+    place: Path, kind: str, impostor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Directories of chunks are watched one by one."""
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 4))
+    if impostor == "link":
+        (chunks_of(place) / "77").symlink_to(place.parent)
+    else:
+        (chunks_of(place) / "77").write_text("theirs")
+    gone = asyncio.Event()
+    async with opened(kind, place) as tier:
+        await tier.scanned()
+        tier.tell(lambda key: gone.set() if not tier.contains(key) else None)
+        (chunks_of(place) / "00" / chunk(2)[0].hex()).unlink()
+        async with asyncio.timeout(60):
+            await gone.wait()
+        assert not tier.contains(chunk(2)[0])
+    assert not [message for message in caplog.messages if "noticed only when" in message]
+
+
+@pytest.mark.parametrize("kind", ["disk", "weka"])
+async def test_files_of_others_among_the_bookkeeping_stay(place: Path, kind: str) -> None:
+    temporary = chunks_of(place) / ".tiercache" / "tmp"
+    temporary.mkdir(parents=True)
+    for name in ("yarn.lock", "a.new", "probe.1.2", "0.5"):
+        (temporary / name).write_text("theirs")
+    before = seen(temporary)
+    async with opened(kind, place) as tier:
+        await tier.scanned()
+        assert await store(tier, range(1, 4)) == 3
+    assert seen(temporary) == before

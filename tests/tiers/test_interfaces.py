@@ -1,7 +1,5 @@
 """What stands in front of a tier leaves nothing of the interface out."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -15,24 +13,14 @@ KEY, PAYLOAD = chunk(1)
 ARGUMENTS: dict[str, tuple[object, ...]] = {
     "use_arena": (None,),
     "take_over": (WrappedTier(MemoryTier()),),
-    "open": (),
-    "close": (),
-    "describe": (),
-    "contains": (KEY,),
-    "offers": (KEY,),
     "tell": (lambda key: None,),
-    "prefix": ([KEY],),
-    "probe": ([KEY],),
-    "probe_each": ([KEY],),
     "read": (KEY, page_aligned(PAYLOAD.nbytes)),
     "write": (KEY, PAYLOAD, PAYLOAD.nbytes),
     "read_device": (KEY, None),
     "write_device": (KEY, None, PAYLOAD.nbytes),
-    "used": ([KEY],),
-    "continued": ([KEY],),
-    "remove": (KEY,),
-    "statistics": (),
-    "load_library": (),
+    **dict.fromkeys(("open", "close", "describe", "statistics", "load_library"), ()),
+    **dict.fromkeys(("contains", "offers", "remove"), (KEY,)),
+    **dict.fromkeys(("prefix", "probe", "probe_each", "used", "continued"), ([KEY],)),
 }
 """Of every method; `offered` returns what answers as `offers` does."""
 

@@ -1,8 +1,6 @@
 """A tier's directory is deleted, moved away or unmounted under a running cache: an ordinary directory is made anew, and
 nothing is made below a mount that is missing."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -164,9 +162,7 @@ async def test_after_a_mount_that_died_is_mounted_again_nothing_of_the_old_one_i
 
 
 @needs_fuse
-async def test_writes_that_waited_for_a_mount_that_hung_leave_a_volume_alone_that_was_closed_meanwhile(
-    mount: FragileMount,
-) -> None:
+async def test_writes_that_waited_for_a_mount_that_hung_leave_a_closed_volume_alone(mount: FragileMount) -> None:
     async with opened("disk", mount.path, cap_bytes=CAP_BYTES, threads=2) as tier:
         assert await is_written(tier, 1)
         mount.hang()

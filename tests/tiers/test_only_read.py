@@ -1,7 +1,5 @@
 """`role: read` of a file tier: whatever this process finds in the directory, it leaves it exactly as it is."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

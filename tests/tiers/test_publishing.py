@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.tiers.others import REPOSITORY
 from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
@@ -94,11 +95,9 @@ def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path
         raise OSError(22, "Invalid argument", path)
 
     files = opened(tmp_path, (unknown, rename_new))
-    key, payload = chunk(1)
-    files.write(key, payload, CHUNK_BYTES)
+    files.write(*chunk(1), CHUNK_BYTES)
     directory.WAYS = (unknown, unknown)
-    key, payload = chunk(2)
-    files.write(key, payload, CHUNK_BYTES)
+    files.write(*chunk(2), CHUNK_BYTES)
     assert files.capacity.used_bytes == allocated_bytes(tmp_path)
     files.close()
 
@@ -134,7 +133,7 @@ files.write(*chunk(2), CHUNK_BYTES)
 @pytest.mark.parametrize("when", ["between two names", "after a directory"])
 def test_what_a_killed_process_has_published_stays_and_is_counted_once(tmp_path: Path, when: str) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path), when]
-    assert subprocess.run(command, cwd=Path(__file__).parents[2], check=False).returncode == -9
+    assert subprocess.run(command, cwd=REPOSITORY, check=False).returncode == -9
     assert (tmp_path / "00").is_dir()
     files = opened(tmp_path, ())
     assert temporaries(tmp_path) == []

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import weka
-from tests.tiers.test_disk import fill, is_hit, opened
+from tests.tiers import test_weka as weka
+from tests.tiers.test_disk import fill, is_hit, opened, scanned
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.tiers.files.chunk_files import ChunkFiles
@@ -20,9 +20,7 @@ KEY = chunk(1)[0]
 _scan = ChunkFiles.scan
 
 
-async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chunk_listed_before_its_removal_is_stored_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     async with weka.opened(tmp_path, refresh_s=5.0) as tier, weka.opened(tmp_path, refresh_s=5.0) as other:
         await fill(other, range(1, 2))
@@ -42,12 +40,9 @@ async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
         assert await is_hit(other, 1)
 
 
-async def test_chunk_whose_directory_cannot_be_asked_is_not_taken_for_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chunk_that_cannot_be_looked_for_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(tmp_path) as other:
-        async with opened(tmp_path) as tier:
-            await tier.scanned()
+        async with scanned(tmp_path) as tier:
             await fill(other, range(1, 2))
             lstat = os.lstat
 
@@ -68,8 +63,7 @@ async def test_chunk_whose_directory_cannot_be_asked_is_not_taken_for_removed(
 async def test_chunk_of_a_directory_that_is_away_is_not_taken_for_removed(tmp_path: Path, known: bool) -> None:
     """As when a mount is not there for a moment: its mount point is an empty directory, or none."""
     place, away = tmp_path / "place", tmp_path / "away"
-    async with opened(place) as other, opened(place) as tier:
-        await tier.scanned()
+    async with opened(place) as other, scanned(place) as tier:
         await fill(other, range(1, 2))
         assert await tier.probe([KEY]) if known else not tier.contains(KEY)
         place.rename(away)

@@ -4,16 +4,15 @@ import asyncio
 import contextlib
 import itertools
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.chunks import chunks_of
+from tests.tiers.opened import until
 from tests.tiers.others import Other
-from tests.tiers.shared_memory import deleted_maps, is_right, key_of, mapped, opened, other, store, until
+from tests.tiers.shared_memory import deleted_maps, is_right, key_of, leased, mapped, opened, other, store
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, flip
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk
 from tiercache.memory.slots import READ
@@ -29,13 +28,10 @@ async def test_a_chunk_is_mapped_once_and_leased_where_it_lies(in_memory: Path) 
     async with opened(in_memory) as tier:
         await store(tier, 1)
         assert tier.lease(key_of(1)) is None
-        with await mapped(tier, 1) as first, await mapped(tier, 1) as raced:
-            lease = tier.lease(key_of(1))
-            assert lease is not None
-            with lease:
-                assert lease.view.ctypes.data == first.view.ctypes.data == raced.view.ctypes.data
-                assert lease.view.ctypes.data % 4096 == 0 and not lease.view.flags.writeable
-                assert lease.payload_bytes == CHUNK_BYTES
+        with await mapped(tier, 1) as first, await mapped(tier, 1) as raced, leased(tier, 1) as lease:
+            assert lease.view.ctypes.data == first.view.ctypes.data == raced.view.ctypes.data
+            assert lease.view.ctypes.data % 4096 == 0 and not lease.view.flags.writeable
+            assert lease.payload_bytes == CHUNK_BYTES
         assert tier.statistics().mapped_bytes == FILE_BYTES
         assert tier.statistics().reads == 3
 
@@ -83,10 +79,8 @@ async def test_another_process_forgets_and_stores_other_bytes(in_memory: Path) -
         held = await mapped(tier, 1)
         assert await writer.do("replace", 1) == "done"
         await until(lambda: not held.findable)
-        lease = await tier.map(key_of(1), READ)
-        assert lease is not None
-        with lease:
-            assert is_right(lease, 1001) and is_right(held, 1)
+        with await mapped(tier, 1, content=1001):
+            assert is_right(held, 1)
         held.release()
         assert tier.statistics().unlinked_bytes == 0
 
@@ -115,10 +109,8 @@ async def test_what_is_stored_again_here_is_not_shadowed_by_what_is_held(in_memo
         await until(lambda: tier.statistics().unlinked_bytes > 0)
         assert await tier.write(key_of(1), chunk(1001)[1], CHUNK_BYTES)
         assert tier.lease(key_of(1)) is None and not held.findable
-        lease = await tier.map(key_of(1), READ)
-        assert lease is not None
-        with lease:
-            assert is_right(lease, 1001) and is_right(held, 1)
+        with await mapped(tier, 1, content=1001):
+            assert is_right(held, 1)
         held.release()
 
 
@@ -129,9 +121,7 @@ async def test_mappings_that_nobody_holds_are_bounded_by_use(in_memory: Path) ->
         held = await mapped(tier, 1)
         for number in (2, 3):
             (await mapped(tier, number)).release()
-        again = tier.lease(key_of(2))
-        assert again is not None
-        again.release()
+        leased(tier, 2).release()
         (await mapped(tier, 4)).release()
         assert [number for number in range(1, 5) if key_of(number) in tier.mappings] == [1, 2, 4]
         assert is_right(held, 1)
@@ -164,10 +154,7 @@ async def test_what_another_process_stores_is_mapped_before_anybody_asks(in_memo
         await until(lambda: key_of(2) in tier.mappings and key_of(3) in tier.mappings)
         assert tier.statistics().mapped_bytes == 2 * FILE_BYTES
         for number in (2, 3):
-            lease = tier.lease(key_of(number))
-            assert lease is not None
-            with lease:
-                assert is_right(lease, number)
+            leased(tier, number).release()
         assert key_of(1) not in tier.mappings, "it has that in its own hot cache"
         os.unlink(tier.path(key_of(2)))
         await until(lambda: not tier.contains(key_of(2)) and deleted_maps(in_memory) == 0)
@@ -243,9 +230,7 @@ async def test_killed_in_mid_save_the_other_goes_on_and_the_next_one_hits(in_mem
             await store(tier, 1, 2)
         async with other(in_memory, cap_chunks=32) as restarted:
             assert await restarted.do("right", 1, 2) == "done"
-            strays = [
-                path for path in (chunks_of(in_memory) / ".tiercache" / "tmp").iterdir() if path.suffix != ".lock"
-            ]
+            strays = [path for path in (chunks_of(in_memory) / ".tiercache" / "tmp").iterdir() if path.suffix != ".lock"]
             assert not strays
             assert await restarted.do("store", *range(9000, 9040)) == "done"
             occupied_bytes = sum(path.stat().st_blocks * 512 for path in (chunks_of(in_memory) / "00").iterdir())
@@ -264,21 +249,11 @@ async def test_a_cap_above_the_size_of_the_memory_is_refused(in_memory: Path) ->
         await tier.open()
 
 
-@pytest.fixture
-def small(in_memory: Path) -> Iterator[Path]:
-    """A file system of 1 MiB in memory."""
-    place = in_memory / "small"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 @pytest.mark.needs("mount")
-async def test_memory_that_is_full_is_made_room_in_and_held_chunks_stay(small: Path) -> None:
+async def test_memory_that_is_full_is_made_room_in_and_held_chunks_stay(small_device: Path) -> None:
     """Files of another program fill it below the cap. Held chunks are evicted too, and occupy memory until their release."""
-    async with opened(small / "kv", cap_chunks=15) as tier:
-        (small / "somebody's").write_bytes(bytes(6 * FILE_BYTES))
+    async with opened(small_device / "kv", cap_chunks=15) as tier:
+        (small_device / "somebody's").write_bytes(bytes((3 << 20) + 6 * FILE_BYTES))
         await store(tier, 1)
         held = await mapped(tier, 1)
         await store(tier, *range(2, 30))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.test_disk import fill, opened
+from tests.tiers.test_disk import fill, opened, scanned
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import WRITE, SlotPool
@@ -74,8 +74,7 @@ async def test_hot_cache_tells_of_what_comes_is_evicted_and_removed() -> None:
 
 
 async def test_disk_tells_of_its_own_evictions(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=4) as tier:
-        await tier.scanned()
+    async with scanned(tmp_path, cap_chunks=4) as tier:
         followed = Followed(tier)
         await fill(tier, range(12))
         assert 0 < len(followed.has) < 12
@@ -84,20 +83,8 @@ async def test_disk_tells_of_its_own_evictions(tmp_path: Path) -> None:
         assert chunk(11)[0] not in followed.has
 
 
-async def test_disk_tells_of_what_another_instance_removes(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier, opened(tmp_path) as other:
-        followed = Followed(tier)
-        await fill(tier, range(8))
-        assert await other.probe([chunk(number)[0] for number in range(8)]) == 8
-        for number in (1, 3, 7):
-            assert await other.remove(chunk(number)[0])
-        await followed.comes_to({0, 2, 4, 5, 6})
-
-
 @pytest.mark.parametrize("how", ["deleted", "moved", "moved with its parent"])
-async def test_disk_hears_of_changes_in_the_directory_that_took_the_place_of_a_lost_one(
-    tmp_path: Path, how: str
-) -> None:
+async def test_disk_hears_of_changes_in_the_directory_that_took_the_place_of_a_lost_one(tmp_path: Path, how: str) -> None:
     place = tmp_path / "host" / "kv"
     place.mkdir(parents=True)
     async with opened(place) as tier, opened(tmp_path / "other") as unconcerned:

@@ -1,18 +1,20 @@
 """The Weka tier: what instances on one directory know of each other, and how they make room."""
 
 import asyncio
-import errno
 import os
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.chunks import chunks_of
+from tests.scheduler.conftest import JumpingPolicy
 from tests.tiers import test_contract
-from tests.tiers.test_disk import FILE_BYTES, fill, is_hit
-from tests.tiers.weka import JumpingPolicy, key_of, opened, until
+from tests.tiers.opened import fails, open_tier, until
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, fill, is_hit
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.memory.workers import Workers
 from tiercache.testing import chunk
@@ -25,6 +27,21 @@ from tiercache.tiers.weka import WekaSettings, WekaTier
 @pytest.fixture
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     return JumpingPolicy()
+
+
+@asynccontextmanager
+async def opened(directory: Path, cap_chunks: int = 64, **settings: object) -> AsyncIterator[WekaTier]:
+    """A tier that has finished its first scan, with a cap of `cap_chunks` files and the directory that they lie in."""
+    chosen = {"refresh_s": 5.0, "threads": 4, "direct": None} | settings
+    cap_bytes = cap_chunks * FILE_BYTES + 4096
+    tier = WekaTier(WekaSettings((directory,), cap_bytes, **chosen), FINGERPRINT)  # type: ignore[arg-type]
+    async with open_tier(tier):
+        await tier.refreshed()
+        yield tier
+
+
+def key_of(number: int) -> ChunkKey:
+    return chunk(number)[0]
 
 
 class TestWekaTier(test_contract.TestDiskTier):
@@ -102,9 +119,6 @@ async def test_a_mount_that_hung_twice_is_refreshed_soon_after(tmp_path: Path, m
 async def test_a_directory_that_cannot_be_listed_for_a_while_does_not_end_the_refresh(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(path: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     async with opened(tmp_path) as tier, opened(tmp_path) as other:
         await fill(other, range(1, 2))
         with monkeypatch.context() as device:

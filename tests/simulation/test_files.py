@@ -29,18 +29,10 @@ NAMES = ["a", "b", "d", "d/a", "d/b", "d/e", "d/e/a", "l", "l/a", "none/a", "d/.
 LOOKED_UP = [*NAMES, "d/..", "d/.", ".", "l/..", "none/.", "d/", "a/", "l/"]
 TARGETS = ["a", "d", "d/e", "l", "none", f"{ROOT}/d", f"{ROOT}/a", "d/../b"]
 FLAGS = [
-    os.O_RDONLY,
-    os.O_RDWR | os.O_CREAT,
-    os.O_RDWR | os.O_CREAT | os.O_EXCL,
-    os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
-    os.O_WRONLY | os.O_APPEND,
-    os.O_RDWR,
-    os.O_RDONLY | os.O_NOFOLLOW,
-    os.O_RDONLY | os.O_DIRECTORY,
-    os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW,
-    os.O_RDONLY | os.O_TRUNC,
-    os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW,
-]
+    os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_EXCL, os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    os.O_WRONLY | os.O_APPEND, os.O_RDWR, os.O_RDONLY | os.O_NOFOLLOW, os.O_RDONLY | os.O_DIRECTORY,
+    os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, os.O_RDONLY | os.O_TRUNC, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW,
+]  # fmt: skip
 name = st.sampled_from(NAMES)
 looked_up = st.sampled_from(LOOKED_UP)
 slot = st.integers(0, 3)
@@ -59,7 +51,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("pwritev"), slot, st.lists(content, max_size=3), offset),
     st.tuples(st.just("ftruncate"), slot, offset),
     st.tuples(st.just("fallocate"), slot, offset, length),
-    st.tuples(st.sampled_from(["fsync", "fdatasync", "fstat", "listdir_of", "scandir_of"]), slot),
+    st.tuples(st.sampled_from(["fsync", "fdatasync", "fstat", "listdir", "scandir"]), slot),
     st.tuples(st.just("flock"), slot, lock),
     st.tuples(st.sampled_from(["stat", "lstat", "readlink", "listdir", "scandir"]), looked_up),
     st.tuples(st.just("unlink"), name),
@@ -109,77 +101,65 @@ class Side:
         self._keep(slot, self.system.open(f"{self.root}/{path}", flags, mode))
 
     def do_open_at(self, slot: int, path: str) -> None:
-        self._keep(slot, self.system.open(path, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self.slots.get(slot, 999_999)))
+        self._keep(slot, self.system.open(path, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._place(slot)))
 
     def do_rename_at(self, slot: int, path: str, to_slot: int, to: str) -> None:
-        source, target = self.slots.get(slot, 999_999), self.slots.get(to_slot, 999_999)
-        self.system.rename(path, to, src_dir_fd=source, dst_dir_fd=target)
+        self.system.rename(path, to, src_dir_fd=self._place(slot), dst_dir_fd=self._place(to_slot))
 
     def do_close(self, slot: int) -> None:
         self.system.close(self.slots.pop(slot, 999_999))
 
     def do_preadv(self, slot: int, lengths: list[int], offset: int) -> Any:
         buffers = [bytearray(length) for length in lengths]
-        return self.system.preadv(self.slots.get(slot, 999_999), buffers, offset), buffers
+        return self.system.preadv(self._place(slot), buffers, offset), buffers
 
     def do_fstat(self, slot: int) -> Any:
-        return self._status(self.system.fstat(self.slots.get(slot, 999_999)))
-
-    def do_listdir_of(self, slot: int) -> Any:
-        return sorted(self.system.listdir(self.slots.get(slot, 999_999)))
-
-    def do_scandir_of(self, slot: int) -> Any:
-        return self._entries(self.slots.get(slot, 999_999))
+        return self._status(self.system.fstat(self._place(slot)))
 
     def do_stat_at(self, slot: int, path: str) -> Any:
-        return self._status(self.system.stat(path, dir_fd=self.slots.get(slot, 999_999), follow_symlinks=False))
+        return self._status(self.system.stat(path, dir_fd=self._place(slot), follow_symlinks=False))
 
     def do_unlink_at(self, slot: int, path: str) -> None:
-        self.system.unlink(path, dir_fd=self.slots.get(slot, 999_999))
+        self.system.unlink(path, dir_fd=self._place(slot))
 
     def do_mkdir_at(self, slot: int, path: str) -> None:
-        self.system.mkdir(path, 0o700, dir_fd=self.slots.get(slot, 999_999))
+        self.system.mkdir(path, 0o700, dir_fd=self._place(slot))
 
     def do_stat(self, path: str) -> Any:
-        return self._status(self.system.stat(f"{self.root}/{path}"))
+        return self._status(self.system.stat(self._place(path)))
 
     def do_lstat(self, path: str) -> Any:
-        return self._status(self.system.lstat(Path(f"{self.root}/{path}")))
+        return self._status(self.system.lstat(Path(self._place(path))))
 
-    def do_listdir(self, path: str) -> Any:
-        return sorted(self.system.listdir(f"{self.root}/{path}"))
+    def do_listdir(self, place: int | str) -> Any:
+        return sorted(self.system.listdir(self._place(place)))
 
-    def do_scandir(self, path: str) -> Any:
-        return self._entries(f"{self.root}/{path}")
+    def do_scandir(self, place: int | str) -> Any:
+        with self.system.scandir(self._place(place)) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+            return [(each.name, self._relative(each.path), self._status(each.stat(follow_symlinks=False))) for each in found]
 
     def do_readlink(self, path: str) -> Any:
-        return self._relative(self.system.readlink(f"{self.root}/{path}"))
+        return self._relative(self.system.readlink(self._place(path)))
 
     def do_symlink(self, target: str, path: str) -> None:
-        self.system.symlink(target.replace(ROOT, self.root), f"{self.root}/{path}")
+        self.system.symlink(target.replace(ROOT, self.root), self._place(path))
 
     def do_samefile(self, one: str, other: str) -> bool:
-        first, second = (self.system.stat(f"{self.root}/{path}") for path in (one, other))
-        return os.path.samestat(first, second)
+        return os.path.samestat(*(self.system.stat(self._place(path)) for path in (one, other)))
 
-    def _plain(self, call: str, *arguments: Any) -> Any:
-        if arguments and isinstance(arguments[0], int):
-            return getattr(self.system, call)(self.slots.get(arguments[0], 999_999), *arguments[1:])
-        paths = [f"{self.root}/{each}" if isinstance(each, str) else each for each in arguments]
-        return getattr(self.system, call)(*paths)
+    def _plain(self, call: str, first: int | str, *rest: Any) -> Any:
+        places = [self._place(each) if isinstance(each, str) else each for each in rest]
+        return getattr(self.system, call)(self._place(first), *places)
+
+    def _place(self, place: int | str) -> Any:
+        """The descriptor in a slot, or one that nobody has opened; or the path below the root."""
+        return self.slots.get(place, 999_999) if isinstance(place, int) else f"{self.root}/{place}"
 
     def _keep(self, slot: int, descriptor: int) -> None:
         if slot in self.slots:
             self.system.close(self.slots[slot])
         self.slots[slot] = descriptor
-
-    def _entries(self, place: str | int) -> Any:
-        found = []
-        with self.system.scandir(place) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                below = self._status(entry.stat(follow_symlinks=False))
-                found.append((entry.name, self._relative(entry.path), below))
-        return found
 
     def _status(self, status: os.stat_result) -> Any:
         sizes = (0, 0) if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_blocks)
@@ -228,16 +208,17 @@ def test_it_answers_each_call_as_a_tmpfs_does(operations: list[tuple[Any, ...]])
         shutil.rmtree(place)
 
 
-Calls = tuple[Disk, FileCalls]
+@pytest.fixture
+def disk() -> Disk:
+    return Disk(ROOT, 64 * MEBIBYTE, can_lose_power=True)
 
 
 @pytest.fixture
-def made() -> Calls:
-    """A disk of 64 MiB that can lose its power, and the calls of the process "one"."""
-    disk = Disk(ROOT, 64 * MEBIBYTE, can_lose_power=True)
+def calls(disk: Disk) -> FileCalls:
+    """The calls of the process "one"."""
     calls = FileCalls([disk])
     calls.process = "one"
-    return disk, calls
+    return calls
 
 
 def stored(calls: FileCalls, name: str, content: bytes, *, sync: bool = False) -> int:
@@ -249,8 +230,7 @@ def stored(calls: FileCalls, name: str, content: bytes, *, sync: bool = False) -
     return descriptor
 
 
-def test_who_waits_for_a_lock_lets_others_run_until_it_is_free(made: Calls) -> None:
-    _, calls = made
+def test_who_waits_for_a_lock_lets_others_run_until_it_is_free(calls: FileCalls) -> None:
     mine = stored(calls, "lock", b"")
     calls.flock(mine, fcntl.LOCK_EX)
     calls.process = "two"
@@ -268,8 +248,7 @@ def test_who_waits_for_a_lock_lets_others_run_until_it_is_free(made: Calls) -> N
     assert waited == [f"{ROOT}/lock"] * 3
 
 
-def test_each_process_has_descriptors_of_its_own(made: Calls) -> None:
-    _, calls = made
+def test_each_process_has_descriptors_of_its_own(calls: FileCalls) -> None:
     mine = stored(calls, "mine", b"mine")
     calls.process = "two"
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -279,8 +258,7 @@ def test_each_process_has_descriptors_of_its_own(made: Calls) -> None:
     assert calls.pread(mine, 9, 0) == b"mine"
 
 
-def test_a_file_without_a_name_lasts_until_it_is_closed(made: Calls) -> None:
-    disk, calls = made
+def test_a_file_without_a_name_lasts_until_it_is_closed(disk: Disk, calls: FileCalls) -> None:
     descriptor = stored(calls, "a", bytes(8192))
     calls.unlink(f"{ROOT}/a")
     assert disk.used_blocks == 3
@@ -289,8 +267,7 @@ def test_a_file_without_a_name_lasts_until_it_is_closed(made: Calls) -> None:
     assert disk.used_blocks == 1
 
 
-def test_who_dies_leaves_locks_and_nameless_files_and_nothing_else(made: Calls) -> None:
-    disk, calls = made
+def test_who_dies_leaves_locks_and_nameless_files_and_nothing_else(disk: Disk, calls: FileCalls) -> None:
     calls.flock(stored(calls, "kept", bytes(4096)), fcntl.LOCK_EX)
     stored(calls, "nameless", bytes(4096))
     calls.unlink(f"{ROOT}/nameless")
@@ -322,8 +299,7 @@ def test_a_full_disk_takes_what_fits_and_then_nothing() -> None:
     assert disk.free_blocks == 1 and calls.fstat(descriptor).st_size == 4097
 
 
-def test_holes_take_no_room(made: Calls) -> None:
-    disk, calls = made
+def test_holes_take_no_room(disk: Disk, calls: FileCalls) -> None:
     descriptor = stored(calls, "a", b"")
     calls.ftruncate(descriptor, 2**40)
     calls.pwrite(descriptor, b"x", 10 * 4096)
@@ -331,8 +307,7 @@ def test_holes_take_no_room(made: Calls) -> None:
     assert calls.pread(descriptor, 3, 10 * 4096 - 1) == b"\0x\0" and disk.used_blocks == 2
 
 
-def test_direct_io_wants_whole_blocks(made: Calls) -> None:
-    _, calls = made
+def test_direct_io_wants_whole_blocks(calls: FileCalls) -> None:
     descriptor = calls.open(f"{ROOT}/a", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     assert calls.pwritev(descriptor, [bytes(4096), bytes(4096)], 4096) == 8192
     with pytest.raises(OSError, match="Invalid argument"):
@@ -341,8 +316,7 @@ def test_direct_io_wants_whole_blocks(made: Calls) -> None:
         calls.preadv(descriptor, [bytearray(4096)], 512)
 
 
-def test_a_call_does_as_little_as_it_is_told(made: Calls) -> None:
-    _, calls = made
+def test_a_call_does_as_little_as_it_is_told(calls: FileCalls) -> None:
     descriptor = stored(calls, "a", b"0123456789")
     orders: list[object] = []
     calls.before = lambda call, disk, target: orders.pop()
@@ -359,8 +333,7 @@ def test_a_call_does_as_little_as_it_is_told(made: Calls) -> None:
     assert calls.pread(descriptor, 99, 0) == b"abc34567X9"
 
 
-def test_a_fault_leaves_no_trace(made: Calls) -> None:
-    disk, calls = made
+def test_a_fault_leaves_no_trace(disk: Disk, calls: FileCalls) -> None:
     descriptor = stored(calls, "a", b"a")
     before = disk.changes
 

@@ -1,7 +1,5 @@
 """A worker with one of the bugs that the campaign must find: the one that the environment names. It is a `--worker`."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """What differs between two configurations, and which of it a running cache can change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

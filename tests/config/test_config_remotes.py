@@ -1,7 +1,5 @@
 """Remote tiers: what operators of LMCache write, settings of instances, roles, and what is said about mistakes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

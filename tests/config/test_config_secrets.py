@@ -1,7 +1,5 @@
 """What is secret in a URL is in nothing that people or programs get to see: errors, reprs, explanations, log lines."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

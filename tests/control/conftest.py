@@ -1,7 +1,5 @@
 """A cache with a control socket, over a real disk tier."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Prints a line when it has connected, and one when everything is answered; ends when its standard input does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

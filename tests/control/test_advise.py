@@ -1,7 +1,5 @@
 """`tiercache advise`, and the same figures over the control socket, HTTP and /metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Changes of a running cache through its control socket, as `tiercache ctl` and gateways make them."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

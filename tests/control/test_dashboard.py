@@ -1,7 +1,5 @@
 """The Grafana dashboard names metrics that a running cache exports."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HTTP on loopback in front of the socket of a real cache; and `tiercache serve-control` as a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

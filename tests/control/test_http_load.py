@@ -1,7 +1,5 @@
 """What strangers may take of `tiercache serve-control`, a process of its own: nobody needs a token to open connections."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

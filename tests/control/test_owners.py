@@ -1,7 +1,5 @@
 """In a shared directory, a process that binds the path of a control socket is not trusted to be the cache."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """The control socket of a real cache over a real disk tier."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import stat

@@ -1,7 +1,5 @@
 """What clients of the control socket may take of the process that the cache lives in: of its loop, memory, descriptors."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

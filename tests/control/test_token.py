@@ -1,7 +1,5 @@
 """Who starts a server says a token, or that it needs none; and its file is a secret, or it is refused."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

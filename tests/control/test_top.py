@@ -1,7 +1,5 @@
 """`tiercache top` over the control socket of a real cache."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import sys

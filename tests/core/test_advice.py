@@ -1,7 +1,5 @@
 """The sentences of `tiercache advise`, each from figures that call for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Leaf LRU: which resident of the hot cache is evicted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The prefetch plan, its accounts and the session predictor, on virtual time; nothing is moved."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from math import inf

@@ -1,7 +1,5 @@
 """The sample of accesses: distances in LRU order, hit rates of every size, and its limits."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections.abc import Sequence

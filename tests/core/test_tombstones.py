@@ -1,7 +1,5 @@
 """A forget invalidates operations that began before it, and none that begins after it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

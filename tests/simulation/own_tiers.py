@@ -1,7 +1,5 @@
 """Tiers as third parties might write them: one that keeps the contract, and some that do not."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A simulated disk answers as a real tmpfs does, and loses in a power cut what was not synced, and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Histories that were written by hand, and that the simulation finds nothing wrong with (or something)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

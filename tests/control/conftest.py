@@ -1,6 +1,7 @@
 """A cache with a control socket, over a real disk tier."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from tiercache import Config, Layout, TierCache
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
+RANKS = [replace(LAYOUT, rank=rank, world_size=2) for rank in (0, 1)]
 CHUNKS = 12
 TOKENS = list(range(16 * CHUNKS))
+TOKEN = "correct-horse-battery-staple-42"
 
 
 def config_of(place: Path, **more: Any) -> Config:
@@ -22,6 +25,13 @@ def config_of(place: Path, **more: Any) -> Config:
         control_socket=str(place / "c.sock"),
         **more,
     )
+
+
+def token_file(tmp_path: Path, mode: int = 0o600) -> Path:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    file.chmod(mode)
+    return file
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import httpx
@@ -17,14 +16,9 @@ from tiercache.control.messages import Advise, Lookup
 from tiercache.control.metrics import exposition
 
 
-async def run(*arguments: object) -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tiercache", "advise", *map(str, arguments)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    return process.returncode, out.decode(), err.decode()
+async def run(*arguments: object) -> tuple[int, str, str]:
+    done = await asyncio.to_thread(tiercache, "advise", *arguments)
+    return done.returncode, done.stdout, done.stderr
 
 
 async def test_the_command_shows_curves_reasons_and_sentences(cache: TierCache, place: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from socket import AF_UNIX, socket
 import httpx
 import pytest
 
-from tests.control.conftest import CHUNKS, TOKENS, config_of
-from tiercache import CacheThread, Layout, TierCache
+from tests.control.conftest import CHUNKS, LAYOUT, RANKS, TOKENS, config_of
+from tiercache import CacheThread, TierCache
 from tiercache.cli import app
 from tiercache.control.client import Fleet, ask
 from tiercache.control.ctl import ctl_command
@@ -17,9 +17,13 @@ from tiercache.control.http import make_app
 from tiercache.control.messages import ControlError, Reconfigure, Reload
 
 
-async def ctl(place: Path, *words: str) -> int:
+async def run(*words: str) -> int:
     """Run the command as it is typed, and return its exit status."""
-    return await asyncio.to_thread(app, ["ctl", "--socket", str(place), *words], standalone_mode=False)
+    return await asyncio.to_thread(app, words, standalone_mode=False)
+
+
+async def ctl(place: Path, *words: str) -> int:
+    return await run("ctl", "--socket", str(place), *words)
 
 
 async def test_a_limit_is_set_and_what_is_wrong_is_said(
@@ -39,9 +43,7 @@ async def test_a_limit_is_set_and_what_is_wrong_is_said(
     assert "came from no file" in capsys.readouterr().err
 
 
-async def test_a_tier_is_detached_and_attached(
-    cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_tier_is_detached_and_attached(cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert await ctl(place, "detach", "disk") == 0
     assert (await cache.lookup(TOKENS)).chunks == 0
     assert await ctl(place, "attach", "disk") == 0
@@ -66,12 +68,8 @@ async def test_a_wrong_command_line_says_what_is_expected(
 async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = [Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=rank, world_size=2) for rank in (0, 1)]
     larger = config_of(tmp_path).changed({"max_local_cpu_size": 0.006})
-    async with (
-        TierCache.open(larger, ranks[0]) as one,
-        TierCache.open(config_of(tmp_path), ranks[1]) as other,
-    ):
+    async with TierCache.open(larger, RANKS[0]) as one, TierCache.open(config_of(tmp_path), RANKS[1]) as other:
         assert await ctl(tmp_path / "c.sock", "set", "max_local_disk_size=0.05") == 0
         assert one.config.max_local_disk_size == other.config.max_local_disk_size == 0.05
         await one.detach("disk")
@@ -87,9 +85,8 @@ async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
 async def test_what_any_rank_changes_and_why_each_refuses_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = [Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=rank, world_size=2) for rank in (0, 1)]
     places = [tmp_path / "c.sock.0", tmp_path / "c.sock.1"]
-    async with TierCache.open(config_of(tmp_path), ranks[0]), TierCache.open(config_of(tmp_path), ranks[1]):
+    async with TierCache.open(config_of(tmp_path), RANKS[0]), TierCache.open(config_of(tmp_path), RANKS[1]):
         assert await ctl(places[0], "set", "max_local_disk_size=0.05") == 0
         capsys.readouterr()
         assert await ctl(tmp_path / "c.sock", "set", "max_local_disk_size=0.05") == 0
@@ -104,29 +101,21 @@ async def test_what_any_rank_changes_and_why_each_refuses_is_printed(
 
 
 @pytest.mark.parametrize("command", [["ctl", "set", "queue_wait_s=0.5"], ["advise"], ["top", "--once"]])
-async def test_a_socket_that_is_not_there_is_named_beside_one_that_is(
+async def test_a_socket_that_is_not_there_or_whose_cache_was_killed_is_named_beside_one_that_is(
     cache: TierCache, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     missing = tmp_path / "misspelt.sock"
-    words = [*command, "--socket", str(place), "--socket", str(missing)]
-    assert await asyncio.to_thread(app, words, standalone_mode=False) == 1
+    words = [*command, "--socket", str(missing)]
+    assert await run(*words, "--socket", str(place)) == 1
     said = capsys.readouterr()
     assert f"error: {missing}: no cache has a socket open there" in said.err
     assert said.out
-    assert await asyncio.to_thread(app, [*command, "--socket", str(missing)], standalone_mode=False) == 2
+    assert await run(*words) == 2
     assert f"error: no cache has a socket open at {missing}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [["ctl", "set", "queue_wait_s=0.5"], ["advise"], ["top", "--once"]])
-async def test_a_cache_that_was_killed_is_no_success(
-    cache: TierCache, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    dead = tmp_path / "dead.sock"
-    with socket(AF_UNIX) as left:
-        left.bind(str(dead))
-    words = [*command, "--socket", str(dead)]
-    assert await asyncio.to_thread(app, [*words, "--socket", str(place)], standalone_mode=False) == 1
-    assert await asyncio.to_thread(app, words, standalone_mode=False) == 2
+    with socket(AF_UNIX) as killed:
+        killed.bind(str(missing))
+    assert await run(*words, "--socket", str(place)) == 1
+    assert await run(*words) == 2
     said = capsys.readouterr()
     assert (said.out + said.err).count("no cache answers there") == 2
 
@@ -151,7 +140,7 @@ async def test_a_cache_that_does_not_answer_may_still_change(tmp_path: Path, mon
 
 
 def test_a_cache_on_a_thread_of_its_own_is_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    thread = CacheThread(config_of(tmp_path), Layout("m", chunk_tokens=16, bytes_per_token=4096))
+    thread = CacheThread(config_of(tmp_path), LAYOUT)
     try:
         for words in (["set", "max_local_disk_size=0.05"], ["detach", "disk"], ["attach", "disk"]):
             assert ctl_command([tmp_path / "c.sock"], words[0], words[1:]) == 0

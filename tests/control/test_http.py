@@ -17,14 +17,12 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.control.conftest import CHUNKS, LAYOUT, TOKENS, config_of
-from tiercache import Layout, TierCache
+from tests.control.conftest import CHUNKS, LAYOUT, RANKS, TOKEN, TOKENS, config_of, token_file
+from tiercache import TierCache
 from tiercache.control import http
 from tiercache.control.client import Fleet
 from tiercache.control.http import make_app, server_config
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES
-
-TOKEN = "correct-horse-battery-staple-42"
 
 
 @asynccontextmanager
@@ -62,10 +60,8 @@ async def server(tmp_path: Path) -> AsyncIterator[Any]:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         serving = asyncio.create_task(running.serve([listening]))
-        headers = {"authorization": f"Bearer {TOKEN}"}
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", headers=headers, trust_env=False, timeout=30
-        ) as client:
+        url, headers = f"http://127.0.0.1:{port}", {"authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30) as client:
             yield client
         running.should_exit = True
         await serving
@@ -199,11 +195,8 @@ async def test_dead_cache_is_said_to_be_unreachable(tmp_path: Path, server: Any)
         assert await samples(server) == {frozenset(("tiercache_up", "c.sock")): 0}
 
 
-async def test_a_cache_that_hangs_does_not_keep_the_figures_of_others_from_a_scrape(
-    tmp_path: Path, server: Any
-) -> None:
-    layout = Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=0, world_size=2)
-    async with TierCache.open(config_of(tmp_path), layout):
+async def test_a_cache_that_hangs_does_not_keep_the_figures_of_others_from_a_scrape(tmp_path: Path, server: Any) -> None:
+    async with TierCache.open(config_of(tmp_path), RANKS[0]):
         with socket.socket(socket.AF_UNIX) as frozen:
             frozen.bind(str(tmp_path / "c.sock.1"))
             frozen.listen()
@@ -214,9 +207,8 @@ async def test_a_cache_that_hangs_does_not_keep_the_figures_of_others_from_a_scr
 
 async def test_all_ranks_are_told_and_answer_as_one(tmp_path: Path, server: Any) -> None:
     """A prefix is where every rank has its part of it; a rank that is gone is named."""
-    layouts = [Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=rank, world_size=2) for rank in (0, 1)]
-    async with TierCache.open(config_of(tmp_path), layouts[0]) as one:
-        async with TierCache.open(config_of(tmp_path), layouts[1]) as other:
+    async with TierCache.open(config_of(tmp_path), RANKS[0]) as one:
+        async with TierCache.open(config_of(tmp_path), RANKS[1]) as other:
             for cache, chunks in ((one, 8), (other, 5)):
                 await cache.store(TOKENS[: 16 * chunks], [b"x" * LAYOUT.chunk_bytes] * chunks)
                 await cache.flush()
@@ -238,26 +230,21 @@ async def test_all_ranks_are_told_and_answer_as_one(tmp_path: Path, server: Any)
             assert [Path(path).name for path in found["failed"]] == ["c.sock.1"]
 
 
-async def test_without_a_token_only_this_machine_by_its_name_is_served(cache: TierCache, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [[], ["--host", "127.0.0.2"]], ids=["default", "another address"])
+async def test_without_a_token_only_this_machine_by_its_name_is_served(
+    cache: TierCache, tmp_path: Path, words: list[str]
+) -> None:
     """A page in a browser whose name was pointed at the loopback address says another host."""
-    async with serve(tmp_path, "--no-token") as client:
+    async with serve(tmp_path, "--no-token", *words) as client:
         assert (await client.post("/v1/lookup", json={"tokens": TOKENS})).json()["found"] == CHUNKS
         other = await client.post("/v1/lookup", json={"tokens": TOKENS}, headers={"host": "evil.example"})
         assert other.status_code == 400
-
-
-async def test_without_a_token_any_loopback_address_is_served_by_its_name(tmp_path: Path) -> None:
-    async with serve(tmp_path, "--no-token", "--host", "127.0.0.2") as client:
-        assert (await client.get("/healthz")).status_code == 200
         assert (await client.get("/healthz", headers={"host": "evil.example"})).status_code == 400
 
 
 @pytest.mark.parametrize("from_file", [False, True], ids=["environment", "file"])
 async def test_token_is_asked_for_and_never_printed(cache: TierCache, tmp_path: Path, from_file: bool) -> None:
-    token_file = tmp_path / "token"
-    token_file.write_text(TOKEN + "\n")
-    token_file.chmod(0o600)
-    arguments = ["--token-file", str(token_file)] if from_file else []
+    arguments = ["--token-file", str(token_file(tmp_path))] if from_file else []
     async with serve(tmp_path, *arguments, TIERCACHE_CONTROL_TOKEN="" if from_file else TOKEN) as client:
         assert (await client.get("/metrics")).status_code == 401
         assert (await client.get("/metrics", headers={"authorization": f"bearer {TOKEN}"})).status_code == 200

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.control.test_http import TOKEN, serve
+from tests.control.conftest import TOKEN, token_file
+from tests.control.test_http import serve
 
 MIB = 1 << 20
+POST = b"POST /v1/lookup HTTP/1.1\r\nContent-Type: application/json\r\n"
 
 
 def memory_bytes(client: Any, field: str = "VmRSS") -> int:
@@ -18,10 +20,7 @@ def memory_bytes(client: Any, field: str = "VmRSS") -> int:
 
 
 def server(tmp_path: Path) -> Any:
-    token_file = tmp_path / "token"
-    token_file.write_text(TOKEN)
-    token_file.chmod(0o600)
-    return serve(tmp_path, "--token-file", str(token_file))
+    return serve(tmp_path, "--token-file", str(token_file(tmp_path)))
 
 
 async def connect(client: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -61,8 +60,7 @@ async def test_headers_without_an_end_are_cut_off(tmp_path: Path) -> None:
     "request_bytes",
     [
         b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n"
-        b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
+        POST + b"Host: x\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\nContent-Length: 2\r\n\r\n{}",
     ],
     ids=["get", "post"],
 )
@@ -88,12 +86,7 @@ async def health(client: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "said",
-    [
-        b"",
-        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
-    ],
-    ids=["nothing", "half a body"],
+    "said", [b"", POST + b"Host: localhost\r\nContent-Length: 9\r\n\r\n{"], ids=["nothing", "half a body"]
 )
 async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path, said: bytes) -> None:
     """No second of patience with the silent ones, and those that were hung up on are back at once."""
@@ -114,13 +107,10 @@ async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path,
 
 @pytest.mark.parametrize("sent", [b"", b" " * (65 << 10)], ids=["nothing", "65 KiB"])
 async def test_bodies_that_are_announced_and_not_sent_take_nobodys_room(tmp_path: Path, sent: bytes) -> None:
-    begun = (
-        b"POST /v1/lookup HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 1048576\r\n\r\n"
-    )
     async with serve(tmp_path, "--no-token") as client:
         silent = [await connect(client) for _ in range(64)]
         for _, writer in silent:
-            writer.write(begun + sent)
+            writer.write(POST + b"Host: [::1]\r\nContent-Length: 1048576\r\n\r\n" + sent)
             await writer.drain()
         began_s = time.monotonic()
         for _ in range(2):
@@ -132,10 +122,10 @@ async def test_bodies_that_are_announced_and_not_sent_take_nobodys_room(tmp_path
 
 
 async def test_server_that_stops_says_so_to_who_has_not_sent_all(tmp_path: Path) -> None:
-    begun = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+    begun = POST + b"Host: x\r\nContent-Length: 9\r\nAuthorization: Bearer " + TOKEN.encode()
     async with server(tmp_path) as client:
         reader, writer = await connect(client)
-        writer.write(begun + b"Authorization: Bearer " + TOKEN.encode() + b"\r\nExpect: 100-continue\r\n\r\n")
+        writer.write(begun + b"\r\nExpect: 100-continue\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 100 ")  # the body is being waited for
     answer = await asyncio.wait_for(reader.read(), 10)
     writer.transport.abort()

@@ -7,17 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import tiercache
+from tests.control.conftest import TOKEN, token_file
 from tiercache.control.command import read_token
 
-TOKEN = "correct-horse-battery-staple-42"
 GUIDE = Path(__file__).parents[2] / "docs" / "control.md"
-
-
-def token_file(tmp_path: Path, mode: int) -> Path:
-    file = tmp_path / "token"
-    file.write_text(TOKEN + "\n")
-    file.chmod(mode)
-    return file
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604, 0o602])
@@ -41,7 +34,7 @@ def test_the_guides_recipe_makes_a_file_that_is_accepted(tmp_path: Path) -> None
 
 
 def test_link_to_a_private_file_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(token_file(tmp_path, 0o600))
+    (tmp_path / "link").symlink_to(token_file(tmp_path))
     assert read_token("127.0.0.1", tmp_path / "link", no_token=False) == TOKEN
 
 

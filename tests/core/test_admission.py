@@ -66,13 +66,8 @@ def test_a_chunk_larger_than_the_burst_goes_when_the_bucket_is_full_and_is_paid_
     assert governor.allows(1, 21.5)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 500), st.floats(0, 5000)), max_size=200),
-    st.integers(1_000, 1_000_000),
-)
-def test_no_span_of_time_sees_more_than_its_rate_one_burst_and_one_chunk(
-    writes: list[tuple[int, float]], rate: int
-) -> None:
+@given(st.lists(st.tuples(st.integers(1, 500), st.floats(0, 5000)), max_size=200), st.integers(1_000, 1_000_000))
+def test_no_span_of_time_sees_more_than_its_rate_one_burst_and_one_chunk(writes: list[tuple[int, float]], rate: int) -> None:
     governor = Governor(rate, burst_s=60)
     now_s = written = 0.0
     for amount, pause_s in writes:

@@ -1,6 +1,7 @@
 """The sentences of `tiercache advise`, each from figures that call for it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,44 +17,43 @@ def missed(**tokens: float) -> Advice:
     return replace(QUIET, usage=replace(QUIET.usage, missed_tokens=dict.fromkeys(REASONS, 0.0) | tokens))
 
 
+def with_disk(advice: Advice = QUIET, **disk: Any) -> list[str]:
+    return sentences(replace(advice, tiers={"cpu": RAM, "disk": replace(DISK, **disk)}))
+
+
 def test_few_requests_are_no_ground_for_advice() -> None:
     assert sentences(replace(QUIET, requests=12)) == ["12 requests so far: too few for advice, which begins at 100."]
 
 
-def test_more_ram() -> None:
-    assert sentences(QUIET)[0] == "64 GB more RAM: +11.0 points of hit rate."
+@pytest.mark.parametrize(
+    ("halved", "doubled", "said"),
+    [
+        (0.30, 0.51, "64 GB more RAM: +11.0 points of hit rate."),
+        (0.30, 0.402, "More RAM is not worth it: twice as much brings +0.2 points of hit rate."),
+        (0.397, 0.402, "Less RAM would do: 32 GB less costs 0.3 points of hit rate."),
+    ],
+)
+def test_more_ram_enough_ram_and_too_much(halved: float, doubled: float, said: str) -> None:
+    ram = replace(RAM, hit_rate_halved=halved, hit_rate_doubled=doubled)
+    assert sentences(replace(QUIET, tiers={"cpu": ram}))[0] == said
 
 
 def test_more_ram_above_a_disk_that_has_the_chunks_moves_hits_to_ram() -> None:
-    advice = replace(QUIET, tiers={"cpu": RAM, "disk": replace(DISK, hit_rate=0.5, hit_rate_doubled=0.5)})
-    assert sentences(advice)[0] == (
-        "64 GB more RAM: +11.0 points of hits in RAM, +1.0 points of hit rate with the other tiers."
-    )
-
-
-def test_enough_ram() -> None:
-    enough = replace(QUIET, tiers={"cpu": replace(RAM, hit_rate_doubled=0.402)})
-    assert sentences(enough)[0] == "More RAM is not worth it: twice as much brings +0.2 points of hit rate."
-
-
-def test_too_much_ram() -> None:
-    much = replace(QUIET, tiers={"cpu": replace(RAM, hit_rate_doubled=0.402, hit_rate_halved=0.397)})
-    assert sentences(much)[0] == "Less RAM would do: 32 GB less costs 0.3 points of hit rate."
+    said = with_disk(hit_rate=0.5, hit_rate_doubled=0.5)[0]
+    assert said == "64 GB more RAM: +11.0 points of hits in RAM, +1.0 points of hit rate with the other tiers."
 
 
 def test_a_disk_that_is_read_back() -> None:
-    advice = replace(QUIET, tiers={"cpu": RAM, "disk": DISK})
-    assert sentences(advice)[1] == "disk: +3.0 points, 2 TB written a day, 2.0 bytes for each byte read again."
+    assert with_disk()[1] == "disk: +3.0 points, 2 TB written a day, 2.0 bytes for each byte read again."
 
 
 @pytest.mark.parametrize("read_bytes", [0, GIB])
 def test_a_disk_that_is_written_in_vain(read_bytes: int) -> None:
-    disk = replace(DISK, hit_rate=0.403, hit_rate_doubled=0.403, read_bytes=read_bytes)
-    said = sentences(replace(QUIET, tiers={"cpu": RAM, "disk": disk}))[1]
+    in_vain: dict[str, Any] = {"hit_rate": 0.403, "hit_rate_doubled": 0.403, "read_bytes": read_bytes}
+    said = with_disk(**in_vain)[1]
     assert said.startswith("disk: +0.3 points, 2 TB written a day")
     assert said.endswith(": consider `flash_admission: second_touch`.")
-    chosen = sentences(replace(QUIET, tiers={"cpu": RAM, "disk": replace(disk, admits_all=False)}))[1]
-    assert "second_touch" not in chosen
+    assert "second_touch" not in with_disk(**in_vain, admits_all=False)[1]
 
 
 def test_a_tier_whose_admission_cannot_be_set_gets_no_advice_about_it() -> None:
@@ -62,8 +62,7 @@ def test_a_tier_whose_admission_cannot_be_set_gets_no_advice_about_it() -> None:
 
 
 def test_a_larger_disk() -> None:
-    disk = replace(DISK, hit_rate_doubled=0.48)
-    assert sentences(replace(QUIET, tiers={"cpu": RAM, "disk": disk}))[2] == "2 TB more disk: +5.0 points of hit rate."
+    assert with_disk(hit_rate_doubled=0.48)[2] == "2 TB more disk: +5.0 points of hit rate."
 
 
 def test_reasons_of_many_misses_come_in_their_order() -> None:
@@ -84,14 +83,13 @@ def test_every_reason_has_a_sentence() -> None:
 
 
 def test_hits_that_a_tier_is_too_slow_for_are_not_counted_on() -> None:
-    slow = replace(DISK, hit_rate=0.6, hit_rate_halved=0.5, hit_rate_doubled=0.7, slow_tokens=2000.0)
-    usage = replace(QUIET.usage, sampled_tokens=10_000.0)
-    said = sentences(replace(QUIET, usage=usage, tiers={"cpu": RAM, "disk": slow}))
+    sampled = replace(QUIET, usage=replace(QUIET.usage, sampled_tokens=10_000.0))
+    rates = {"hit_rate": 0.6, "hit_rate_halved": 0.5, "hit_rate_doubled": 0.7}
+    said = with_disk(sampled, **rates, slow_tokens=2000.0)
     assert said[0] == "64 GB more RAM: +11.0 points of hit rate."
     assert said[1].startswith("disk: +0.0 points, 2 TB written a day")
     assert said[2] == "More disk is not worth it while loading from it is slower than computing."
-    partly = replace(slow, slow_tokens=500.0)
-    said = sentences(replace(QUIET, usage=usage, tiers={"cpu": RAM, "disk": partly}))
+    said = with_disk(sampled, **rates, slow_tokens=500.0)
     assert said[0] == "64 GB more RAM: +11.0 points of hits in RAM, +0.0 points of hit rate with the other tiers."
     assert said[1].startswith("disk: +15.0 points")
     assert said[2] == "2 TB more disk: +10.0 points of hit rate."

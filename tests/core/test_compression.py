@@ -33,9 +33,7 @@ def choice(
         (0.1, None, Codec.ZSTD),  # nothing was read yet
     ],
 )
-def test_the_slower_a_tier_the_more_is_compressed(
-    sending_gbps: float, receiving_gbps: float | None, codec: Codec
-) -> None:
+def test_the_slower_a_tier_the_more_is_compressed(sending_gbps: float, receiving_gbps: float | None, codec: Codec) -> None:
     assert choice(sending_gbps=sending_gbps, receiving_gbps=receiving_gbps).codec is codec
 
 
@@ -46,14 +44,11 @@ def test_where_others_want_the_cores_less_is_compressed() -> None:
 def test_a_link_that_changes_changes_the_choice() -> None:
     made = choice(sending_gbps=1.25, receiving_gbps=1.25)
     assert made.codec is Codec.PLAIN
-    for _ in range(64):
-        made.sent(MIB, MIB * GBPS / 0.05)
-        made.received(MIB, MIB * GBPS / 0.05)
-    assert made.codec is Codec.ZSTD
-    for _ in range(64):
-        made.sent(MIB, MIB * GBPS / 2.5)
-        made.received(MIB, MIB * GBPS / 2.5)
-    assert made.codec is Codec.PLAIN
+    for gbps, codec in ((0.05, Codec.ZSTD), (2.5, Codec.PLAIN)):
+        for _ in range(64):
+            made.sent(MIB, MIB * GBPS / gbps)
+            made.received(MIB, MIB * GBPS / gbps)
+        assert made.codec is codec
 
 
 def test_what_cannot_be_made_shorter_is_left_alone_however_slow_the_link() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from unittest import TestCase
 
 import pytest
 from hypothesis import Phase, settings
@@ -45,18 +46,6 @@ def number_of(entry: Resident | None) -> int | None:
 
 def all_victims(order: LeafLru) -> list[int | None]:
     return [number_of(order.pop_victim()) for _ in range(len(order))]
-
-
-def lease(order: LeafLru, number: int) -> Resident:
-    entry = order.entries[key(number)]
-    entry.leases += 1
-    order.leased(entry)
-    return entry
-
-
-def release(order: LeafLru, entry: Resident) -> None:
-    entry.leases -= 1
-    order.released(entry)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +97,12 @@ def test_an_access_while_leased_counts() -> None:
     order = LeafLru()
     put(order, [1])
     put(order, [2])
-    leased = lease(order, 1)
+    entry = order.entries[key(1)]
+    entry.leases = 1
+    order.leased(entry)
     order.access(keys_of([1]))
-    release(order, leased)
+    entry.leases = 0
+    order.released(entry)
     assert all_victims(order) == [2, 1]
 
 
@@ -263,14 +255,11 @@ class AgainstModel(RuleBasedStateMachine):
         assert self.order.queued <= 2 * len(entries)
 
 
-def machine(name: str, tenants: bool = False) -> type[AgainstModel]:
-    return type(f"LeafLruWith{name}{tenants}", (AgainstModel,), {"policy": name, "by_tenant": tenants})
-
-
-TestLru = machine("LRU").TestCase
-TestFifo = machine("FIFO").TestCase
-TestLfu = machine("LFU").TestCase
-TestMru = machine("MRU").TestCase
-TestTenants = machine("LRU", True).TestCase
-for case in (TestLru, TestFifo, TestLfu, TestMru, TestTenants):
+def histories(name: str, tenants: bool = False) -> type[TestCase]:
+    case = type(f"LeafLruWith{name}{tenants}", (AgainstModel,), {"policy": name, "by_tenant": tenants}).TestCase
     case.settings = settings(max_examples=50, stateful_step_count=50, deadline=None, phases=[Phase.generate])
+    return case
+
+
+TestLru, TestFifo, TestLfu, TestMru = map(histories, ("LRU", "FIFO", "LFU", "MRU"))
+TestTenants = histories("LRU", tenants=True)

@@ -90,9 +90,7 @@ def one_by_one(places: list[set[bytes]], keys: list[bytes]) -> list[int]:
     return counts
 
 
-@given(
-    places=st.lists(st.sets(NUMBERS) | st.integers(0, 700).map(lambda end: set(range(end))), max_size=3), numbers=SOME
-)
+@given(places=st.lists(st.sets(NUMBERS) | st.integers(0, 700).map(lambda end: set(range(end))), max_size=3), numbers=SOME)
 def test_keys_count_where_they_are_found_first_up_to_the_first_that_is_nowhere(
     places: list[set[int]], numbers: list[int] | range
 ) -> None:
@@ -112,9 +110,6 @@ def test_not_much_is_looked_for_behind_the_first_that_is_nowhere() -> None:
     place = Place()
     assert counts_in([place], [key(number) for number in range(100_000)]) == [1]
     assert place.asked <= 1 + 128, "one step of keys"
-
-
-# Directories that others change too
 
 
 def times(**changed: int) -> list[int]:

@@ -45,9 +45,6 @@ def promotions(plan: PrefetchPlan, now_s: float = 0.0) -> str:
     return "".join(begun)
 
 
-# The plan
-
-
 def test_nothing_is_promoted_before_it_must_be() -> None:
     plan = plan_of()
     plan.offer(expecting("ab", due_s=100.0), 0.0)
@@ -59,10 +56,8 @@ def test_nothing_is_promoted_before_it_must_be() -> None:
 
 def test_priority_goes_before_the_deadline_and_that_before_the_order_of_arrival() -> None:
     plan = plan_of()
-    plan.offer(expecting("u", 3.0, priority=1), 0.0)
-    plan.offer(expecting("v", 9.0), 0.0)
-    plan.offer(expecting("w", 4.0), 0.0)
-    plan.offer(expecting("x", 4.0), 0.0)
+    for request in (expecting("u", 3.0, priority=1), expecting("v", 9.0), expecting("w", 4.0), expecting("x", 4.0)):
+        plan.offer(request, 0.0)
     assert promotions(plan, 9.5) == "wxvu"
 
 
@@ -150,14 +145,8 @@ class PlanAgainstModel(RuleBasedStateMachine):
     def unpin(self) -> None:
         self.pinned.difference_update(self.plan.take_unexpected())
 
-    @rule(
-        keys=st.lists(SOME, min_size=1, max_size=6, unique=True),
-        due_s=st.floats(0, 20),
-        ttl_s=st.floats(0, 3),
-        source=SOURCES,
-        subject=st.sampled_from("ABCD"),
-        priority=st.integers(-1, 1),
-    )
+    @rule(keys=st.lists(SOME, min_size=1, max_size=6, unique=True), due_s=st.floats(0, 20), ttl_s=st.floats(0, 3),
+          source=SOURCES, subject=st.sampled_from("ABCD"), priority=st.integers(-1, 1))  # fmt: skip
     def offer(self, keys: list[bytes], due_s: float, ttl_s: float, source: str, subject: str, priority: int) -> None:
         due_s += self.now_s
         request = PrefetchRequest(source, subject, keys, due_s, due_s, due_s + ttl_s, priority)
@@ -246,9 +235,6 @@ class PlanAgainstModel(RuleBasedStateMachine):
 
 TestPlan = PlanAgainstModel.TestCase
 TestPlan.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
-
-
-# The session predictor
 
 
 def turns(predictor: SessionPredictor, session: str, *gaps_s: float, at_s: float = 0.0) -> float:

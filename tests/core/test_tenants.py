@@ -18,9 +18,6 @@ def key(number: int, salt: str = "") -> bytes:
     return number.to_bytes(KEY_BYTES, "big") + tenant_tag(salt)
 
 
-# Keys
-
-
 def test_a_key_says_whose_it_is_and_without_a_salt_is_as_it_was() -> None:
     namespace, tag = LAYOUT.named_by("", "a secret")
     tagged = chunk_keys(namespace, range(48), 16, tenant=tag)
@@ -48,9 +45,6 @@ def test_ranks_that_hold_the_same_write_equal_parts_of_a_tenants_chunks() -> Non
     assert sum(parts) == len(tagged) and min(parts) > 60
 
 
-# Accounts
-
-
 def test_few_tenants_are_named_and_the_rest_is_one() -> None:
     found = {tenant_tag(str(number)): TenantStatistics(number, 1, 2) for number in range(1, MOST_SHOWN + 6)}
     found[b""] = TenantStatistics(1000, 1)
@@ -58,9 +52,6 @@ def test_few_tenants_are_named_and_the_rest_is_one() -> None:
     assert len(named) == MOST_SHOWN + 1
     assert next(iter(named)) == DEFAULT and tenant_tag(str(MOST_SHOWN + 5)).hex() in named
     assert named[OTHERS] == TenantStatistics(1 + 2 + 3 + 4 + 5 + 6, 6, 12)
-
-
-# Who goes
 
 
 class Quotas(RuleBasedStateMachine):

@@ -12,9 +12,7 @@ A = b"a" * KEY_BYTES
 KEYS = [bytes([number]) * KEY_BYTES for number in range(4)]
 
 
-def test_a_bounded_number_is_kept_and_operations_from_before_count_as_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bounded_number_is_kept_and_operations_from_before_count_as_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TOMBSTONES", 8)
     tombstones = Tombstones()
     hung = tombstones.epoch

@@ -16,9 +16,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 def load_text(tmp_path: Path) -> Callable[..., Config]:
     """Load a YAML text, with an environment and overrides."""
 
-    def load(
-        text: str | bytes, environ: dict[str, str] | None = None, overrides: dict[str, Any] | None = None
-    ) -> Config:
+    def load(text: str | bytes, environ: dict[str, str] | None = None, overrides: dict[str, Any] | None = None) -> Config:
         path = tmp_path / "tiercache.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return Config.load(path, environ=environ or {}, overrides=overrides)

@@ -13,27 +13,32 @@ from tiercache.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("written", "nearest"),
+    ("written", "guess"),
     [
-        ("chunk_sizee", "chunk_size"),
-        ("max_local_cpu_sise", "max_local_cpu_size"),
-        ("CHUNK_SIZE", "chunk_size"),
-        ("hf3fs_iovsize", "hf3fs_iov_size"),
-        ("cufile_bufer_size", "cufile_buffer_size"),
+        ("chunk_sizee", "; the nearest is chunk_size"),
+        ("max_local_cpu_sise", "; the nearest is max_local_cpu_size"),
+        ("CHUNK_SIZE", "; the nearest is chunk_size"),
+        ("hf3fs_iovsize", "; the nearest is hf3fs_iov_size"),
+        ("cufile_bufer_size", "; the nearest is cufile_buffer_size"),
+        ("zzzzqqqq", ""),
     ],
 )
-def test_an_unknown_key_fails_with_the_nearest(problem_of, written: str, nearest: str) -> None:
-    assert f"{written}: there is no such key; the nearest is {nearest} (" in problem_of(f"{written}: 1")
+def test_an_unknown_key_fails_with_the_nearest(problem_of, written: str, guess: str) -> None:
+    assert f"{written}: there is no such key{guess} (" in problem_of(f"{written}: 1")
 
 
-def test_an_unknown_key_with_no_neighbour_fails_without_a_guess(problem_of) -> None:
-    assert "zzzzqqqq: there is no such key (" in problem_of("zzzzqqqq: 1")
-
-
-@pytest.mark.parametrize("variable", ["LMCACHE_CHUNK_SIZEE", "TIERCACHE_CHUNK_SIZEE"])
-def test_an_unknown_variable_fails_with_its_name(variable: str) -> None:
-    with pytest.raises(ConfigError, match=f"the nearest is chunk_size .environment variable {variable}"):
-        Config.load(environ={variable: "1"})
+@pytest.mark.parametrize("prefix", ["LMCACHE", "TIERCACHE"])
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("CHUNK_SIZEE", "1", "the nearest is chunk_size"),
+        ("MODEL_ID", "", "model_id: expected a name .* found ''"),
+        *(("EXTRA_CONFIG", text, "extra_config: expected .*") for text in ("{", "[1]", "3")),
+    ],
+)
+def test_a_mistake_in_the_environment_is_named_with_its_variable(prefix: str, name: str, value: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"{problem} .environment variable {prefix}_{name}"):
+        Config.load(environ={f"{prefix}_{name}": value})
 
 
 @pytest.mark.parametrize("name", ["shm_name", "tenant_salt", "control_socket", "local_disk"])
@@ -44,9 +49,7 @@ def test_what_no_name_can_hold_is_refused(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["LMCACHE_MODEL_ID", "TIERCACHE_MODEL_ID"])
-def test_an_empty_name_of_a_model_is_refused_in_a_variable_too(variable: str) -> None:
-    with pytest.raises(ConfigError, match=f"model_id: expected a name .* found '' .environment variable {variable}"):
-        Config.load(environ={variable: ""})
+def test_spaces_around_the_name_of_a_model_are_no_part_of_it(variable: str) -> None:
     assert Config.load(environ={variable: " ours "}).model_id == "ours"
 
 
@@ -63,20 +66,11 @@ def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
         ("max_local_cpu_size: 0", "max_local_cpu_size: expected a number of GB > 0, found 0"),
         ("max_local_cpu_size: .nan", "max_local_cpu_size: expected a number of GB > 0, found nan"),
         ("max_local_cpu_size: .inf", "max_local_cpu_size: expected a number of GB > 0, found inf"),
-        (
-            "max_local_cpu_size: 1e300",
-            "max_local_cpu_size: expected a number of GB > 0 and below 8.59e+09, found '1e300'",
-        ),
+        ("max_local_cpu_size: 1e300", "max_local_cpu_size: expected a number of GB > 0 and below 8.59e+09, found '1e300'"),
         ("tenant_max_gds_size: 1.0e+300", "tenant_max_gds_size: expected a number of GB >= 0 and below 8.59e+09"),
-        (
-            "write_queue_bytes: 9223372036854775808",
-            "write_queue_bytes: expected a whole number of bytes >= 0 and below",
-        ),
+        ("write_queue_bytes: 9223372036854775808", "write_queue_bytes: expected a whole number of bytes >= 0 and below"),
         ("close_timeout_s: 1.0e+10", "close_timeout_s: expected a number of seconds >= 0 and below 9.22e+09"),
-        (
-            "lookup_timeout_ms: 1.0e+20",
-            "lookup_timeout_ms: expected a whole number of milliseconds >= 1 and below 9.22e+12",
-        ),
+        ("lookup_timeout_ms: 1.0e+20", "lookup_timeout_ms: expected a whole number of milliseconds >= 1 and below 9.22e+12"),
         ("max_local_disk_size: -1", "max_local_disk_size: expected a number of GB >= 0, found -1"),
         ("hf3fs_iov_size: 104857599", "hf3fs_iov_size: expected a whole number of bytes in 104857600 .. 2147483648"),
         ("hf3fs_iov_size: 2147483649", "found 2147483649"),
@@ -117,10 +111,7 @@ def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
         ("extra_config: '{'", "extra_config: expected a JSON object"),
         # keys that contradict each other
         ("local_cpu_use_hugepages: true\nshm_name: a", "local_cpu_use_hugepages and shm_name exclude each other"),
-        (
-            "local_cpu_use_hugepages: true\nenable_p2p: true",
-            "local_cpu_use_hugepages and enable_p2p exclude each other",
-        ),
+        ("local_cpu_use_hugepages: true\nenable_p2p: true", "local_cpu_use_hugepages and enable_p2p exclude each other"),
         ("gds_path: /g", "gds_path needs gds_buffer_size"),
         ("weka_path: /w", "weka_path needs gds_buffer_size"),
         ("remote_storage_plugins: hf3fs", "hf3fs needs remote_storage_plugin.hf3fs.base_path or hf3fs_base_path"),
@@ -129,10 +120,7 @@ def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
             "hf3fs_base_path: /mnt/3fs/a,/elsewhere\nhf3fs_mount_point: /mnt/3fs",
             "hf3fs_base_path: '/elsewhere' does not lie under hf3fs_mount_point '/mnt/3fs'",
         ),
-        (
-            "remote_url: 'hf3fs:///mnt/3fsx'\nhf3fs_mount_point: /mnt/3fs",
-            "remote_url: '/mnt/3fsx' does not lie under hf3fs_mount_point",
-        ),
+        ("remote_url: 'hf3fs:///m/3x'\nhf3fs_mount_point: /m/3", "remote_url: '/m/3x' does not lie under hf3fs_mount_point"),
         ("hf3fs_base_path: /mnt/3fs/../a\nhf3fs_mount_point: /mnt/3fs", "expected absolute paths without .."),
         (
             "remote_storage_plugins: [hf3fs.a]\nremote_storage_plugin.hf3fs.a.base_path: ' , '",
@@ -151,9 +139,8 @@ def test_what_cannot_be_meant_is_one_clear_sentence(problem_of, text: str, expec
 def test_several_problems_are_reported_together(problem_of) -> None:
     problem = problem_of("chunk_size: 0\nchunk_sise: 1\ngds_path: /g", environ={"LMCACHE_LOCAL_CPU": "maybe"})
     assert problem.startswith("4 problems in the configuration:")
-    assert all(
-        part in problem for part in ("chunk_size: expected", "chunk_sise: there is", "gds_path needs", "local_cpu")
-    )
+    for part in ("chunk_size: expected", "chunk_sise: there is", "gds_path needs", "local_cpu"):
+        assert part in problem
 
 
 @pytest.mark.parametrize(
@@ -165,10 +152,7 @@ def test_several_problems_are_reported_together(problem_of) -> None:
         ("chunk_size: [1\n", "not valid YAML"),
         ("a: 1\n\tb: 2\n", "line 2: not valid YAML: found character '\\t' that cannot start any token"),
         ("chunk_size: 16\nlocal_cpu: true\nchunk_size: 32\n", "line 3: chunk_size is already given in line 1"),
-        (
-            "extra_config:\n  use_odirect: true\n  use_odirect: false\n",
-            "line 3: use_odirect is already given in line 2",
-        ),
+        ("extra_config:\n  use_odirect: true\n  use_odirect: false\n", "line 3: use_odirect is already given in line 2"),
         (b"chunk_size: 16\nlocal_disk: /\xff\n", "line 2: expected UTF-8 text, found byte 0xff"),
         ("chunk_size: \x01", "not valid YAML"),
         ("a: 1\n---\nb: 2\n", "not valid YAML"),
@@ -200,12 +184,6 @@ def test_a_missing_file_and_a_directory_are_one_sentence(tmp_path: Path) -> None
 @pytest.mark.parametrize("content", ["", "# nothing\n", "---\n", "\ufeff"])
 def test_an_empty_file_means_the_defaults(load_text, content: str) -> None:
     assert load_text(content) == Config()
-
-
-def test_extra_config_of_the_environment_must_be_a_json_object() -> None:
-    for text in ("{", "[1]", "3"):
-        with pytest.raises(ConfigError, match=r"extra_config: expected .*LMCACHE_EXTRA_CONFIG"):
-            Config.load(environ={"LMCACHE_EXTRA_CONFIG": text})
 
 
 def test_a_number_too_long_to_print_is_refused_like_any_other() -> None:

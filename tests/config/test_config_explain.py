@@ -67,11 +67,7 @@ def test_every_key_is_explained_with_its_source(load_text, tmp_path: Path) -> No
     assert values["gds_buffer_size"] == {
         "value": 64, "source": "file", "name": file, "line": 3, "alias": "cufile_buffer_size",
     }  # fmt: skip
-    assert values["local_cpu"] == {
-        "value": True,
-        "source": "environment",
-        "name": "LMCACHE_LOCAL_CPU",
-    }
+    assert values["local_cpu"] == {"value": True, "source": "environment", "name": "LMCACHE_LOCAL_CPU"}
     assert values["cache_policy"] == {"value": "LRU", "source": "default"}
 
 
@@ -150,10 +146,7 @@ def test_the_command_fails_with_the_problem_on_stderr(tmp_path: Path, capsys: py
     [
         ("remote_url: redis://host:notaport\n", "remote_url: "),
         ("remote_storage_plugins: [fs]\n", "remote_storage_plugin.fs.base_path: "),
-        (
-            "remote_storage_plugins: [fs]\nremote_storage_plugin.fs.base_path: here\n",
-            "remote_storage_plugin.fs.base_path: ",
-        ),
+        ("remote_storage_plugins: [fs]\nremote_storage_plugin.fs.base_path: here\n", "remote_storage_plugin.fs.base_path: "),
         ("remote_url: s3://\nremote_storage_plugins: [redis]\n", "remote_url: "),
         ("remote_storage_plugins: [redis]\n", "remote_storage_plugin.redis.url: "),
     ],
@@ -191,8 +184,6 @@ def test_policies_and_admissions_are_those_that_there_are() -> None:
 
 
 def test_loading_needs_neither_yaml_nor_rich_nor_numpy() -> None:
-    code = (
-        "import sys, tiercache.config as c; c.Config.load(environ={}); print({'yaml','rich','numpy'} & {*sys.modules})"
-    )
+    code = "import sys, tiercache.config as c; c.Config.load(environ={}); print({'yaml','rich','numpy'} & {*sys.modules})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert result.stdout.strip() == "set()"

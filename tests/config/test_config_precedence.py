@@ -19,13 +19,11 @@ def test_nothing_given_means_the_defaults() -> None:
 
 
 def test_each_source_wins_over_the_one_before(load_text) -> None:
-    environ = {}
-    assert load_text("chunk_size: 16", environ).chunk_size == 16
-    environ["LMCACHE_CHUNK_SIZE"] = "32"
-    assert load_text("chunk_size: 16", environ).chunk_size == 32
-    environ["TIERCACHE_CHUNK_SIZE"] = "64"
-    assert load_text("chunk_size: 16", environ).chunk_size == 64
-    assert load_text("chunk_size: 16", environ, {"chunk_size": 128}).chunk_size == 128
+    lmcache, ours = {"LMCACHE_CHUNK_SIZE": "32"}, {"TIERCACHE_CHUNK_SIZE": "64"}
+    assert load_text("chunk_size: 16").chunk_size == 16
+    assert load_text("chunk_size: 16", lmcache).chunk_size == 32
+    assert load_text("chunk_size: 16", lmcache | ours).chunk_size == 64
+    assert load_text("chunk_size: 16", lmcache | ours, {"chunk_size": 128}).chunk_size == 128
 
 
 def test_each_source_wins_whatever_name_it_has_for_a_setting_of_remote_tiers(load_text) -> None:
@@ -182,12 +180,8 @@ def test_a_configuration_travels_to_another_process(load_text) -> None:
 def test_every_variable_that_the_documents_name_may_be_in_the_engines_environment(tmp_path: Path) -> None:
     """What `serve-control` reads is no key, and no reason not to start."""
     repository = Path(__file__).parents[2]
-    pages = [
-        repository / "README.md",
-        *sorted((repository / "docs").rglob("*.md")),
-        repository / "tiercache" / "cli.py",
-    ]
-    pages += sorted((repository / "tiercache" / "control").glob("*.py"))
+    pages = [repository / "README.md", repository / "tiercache" / "cli.py", *(repository / "docs").rglob("*.md")]
+    pages += (repository / "tiercache" / "control").glob("*.py")
     named = {name for page in pages for name in re.findall(r"\b(?:TIERCACHE|LMCACHE)_[A-Z0-9_]+\b", page.read_text())}
     assert {"TIERCACHE_CONTROL_TOKEN", "TIERCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE"} <= named
     file = tmp_path / "c.yaml"

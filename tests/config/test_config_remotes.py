@@ -197,10 +197,8 @@ def test_compression_of_a_remote_tier_that_is_not_there_gets_a_warning(load_text
 @pytest.mark.parametrize("spelled", ["0123456", "1.10", "1_0", "yes", "00"])
 def test_a_password_is_what_was_written_though_yaml_reads_a_number(load_text, spelled: str) -> None:
     for key in ("valkey_password", "remote_storage_plugin.redis.password"):
-        assert only(load_text(f"remote_url: redis://h\n{key}: {spelled}")).options["password"] == spelled
-        assert (
-            only(load_text(f"remote_url: redis://h\nextra_config: {{{key}: {spelled}}}")).options["password"] == spelled
-        )
+        for text in (f"{key}: {spelled}", f"extra_config: {{{key}: {spelled}}}"):
+            assert only(load_text(f"remote_url: redis://h\n{text}")).options["password"] == spelled
 
 
 def test_numbers_in_yamls_other_notations_stay_numbers(load_text) -> None:

@@ -50,9 +50,7 @@ def everything_shown(load: Callable[[], Config]) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", TYPES)
-def test_no_part_of_a_secret_in_a_url_is_shown(
-    load_text: Callable[..., Config], caplog: pytest.LogCaptureFixture, kind: str, form: str
-) -> None:
+def test_no_part_of_a_secret_in_a_url_is_shown(load_text, caplog: pytest.LogCaptureFixture, kind: str, form: str) -> None:
     url = json.dumps(form.format(type=kind))
     of_an_instance = f"remote_storage_plugins: [{kind}.a]\nremote_storage_plugin.{kind}.a.url: {url}"
     for text in (f"remote_url: {url}", of_an_instance):
@@ -79,15 +77,12 @@ def test_no_part_of_a_secret_in_a_url_is_shown(
         "redis.passwort: Hush",
     ],
 )
-def test_neither_is_what_other_settings_hold(load_text: Callable[..., Config], setting: str) -> None:
+def test_neither_is_what_other_settings_hold(load_text, setting: str) -> None:
     instance = setting.partition(":")[0].rpartition(".")[0]
     url = {"s3.a": "s3://bucket", "mooncake.a": "mooncakestore://host:1", "redis.a": "redis://host"}.get(instance)
-    said = everything_shown(
-        lambda: load_text(
-            f"remote_storage_plugins: [{instance}]\nremote_storage_plugin.{setting}\n"
-            + (f"remote_storage_plugin.{instance}.url: {url}" if url else "")
-        )
-    )
+    text = f"remote_storage_plugins: [{instance}]\nremote_storage_plugin.{setting}\n"
+    text += f"remote_storage_plugin.{instance}.url: {url}" if url else ""
+    said = everything_shown(lambda: load_text(text))
     assert said and "Hush" not in said
 
 
@@ -101,7 +96,7 @@ def test_neither_is_what_other_settings_hold(load_text: Callable[..., Config], s
         "remote_storage_plugins: [redis]\nextra_config: {redis_url: 'redis://Hush Hush@cache'}",
     ],
 )
-def test_neither_is_what_stands_in_another_place(load_text: Callable[..., Config], text: str) -> None:
+def test_neither_is_what_stands_in_another_place(load_text, text: str) -> None:
     said = everything_shown(lambda: load_text(text))
     assert "cache" in said and "Hush" not in said
 
@@ -125,22 +120,20 @@ def test_neither_is_what_stands_in_another_place(load_text: Callable[..., Config
         "remote_storage_plugins: [redis]\nremote_storage_plugin.redis.password: {a: Hush}",
     ],
 )
-def test_neither_is_what_is_refused(load_text: Callable[..., Config], text: str) -> None:
+def test_neither_is_what_is_refused(load_text, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(text)
     assert "Hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", [*KEYS, "remote_storage_plugin.hf3fs.a.base_path", "remote_storage_plugin.fs.a.base_path"])
-def test_neither_is_a_url_under_the_wrong_key(load_text: Callable[..., Config], key: str) -> None:
+def test_neither_is_a_url_under_the_wrong_key(load_text, key: str) -> None:
     plugins = "remote_storage_plugins: [hf3fs.a, fs.a]\n" if "." in key else ""
     said = everything_shown(lambda: load_text(f"{plugins}{key}: redis://user:Hush@host:6379/0"))
     assert said and "Hush" not in said
 
 
-def test_what_is_secret_by_its_name_is_shown_nowhere_and_its_place_is(
-    load_text: Callable[..., Config], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_secret_by_its_name_is_shown_nowhere_and_its_place_is(load_text, caplog: pytest.LogCaptureFixture) -> None:
     text = """
         tenant_salt: Hush-1
         remote_url: redis://user:Hush-2@host:6379?password=Hush-3
@@ -154,12 +147,12 @@ def test_what_is_secret_by_its_name_is_shown_nowhere_and_its_place_is(
     assert "redis://***@host:6379?***" in said and "Hush" not in said
 
 
-def test_what_is_no_secret_is_shown(load_text: Callable[..., Config]) -> None:
+def test_what_is_no_secret_is_shown(load_text) -> None:
     config = load_text("remote_url: redis://user:Hush@host:6379/2?db=3&auth=Hush")
     assert explain(config).to_dict()["values"]["remote_url"]["value"] == "redis://***@host:6379/2?***"
 
 
-def test_a_password_may_hold_a_question_mark(load_text: Callable[..., Config]) -> None:
+def test_a_password_may_hold_a_question_mark(load_text) -> None:
     from tiercache.tiers.remote.base import RemoteSettings
     from tiercache.tiers.remote.redis.address import read_address
 

@@ -61,12 +61,6 @@ async def test_sockets_of_one_name_are_told_apart_by_their_paths(tmp_path: Path)
         assert text.count(f'tiercache_up{{socket="{socket}"}} 1.0') == 1
 
 
-def test_no_cache_is_an_error(tmp_path: Path) -> None:
-    found = tiercache("advise", "--socket", str(tmp_path / "none.sock"))
-    assert found.returncode == 2
-    assert "is control_socket set there?" in found.stderr
-
-
 async def test_lookups_of_a_gateway_are_not_requests(cache: TierCache, place: Path) -> None:
     assert (await ask(place, Lookup(tokens=TOKENS)))["found"] == CHUNKS
     assert (await ask(place, Advise()))["advice"]["requests"] == 0

@@ -67,9 +67,3 @@ async def test_every_figure_has_its_name_in_a_narrow_terminal(cache: TierCache, 
     assert "…" not in said and all(len(line) <= columns for line in said.splitlines())
     assert all(str(column.header) in " ".join(said.split()) for column in table.columns)
     assert "tier disk" in said and "c.sock: m, rank 0 of 1" in said and "slots in use" in said
-
-
-def test_without_a_cache_it_says_so(tmp_path: Path) -> None:
-    run = tiercache("top", "--once", "--socket", tmp_path / "none.sock")
-    assert run.returncode == 2
-    assert "no cache has a socket open" in run.stderr

@@ -11,7 +11,6 @@ from tests.torture.simulation import seeds
 from tests.torture.simulation.plan import Operation
 from tests.torture.simulation.run import Outcome, run_seed
 from tests.torture.simulation.seeds import failure_of
-from tiercache.core.breaker import Breaker
 from tiercache.memory.slots import SlotPool
 from tiercache.tiers.cpu import CpuTier
 
@@ -23,18 +22,6 @@ def _first_failure() -> tuple[int, BaseException]:
         if (failure := run_seed(seed).failure) is not None:
             return seed, failure
     pytest.fail(f"{_SEEDS} seeds found nothing")
-
-
-def test_memory_that_does_not_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuTier, "forget", lambda self, key: None)
-    _, failure = _first_failure()
-    assert "it was forgotten" in str(failure)
-
-
-def test_a_breaker_that_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Breaker, "succeeded", lambda *_: None)
-    _, failure = _first_failure()
-    assert "breaker" in str(failure)  # it is open at the end, or waits for a read that is over
 
 
 def test_bytes_that_change_while_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:

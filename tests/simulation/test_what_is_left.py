@@ -35,10 +35,11 @@ def nothing_is_left_or_said_late() -> Iterator[None]:
         gc.enable()
 
 
-def test_of_a_run_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_run_that_failed_as_a_breaker_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "succeeded", lambda *_: None)
     outcome = next(outcome for seed in range(30) if (outcome := run_seed(seed)).failure is not None)
     assert "breaker" in outcome.said
+    assert "breaker" in str(outcome.failure)  # it is open at the end, or waits for a read that is over
     assert 'File "' in outcome.said
 
 

@@ -1,6 +1,5 @@
 """The command line, run as a user runs it."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -37,14 +36,3 @@ def test_a_working_directory_that_was_deleted_is_one_sentence(tmp_path: Path) ->
     command = ["bash", "-c", 'rmdir "$PWD"; exec "$@"', "-", sys.executable, "-m", "tiercache", "stat", "."]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert (run.returncode, run.stderr) == (2, "error: [Errno 2] No such file or directory\n")
-
-
-def test_doctor_says_what_it_found_and_what_to_do(tmp_path: Path) -> None:
-    findings = json.loads(tiercache("doctor", "--path", tmp_path, "--json").stdout)
-    topics = {finding["topic"]: finding for finding in findings}
-    assert topics[f"disk at {tmp_path}"]["status"] == "ok"
-    assert all(set(finding) == {"topic", "status", "found", "advice"} for finding in findings)
-    missing = tiercache("doctor", "--path", tmp_path / "absent", "--json")
-    assert missing.returncode == 1
-    (problem,) = (finding for finding in json.loads(missing.stdout) if finding["status"] == "problem")
-    assert problem["found"] == "not a directory" and problem["advice"]

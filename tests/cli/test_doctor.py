@@ -28,14 +28,21 @@ def test_every_part_is_examined(tmp_path: Path) -> None:
         "GPUDirect Storage",
     } <= set(found)  # fmt: skip
     assert all(finding.status in (OK, NOTE, PROBLEM) for finding in found.values())
+    assert found[f"disk at {tmp_path}"].status == OK
     assert list(tmp_path.iterdir()) == [], "what was tried is gone"
 
 
-def test_a_path_that_cannot_be_looked_at_is_a_problem_beside_the_other_findings(tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 300)
-    found = by_topic(examine(path))
-    disk = found[f"disk at {path}"]
-    assert (disk.status, disk.found) == (PROBLEM, "it cannot be used: File name too long")
+@pytest.mark.parametrize(
+    ("name", "said"), [("absent", "not a directory"), ("x" * 300, "it cannot be used: File name too long")]
+)
+def test_a_path_that_cannot_be_looked_at_is_a_problem_beside_the_other_findings(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    ended = CliRunner().invoke(app, ["doctor", "--path", str(tmp_path / name), "--json"])
+    found = by_topic([Finding(**each) for each in json.loads(ended.stdout)])
+    (problem,) = (finding for finding in found.values() if finding.status == PROBLEM)
+    assert (problem.topic, problem.found) == (f"disk at {tmp_path / name}", said)
+    assert problem.advice and ended.exit_code == 1
     assert {"memory", "tier cpu"} <= set(found)
 
 
@@ -83,9 +90,7 @@ def test_the_shared_memory_tier_of_this_environment_is_looked_at(
     assert finding.advice or finding.status == OK
 
 
-def test_it_ends_with_a_verdict_for_each_tier_of_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_ends_with_a_verdict_for_each_tier_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     file = tmp_path / "tiercache.yaml"
     file.write_text(f"""
@@ -113,9 +118,7 @@ def test_it_ends_with_a_verdict_for_each_tier_of_the_configuration(
     assert "the nearest is chunk_size" in by_topic(examine(tmp_path))["configuration"].found
 
 
-def test_a_remote_tier_that_the_cache_would_refuse_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remote_tier_that_the_cache_would_refuse_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its library is imported late, and where the class or the directory is the operator's own."""
     (tmp_path / "file").touch()
     file = tmp_path / "tiercache.yaml"
@@ -148,9 +151,7 @@ def test_a_remote_tier_that_the_cache_would_refuse_is_a_problem(
 
 
 @pytest.mark.needs("redis-server")
-def test_redis_is_asked_with_its_password_and_nothing_changes_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redis_is_asked_with_its_password_and_nothing_changes_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, "--requirepass", "right") as server:
         found = {}
         for password in ("right", "wrong"):

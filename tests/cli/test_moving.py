@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,14 +38,10 @@ def is_counted_right(directory: Path) -> bool:
     return bool(found["ledger_bytes"] == found["counted_bytes"]) and not found["unfinished"]
 
 
-async def test_exported_chunks_are_hits_where_they_are_imported(
-    directory: Path, exported: Path, tmp_path: Path
-) -> None:
+async def test_exported_chunks_are_hits_where_they_are_imported(directory: Path, exported: Path, tmp_path: Path) -> None:
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1)
-    assert (run.returncode, run.stdout) == (
-        0,
-        f"6 chunks imported, 0.4 MiB of layout {LAYOUT.fingerprint.hex()[:16]}; 0 left out\n",
-    )
+    assert run.returncode == 0
+    assert run.stdout == f"6 chunks imported, 0.4 MiB of layout {LAYOUT.fingerprint.hex()[:16]}; 0 left out\n"
     assert exported.stat().st_mode & 0o777 == 0o600
     assert contents(tmp_path / "new") == contents(directory)
     assert is_counted_right(tmp_path / "new")
@@ -56,13 +53,9 @@ async def test_exported_chunks_are_hits_where_they_are_imported(
 
 def test_a_pipe_needs_no_file(directory: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tiercache"]
+    importing = [*command, "import", "-", tmp_path / "new", "--max-size", "0.1"]
     with subprocess.Popen([*command, "export", directory, "-o", "-"], stdout=subprocess.PIPE) as export:
-        run = subprocess.run(
-            [*command, "import", "-", tmp_path / "new", "--max-size", "0.1"],
-            stdin=export.stdout,
-            check=False,
-            timeout=60,
-        )
+        run = subprocess.run(importing, stdin=export.stdout, check=False, timeout=60)
     assert (run.returncode, export.returncode) == (0, 0)
     assert contents(tmp_path / "new") == contents(directory)
 
@@ -215,9 +208,7 @@ def test_a_large_hostile_file_takes_little_memory(exported: Path, tmp_path: Path
     assert (run.returncode, run.stderr.count("\n")) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "cut", [6 * FILE_BYTES, 5 * FILE_BYTES, 5 * FILE_BYTES + 50, FILE_BYTES + 4096, FILE_BYTES + 9000]
-)
+@pytest.mark.parametrize("cut", [6 * FILE_BYTES, 5 * FILE_BYTES, 5 * FILE_BYTES + 50, FILE_BYTES + 4096, FILE_BYTES + 9000])
 def test_a_file_that_is_cut_is_said(exported: Path, tmp_path: Path, cut: int) -> None:
     exported.write_bytes(exported.read_bytes()[:cut])
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1)
@@ -260,22 +251,34 @@ def test_a_cap_that_no_disk_has_is_refused(exported: Path, tmp_path: Path) -> No
     assert "Invalid value for '--max-size'" in run.stderr
 
 
+KILLED = """
+import importlib, os, signal, sys
+
+name, function, *arguments = sys.argv[1:]
+module, calls = importlib.import_module(name), []
+real = getattr(module, function)
+
+def killed(*arguments, **options):
+    found = real(*arguments, **options)
+    calls.append(found)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+setattr(module, function, killed)
+from tiercache.cli import app
+app(arguments)
+"""
+
+
+def killed_in(module: str, function: str, *arguments: object) -> bool:
+    """Run a command that is killed where that function has been called for the third time. Return whether it was."""
+    command = [sys.executable, "-c", KILLED, f"tiercache.{module}", function, *map(str, arguments)]
+    return subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
+
+
 def test_an_export_that_is_killed_leaves_no_file_of_that_name(directory: Path, tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from tiercache.commands import moving\n"
-        "read, calls = moving.read_verified, []\n"
-        "def killed(*arguments, **options):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 4:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return read(*arguments, **options)\n"
-        "moving.read_verified = killed\n"
-        "moving.export_command(Path(sys.argv[1]), sys.argv[2], '', False)\n"
-    )
-    command = [sys.executable, "-c", script, directory, tmp_path / "kv.export"]
-    assert subprocess.run(command, check=False, timeout=60).returncode == -9
+    assert killed_in("commands.moving", "read_verified", "export", directory, "-o", tmp_path / "kv.export")
     assert not (tmp_path / "kv.export").exists()
     assert tiercache("export", directory, "-o", tmp_path / "kv.export").returncode == 0
 
@@ -330,39 +333,14 @@ def test_nothing_is_written_where_chunks_are_not_counted(directory: Path, export
     assert len(contents(directory)) == 5
 
 
-KILLED = """
-import importlib, os, signal, sys
-from pathlib import Path
-
-from tiercache.commands.moving import import_command
-
-module = importlib.import_module(sys.argv[3])
-function, calls = getattr(module, sys.argv[4]), []
-
-def killed(*arguments, **options):
-    found = function(*arguments, **options)
-    calls.append(found)
-    if len(calls) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return found
-
-setattr(module, sys.argv[4], killed)
-import_command(sys.argv[1], Path(sys.argv[2]), 0.1, False)
-"""
-
-
 @pytest.mark.parametrize(
     ("module", "function", "left"),
-    [
-        ("tiercache.commands.moving", "write_chunk_file", (2, 1)),
-        ("tiercache.tiers.files.chunk_files", "publish", (3, 0)),
-    ],
+    [("commands.moving", "write_chunk_file", (2, 1)), ("tiers.files.chunk_files", "publish", (3, 0))],
 )
 async def test_a_killed_import_leaves_nothing_that_the_next_one_does_not_count(
     exported: Path, tmp_path: Path, module: str, function: str, left: tuple[int, int]
 ) -> None:
-    command = [sys.executable, "-c", KILLED, exported, tmp_path / "new", module, function]
-    assert subprocess.run(command, check=False, timeout=60).returncode == -9
+    assert killed_in(module, function, "import", exported, tmp_path / "new", "--max-size", 0.1)
     there = survey(tmp_path / "new")
     assert (there["chunks"], there["unfinished"]) == left
     assert there["ledger_bytes"] >= there["counted_bytes"] + there["unfinished_bytes"]

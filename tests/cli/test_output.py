@@ -68,9 +68,7 @@ def test_nothing_is_cut_in_a_narrow_terminal_or_a_pipe(directory: Path, name: st
 
 def test_every_word_of_the_doctor_is_whole(tmp_path: Path) -> None:
     findings = json.loads(tiercache("doctor", "--path", tmp_path, "--json").stdout)
-    said = {
-        word for one in findings for word in f"{one['found']} {one['advice']}".split() if not re.search(r"\d", word)
-    }
+    said = {word for one in findings for word in f"{one['found']} {one['advice']}".split() if not re.search(r"\d", word)}
     printed = set(" ".join(in_terminal("doctor", "--path", tmp_path)).split())
     assert {word for word in said if len(word) < COLUMNS - 10} <= printed
     assert said <= set(tiercache("doctor", "--path", tmp_path).stdout.split())

@@ -117,9 +117,7 @@ def test_gds_that_can_work_is_said(point: str) -> None:
     assert findings(point)["GPUDirect Storage"].status == OK
 
 
-@pytest.mark.parametrize(
-    ("direct", "status", "found"), [(True, OK, "works there"), (False, NOTE, "does not work on xfs")]
-)
+@pytest.mark.parametrize(("direct", "status", "found"), [(True, OK, "works there"), (False, NOTE, "does not work on xfs")])
 def test_direct_io_is_tried(direct: bool, status: str, found: str) -> None:
     said = findings("/nvme", direct=direct)["O_DIRECT"]
     assert (said.status, said.found) == (status, found)

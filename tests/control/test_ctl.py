@@ -16,6 +16,8 @@ from tiercache.control.ctl import ctl_command
 from tiercache.control.http import make_app
 from tiercache.control.messages import ControlError, Reconfigure
 
+Captured = pytest.CaptureFixture[str]
+
 
 async def run(*words: str) -> int:
     """Run the command as it is typed, and return its exit status."""
@@ -26,9 +28,7 @@ async def ctl(place: Path, *words: str) -> int:
     return await run("ctl", "--socket", str(place), *words)
 
 
-async def test_a_limit_is_set_and_what_is_wrong_is_said(
-    cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_limit_is_set_and_what_is_wrong_is_said(cache: TierCache, place: Path, capsys: Captured) -> None:
     assert await ctl(place, "set", "max_local_disk_size=0.05", "queue_wait_s=0.5") == 0
     assert capsys.readouterr().out == "max_local_disk_size: 0.1 -> 0.05\nqueue_wait_s: 1.0 -> 0.5\n"
     assert cache.config.max_local_disk_size == 0.05
@@ -43,7 +43,7 @@ async def test_a_limit_is_set_and_what_is_wrong_is_said(
     assert "came from no file" in capsys.readouterr().err
 
 
-async def test_a_tier_is_detached_and_attached(cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_tier_is_detached_and_attached(cache: TierCache, place: Path, capsys: Captured) -> None:
     assert await ctl(place, "detach", "disk") == 0
     assert (await cache.lookup(TOKENS)).chunks == 0
     assert await ctl(place, "attach", "disk") == 0
@@ -57,17 +57,13 @@ async def test_a_tier_is_detached_and_attached(cache: TierCache, place: Path, ca
     "words",
     [["set"], ["set", "k", "pw-3f"], ["set", "k=pw-3f", "x"], ["set", "=1"], ["reload", "x"], ["detach"], ["stop"]],
 )
-async def test_a_wrong_command_line_says_what_is_expected(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_wrong_command_line_says_what_is_expected(words: list[str], tmp_path: Path, capsys: Captured) -> None:
     assert await ctl(tmp_path / "none", *words) == 2
     said = capsys.readouterr().err
     assert "error: expected set KEY=VALUE ..., reload, detach TIER or attach TIER" in said and "pw-3f" not in said
 
 
-async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_each_rank_changes_and_the_ones_that_refuse_are_named(tmp_path: Path, capsys: Captured) -> None:
     larger = config_of(tmp_path).changed({"max_local_cpu_size": 0.006})
     async with TierCache.open(larger, RANKS[0]) as one, TierCache.open(config_of(tmp_path), RANKS[1]) as other:
         assert await ctl(tmp_path / "c.sock", "set", "max_local_disk_size=0.05") == 0
@@ -82,9 +78,7 @@ async def test_each_rank_changes_and_the_ones_that_refuse_are_named(
         assert said.err.startswith(f"error: {tmp_path / 'c.sock.1'}: max_local_cpu_size: expected at most")
 
 
-async def test_what_any_rank_changes_and_why_each_refuses_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_any_rank_changes_and_why_each_refuses_is_printed(tmp_path: Path, capsys: Captured) -> None:
     places = [tmp_path / "c.sock.0", tmp_path / "c.sock.1"]
     async with TierCache.open(config_of(tmp_path), RANKS[0]), TierCache.open(config_of(tmp_path), RANKS[1]):
         assert await ctl(places[0], "set", "max_local_disk_size=0.05") == 0
@@ -102,7 +96,7 @@ async def test_what_any_rank_changes_and_why_each_refuses_is_printed(
 
 @pytest.mark.parametrize("command", [["ctl", "set", "queue_wait_s=0.5"], ["advise"], ["top", "--once"]])
 async def test_a_socket_that_is_not_there_or_whose_cache_was_killed_is_named_beside_one_that_is(
-    cache: TierCache, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+    cache: TierCache, place: Path, tmp_path: Path, capsys: Captured, command: list[str]
 ) -> None:
     missing = tmp_path / "misspelt.sock"
     words = [*command, "--socket", str(missing)]
@@ -120,9 +114,7 @@ async def test_a_socket_that_is_not_there_or_whose_cache_was_killed_is_named_bes
     assert (said.out + said.err).count("no cache answers there") == 2
 
 
-async def test_a_key_that_is_given_twice_is_refused(
-    cache: TierCache, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_key_that_is_given_twice_is_refused(cache: TierCache, place: Path, capsys: Captured) -> None:
     assert await ctl(place, "set", "max_local_disk_size=0.05", "max_local_disk_size=0.06") == 2
     assert "max_local_disk_size is given twice" in capsys.readouterr().err
     assert cache.config.max_local_disk_size == 0.1
@@ -139,7 +131,7 @@ async def test_a_cache_that_does_not_answer_may_still_change(tmp_path: Path, mon
     assert refused.value.kind == "late"
 
 
-def test_a_cache_on_a_thread_of_its_own_is_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_on_a_thread_of_its_own_is_changed(tmp_path: Path, capsys: Captured) -> None:
     thread = CacheThread(config_of(tmp_path), LAYOUT)
     try:
         for words in (["set", "max_local_disk_size=0.05"], ["detach", "disk"], ["attach", "disk"]):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.others import running
-from tiercache import TierCache
 from tiercache.control import server
 from tiercache.control.client import ask
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Lookup, Statistics
@@ -16,6 +15,7 @@ from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Lookup, Statistics
 LONGEST_S = 0.05
 """A step takes 5 ms, on a machine that has nothing else to do; 0.2 to 3 s it was."""
 FLOOD = Path(__file__).with_name("flood.py")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 class Rounds:
@@ -47,7 +47,7 @@ class Rounds:
     ],
 )
 async def test_messages_that_are_many_or_large_take_a_short_step_a_round(
-    cache: TierCache, place: Path, what: str, connections: int, times: int
+    place: Path, what: str, connections: int, times: int
 ) -> None:
     async with running(FLOOD, place, what, connections, times) as flood, asyncio.timeout(120):
         flood.say("begin")
@@ -57,9 +57,7 @@ async def test_messages_that_are_many_or_large_take_a_short_step_a_round(
     assert longest_s < LONGEST_S
 
 
-async def test_who_asks_and_never_reads_keeps_no_descriptor(
-    cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_asks_and_never_reads_keeps_no_descriptor(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_TAKEN_S", 0.05)
     before = len(os.listdir("/proc/self/fd"))
     async with running(FLOOD, place, "statistics", 150, 0) as flood, asyncio.timeout(120):
@@ -72,9 +70,7 @@ async def test_who_asks_and_never_reads_keeps_no_descriptor(
 
 
 @pytest.mark.parametrize("sent", [b"\x82\xa7command", b"\x01" * (65 << 10)], ids=["10 bytes", "65 KiB"])
-async def test_messages_that_are_announced_and_not_sent_take_nobodys_room(
-    cache: TierCache, place: Path, sent: bytes
-) -> None:
+async def test_messages_that_are_announced_and_not_sent_take_nobodys_room(place: Path, sent: bytes) -> None:
     silent = [await asyncio.open_unix_connection(str(place)) for _ in range(32)]
     for _, writer in silent:
         writer.write(LARGEST_MESSAGE_BYTES.to_bytes(4, "big") + sent)

@@ -215,18 +215,10 @@ class AgainstModel(RuleBasedStateMachine):
             (self.order.leased if entry.leases else self.order.released)(entry)
 
     @precondition(lambda self: self.parents)
-    @rule()
-    def evict(self) -> None:
-        expected = self.expected()
-        victim = self.order.pop_victim()
-        assert (None if victim is None else victim.key) == expected
-        if victim is not None:
-            self.left(victim.key)
-
-    @precondition(lambda self: self.by_tenant and self.parents)
-    @rule(number=KEYS)
-    def evict_of_one_tenant(self, number: int) -> None:
-        tenant = TENANTS[number % 3]
+    @rule(tenant=st.sampled_from([None, *TENANTS]))
+    def evict(self, tenant: bytes | None) -> None:
+        if not self.by_tenant:
+            tenant = None
         expected = self.expected(tenant)
         victim = self.order.pop_victim(tenant)
         assert (None if victim is None else victim.key) == expected

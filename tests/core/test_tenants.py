@@ -28,6 +28,7 @@ def test_a_key_says_whose_it_is_and_without_a_salt_is_as_it_was() -> None:
     assert LAYOUT.named_by("") == (LAYOUT.namespace(), b"")
     assert [tenant_of(one) for one in plain] == [b""] * 3
     assert plain[0].hex() == "418d6144ee37ad2dd1cfc5fb02d9f7ff8871ef7ee7773f8d", "what was stored before is found"
+    assert plain[1].hex() == "57e5efd23009777b5ae33eae6c9ea9e276ee4797c4f3f2d8", "in every process"
 
 
 def test_tenants_differ_by_all_of_their_salts_and_in_the_part_before_the_tag() -> None:

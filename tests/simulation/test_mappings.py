@@ -1,11 +1,11 @@
 """Files that simulated processes map: pages of their own, which outlive the name."""
 
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from tests.simulation.test_world import run
 from tests.torture.simulation.files import Disk, FileCalls
 from tests.torture.simulation.mappings import Mappings
 from tests.torture.simulation.process import Killed, Process
@@ -15,7 +15,7 @@ _BYTES = 8192
 
 
 class Machine:
-    """One process that runs what a test asks for in a strand."""
+    """One process, and the shared memory that it maps."""
 
     def __init__(self) -> None:
         self.world = World(0)
@@ -25,14 +25,6 @@ class Machine:
         self.mappings.calls = self.calls
         self.process = Process(self.world, 2)
         self.calls.process = self.process
-
-    def run(self, call: Callable[[], None]) -> None:
-        def whole() -> None:
-            call()
-            self.world.stop()
-
-        self.world.start(self.process, "thread", whole)
-        self.world.run()
 
     def map(self) -> np.ndarray:
         descriptor = self.calls.open("/simulated/shared_memory/chunk", os.O_RDWR | os.O_CREAT)
@@ -60,7 +52,7 @@ def test_pages_outlive_the_name_and_are_freed_with_their_last_view() -> None:
         assert not machine.mappings.of(machine.process)
         assert machine.disk.free_blocks == free
 
-    machine.run(check)
+    run(machine.world, check, process=machine.process)
 
 
 def test_a_process_that_dies_keeps_nothing() -> None:
@@ -78,4 +70,4 @@ def test_a_process_that_dies_keeps_nothing() -> None:
             machine.mappings.map(0, _BYTES)
         machine.process.alive = True
 
-    machine.run(check)
+    run(machine.world, check, process=machine.process)

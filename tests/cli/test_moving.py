@@ -212,8 +212,7 @@ def test_a_large_hostile_file_takes_little_memory(exported: Path, tmp_path: Path
 def test_a_file_that_is_cut_is_said(exported: Path, tmp_path: Path, cut: int) -> None:
     exported.write_bytes(exported.read_bytes()[:cut])
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1)
-    assert run.returncode == 1
-    assert run.stderr == "error: the file is cut: it has no end; copy or export it again\n"
+    assert (run.returncode, run.stderr) == (1, "error: the file is cut: it has no end; copy or export it again\n")
     assert len(contents(tmp_path / "new")) == cut // FILE_BYTES
     assert is_counted_right(tmp_path / "new")
 
@@ -221,8 +220,7 @@ def test_a_file_that_is_cut_is_said(exported: Path, tmp_path: Path, cut: int) ->
 def test_what_follows_the_end_is_said(exported: Path, tmp_path: Path) -> None:
     exported.write_bytes(exported.read_bytes() * 2)  # as `cat A B` makes it
     run = tiercache("import", exported, tmp_path / "new", "--max-size", 0.1)
-    assert run.returncode == 1
-    assert run.stderr == "error: more follows behind its end: import several exports one by one\n"
+    assert (run.returncode, run.stderr) == (1, "error: more follows behind its end: import several exports one by one\n")
     assert len(contents(tmp_path / "new")) == 6
 
 

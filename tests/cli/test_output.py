@@ -1,48 +1,14 @@
 """What the commands print at 80 columns and in a pipe: every word whole, nothing cut."""
 
 import json
-import os
-import pty
 import re
-import struct
-import subprocess
-import sys
-import termios
-from fcntl import ioctl
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import tiercache
+from tests.cli.conftest import COLUMNS, in_terminal, tiercache
 
 REPOSITORY = Path(__file__).parents[2]
-COLUMNS = 80
-_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def in_terminal(*arguments: object) -> list[str]:
-    """The lines that a terminal of 80 columns gets, without colours."""
-    ours, theirs = pty.openpty()
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tiercache", *map(str, arguments)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.DEVNULL,
-        env=environment | {"TERM": "xterm"},
-    )
-    os.close(theirs)
-    raw = bytearray()
-    try:
-        while part := os.read(ours, 65536):
-            raw += part
-    except OSError:
-        pass  # how a terminal says that its other end is closed
-    finally:
-        os.close(ours)
-        process.wait(60)
-    return _ESCAPE.sub("", raw.decode()).replace("\r\n", "\n").splitlines()
 
 
 def commands(directory: Path) -> dict[str, list[object]]:

@@ -105,6 +105,5 @@ async def test_engine_of_another_user_is_believed_in_a_directory_of_its_own(shar
 async def test_lock_file_is_not_followed_to_where_others_point(shared: Path) -> None:
     (shared / "c.sock.lock").symlink_to(shared / "made-by-the-engine")
     with pytest.raises(ConfigError, match="no socket can be made"):
-        async with TierCache.open(config_of(shared), LAYOUT):
-            pass
+        await TierCache(config_of(shared), LAYOUT).start()
     assert not (shared / "made-by-the-engine").exists()

@@ -158,8 +158,7 @@ async def test_second_cache_at_the_path_is_refused_and_the_first_one_answers_on(
     cache: TierCache, place: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="in use by another cache"):
-        async with TierCache.open(config_of(tmp_path), LAYOUT):
-            pass
+        await TierCache(config_of(tmp_path), LAYOUT).start()
     assert (await ask(place, Statistics()))["rank"] == 0
 
 
@@ -198,8 +197,7 @@ async def test_closed_cache_takes_its_socket_along_and_hangs_up(tmp_path: Path, 
 
 async def test_wrong_place_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no socket can be made at"):
-        async with TierCache.open(replace(config_of(tmp_path), control_socket=str(tmp_path / "no" / "c.sock")), LAYOUT):
-            pass
+        await TierCache(replace(config_of(tmp_path), control_socket=str(tmp_path / "no" / "c.sock")), LAYOUT).start()
     for wrong in ("here.sock", "/" + "x" * 100):
         with pytest.raises(ConfigError, match="an absolute path of at most"):
             Config(control_socket=wrong)
@@ -208,8 +206,7 @@ async def test_wrong_place_is_one_sentence(tmp_path: Path) -> None:
 async def test_file_that_is_no_socket_is_not_removed(tmp_path: Path, place: Path) -> None:
     place.write_text("somebody's")
     with pytest.raises(ConfigError, match="no socket can be made at .*: .* no socket"):
-        async with TierCache.open(config_of(tmp_path), LAYOUT):
-            pass
+        await TierCache(config_of(tmp_path), LAYOUT).start()
     assert place.read_text() == "somebody's"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import leaks
+from tests.torture.simulation.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +13,8 @@ def simulated_caches_are_not_watched() -> Iterator[None]:
     before = len(leaks._watched)
     yield
     del leaks._watched[before:]
+
+
+@pytest.fixture
+def world() -> World:
+    return World(0)

@@ -11,11 +11,6 @@ from tests.torture.simulation.world import SimulationError, World
 
 
 @pytest.fixture
-def world() -> World:
-    return World(1)
-
-
-@pytest.fixture
 def threads(world: World) -> Threads:
     return Threads(world)
 
@@ -57,7 +52,6 @@ def test_a_lock_that_its_holder_took_to_the_grave_blocks_for_ever(world: World, 
     world.start(victim, "holds", holds)
     with pytest.raises(SimulationError, match="nothing is left"):
         run(world, wants)
-    world.end()
 
 
 def test_an_event_wakes_all_and_its_wait_says_whether_it_came(world: World, threads: Threads) -> None:

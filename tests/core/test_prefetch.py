@@ -314,15 +314,6 @@ def test_times_are_in_order_and_the_chance_is_kept(own: list[float], prior: list
         assert sum(gap_s <= end_s for gap_s in later) >= 0.8 * len(later) - 1e-6
 
 
-def test_sessions_that_came_back_are_known_until_they_are_over() -> None:
-    predictor = SessionPredictor()
-    assert not predictor.began("mine", 0.0)
-    predictor.ended("mine", KEYS, 1.0)
-    assert predictor.began("mine", 2.0) and predictor.came_back("mine")
-    predictor.over("mine")
-    assert len(predictor) == 0 and not predictor.began("mine", 4.0)
-
-
 def test_sessions_that_are_remembered_are_bounded() -> None:
     predictor = SessionPredictor(limit=50)
     for number in range(1000):

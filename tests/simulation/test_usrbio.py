@@ -1,12 +1,12 @@
 """The simulated 3FS: what of it is a process's, and what is its daemon's."""
 
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 import tiercache.cache  # noqa: F401 - whose modules the system takes the place of
+from tests.simulation.test_world import run
 from tests.torture.simulation.disk import Disk
 from tests.torture.simulation.files import FileCalls
 from tests.torture.simulation.hf3fs_daemon import Daemon, RingWeather
@@ -44,25 +44,6 @@ class Mount:
         self.asked.append((self.world.current.process, name))
         return self.weather.before(name, disk, target)
 
-    def run(self, *calls: Callable[[], None]) -> None:
-        """One in each process, until the last of them has ended."""
-        left = list(calls)
-
-        def strand(call: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
-                call()
-                left.remove(call)
-                if not left:
-                    self.world.stop()
-
-            return run
-
-        with System(self.world, self.calls, lambda: None).installed():
-            for process, call in zip(self.processes, calls, strict=True):
-                self.world.start(process, call.__name__, strand(call))
-            self.world.run()
-            self.world.end()
-
     def ask(self) -> None:
         """The calling process reads a block by a ring that it drops then."""
         library = library_of(self.daemon)
@@ -80,7 +61,7 @@ class Mount:
 def test_no_ring_outlives_its_process_s_use_of_it_in_the_daemon(fault: str) -> None:
     """Otherwise the process that makes the daemon drop its work would call the mount, which may hang."""
     mount = Mount()
-    owner, _ = mount.processes
+    owner, other = mount.processes
 
     def asks() -> None:
         mount.weather.turn(fault, 1.0)
@@ -92,7 +73,10 @@ def test_no_ring_outlives_its_process_s_use_of_it_in_the_daemon(fault: str) -> N
         mount.weather.turn("hung", 1.0)
         mount.weather.turn("dead", 1.0)
         mount.weather.clear()
+        assert asking.ended
 
-    mount.run(asks, ends_the_daemon)
+    with System(mount.world, mount.calls, lambda: None).installed():
+        asking = mount.world.start(owner, "asks", asks)
+        run(mount.world, ends_the_daemon, process=other)
     assert {process for process, _ in mount.asked} == {owner}
     assert (owner, "unlink") in mount.asked

@@ -44,25 +44,17 @@ def test_probe_that_never_reports_does_not_block_for_ever() -> None:
     assert breaker.allows(6.1)
 
 
-def test_answer_to_a_lookup_lets_an_operation_probe() -> None:
-    breaker = Breaker(SLOW_S)
-    breaker.trip(0.0)
-    assert breaker.allows(1.0)
-    breaker.abandoned(1.1, began_s=1.0)
-    assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.allows(1.2) and not breaker.allows(1.3), "one operation probes"
-    breaker.failed(1.4, began_s=1.2)
-    assert not breaker.allows(3.3) and breaker.allows(3.5), "the pause has doubled"
-
-
-def test_probe_that_is_called_off_leaves_its_place_to_the_next() -> None:
+def test_probe_that_is_called_off_or_answers_a_lookup_leaves_its_place_to_the_next() -> None:
     breaker = Breaker(SLOW_S)
     breaker.trip(0.0)
     assert breaker.allows(1.0)
     breaker.abandoned(1.5, began_s=0.0)
     assert not breaker.allows(1.5), "that was not the probe"
     breaker.abandoned(1.6, began_s=1.0)
-    assert breaker.allows(1.6)
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.allows(1.7) and not breaker.allows(1.8), "one operation probes"
+    breaker.failed(1.9, began_s=1.7)
+    assert not breaker.allows(3.8) and breaker.allows(4.0), "the pause has doubled"
 
 
 def test_pause_has_a_ceiling() -> None:

@@ -79,8 +79,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_settings_and_sources_in_words(load_text, tmp_path: Path) -> None:
-    config = load_text(
-        """
+    text = """
         local_cpu: false
         local_disk: [/a, /b]
         remote_url:
@@ -90,10 +89,8 @@ def test_values_settings_and_sources_in_words(load_text, tmp_path: Path) -> None
           remote_storage_plugin.redis.a.url: redis://u:hush@a
           redis_url: redis://b
           valkey_password: hush
-        """,
-        {"TIERCACHE_TENANT_SALT": "hush"},
-    )
-    lines = rendered(config).split("What was set\n")[1].splitlines()
+    """
+    lines = rendered(load_text(text, {"TIERCACHE_TENANT_SALT": "hush"})).split("What was set\n")[1].splitlines()
     pairs = list(zip(lines[::2], lines[1::2], strict=False))
     file = tmp_path / "tiercache.yaml"
     assert pairs[0] == (

@@ -47,15 +47,13 @@ def test_what_is_missing_is_accepted_and_said_to_be_missing(load_text, scheme: s
 
 
 def test_plugins_come_first_and_in_their_order(load_text) -> None:
-    config = load_text(
-        """
+    config = load_text("""
         remote_url: valkey://old
         remote_storage_plugins: [s3.cold, redis.hot, fs.a]
         remote_storage_plugin.redis.hot.url: redis://hot
         remote_storage_plugin.s3.cold.url: s3://bucket
         remote_storage_plugin.fs.a.base_path: /mnt/a, /mnt/b
-        """
-    )
+    """)
     assert [(remote.name, remote.place) for remote in remotes_of(config)] == [
         ("s3.cold", "s3://bucket"), ("redis.hot", "redis://hot"), ("fs.a", "/mnt/a, /mnt/b"), ("valkey", "valkey://old"),
     ]  # fmt: skip
@@ -71,8 +69,7 @@ def test_instance_without_a_url_uses_the_old_keys_as_lmcache_does(load_text) -> 
 
 
 def test_settings_have_types_and_an_instance_wins_over_all_of_its_type(load_text) -> None:
-    config = load_text(
-        """
+    config = load_text("""
         remote_storage_plugins: [redis.a, redis.b]
         extra_config:
           username: everybody
@@ -81,8 +78,7 @@ def test_settings_have_types_and_an_instance_wins_over_all_of_its_type(load_text
           remote_storage_plugin.redis.b.timeout_s: "0.25"
           remote_storage_plugin.redis.b.role: read
           remote_storage_plugin.redis.b.tls_verify: "no"
-        """
-    )
+    """)
     a, b = remotes_of(config)
     assert (a.options["username"], a.options["ttl_s"], a.options["timeout_s"], a.reads, a.writes) == (
         "everybody", 60.0, 5.0, True, True,
@@ -152,28 +148,24 @@ def test_mistakes_are_named_with_key_value_and_what_is_right(load_text, text: st
 
 
 def test_third_party_class_takes_any_setting(load_text) -> None:
-    config = load_text(
-        """
+    config = load_text("""
         remote_storage_plugins: [mine.a]
         remote_storage_plugin.mine.a.module_path: somebody.tiers
         remote_storage_plugin.mine.a.class_name: Theirs
         remote_storage_plugin.mine.a.shelves: 3
         remote_storage_plugin.mine.a.timeout_s: 2
-        """
-    )
+    """)
     remote = only(config)
     assert remote.available
     assert (remote.type, remote.options["shelves"], remote.options["timeout_s"]) == ("mine", "3", 2.0)
 
 
 def test_setting_that_is_a_list_or_nothing(load_text) -> None:
-    config = load_text(
-        """
+    config = load_text("""
         remote_storage_plugins: [fs.a, redis]
         remote_storage_plugin.fs.a.base_path: [/mnt/a, /mnt/b]
         remote_storage_plugin.redis.password:
-        """
-    )
+    """)
     fs, redis = remotes_of(config)
     assert fs.options["base_path"] == ("/mnt/a", "/mnt/b")
     assert redis.options["password"] is None

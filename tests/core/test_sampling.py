@@ -47,26 +47,18 @@ def ask(sample: Sample, keys: list[ChunkKey], curve: Curve | None = None, now_s:
     return [access.distance for access in accesses]
 
 
-@given(PROMPTS)
-def test_distances_are_those_of_a_stack_while_every_chunk_is_sampled(prompts: list[list[int]]) -> None:
-    sample, naive = Sample(), Naive()
-    for prompt in prompts:
-        keys = keys_of(prompt)
-        assert ask(sample, keys) == naive.asked(keys)
-        naive.stored(keys)
-    assert sample.rate == 1.0 and len(sample) == len(naive.order)
-
-
 @given(PROMPTS, st.integers(1, 20))
-def test_a_chunk_hits_in_caches_larger_than_its_distance(prompts: list[list[int]], size: int) -> None:
+def test_distances_and_hits_are_those_of_a_stack_while_every_chunk_is_sampled(prompts: list[list[int]], size: int) -> None:
     sample, naive, curve = Sample(), Naive(), Curve()
     hits = asked = 0
     for prompt in prompts:
         keys = keys_of(prompt)
-        ask(sample, keys, curve)
-        hits += sum(1 for distance in naive.asked(keys) if distance is not None and distance <= size)
+        distances = naive.asked(keys)
+        assert ask(sample, keys, curve) == distances
+        hits += sum(1 for distance in distances if distance is not None and distance <= size)
         asked += len(keys)
         naive.stored(keys)
+    assert sample.rate == 1.0 and len(sample) == len(naive.order)
     assert curve.accesses == asked
     if size < 11:  # buckets are as fine as chunks
         assert curve.hits(size) == pytest.approx(hits)

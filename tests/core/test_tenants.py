@@ -144,11 +144,9 @@ TestQuotas.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 @pytest.mark.parametrize("salt", [5, b"x", ["a"]])
 def test_a_salt_that_is_no_text_is_refused_with_a_word(salt: object) -> None:
-    layout = Layout("m", chunk_tokens=4, bytes_per_token=64)
-    with pytest.raises(TypeError, match="salt: expected a text, found"):
-        layout.namespace("", salt)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="salt: expected a text, found"):
-        tenant_tag(salt)  # type: ignore[arg-type]
+    for call in (LAYOUT.namespace, tenant_tag):
+        with pytest.raises(TypeError, match="salt: expected a text, found"):
+            call("", salt)  # type: ignore[arg-type]
 
 
 def test_any_text_is_a_salt() -> None:

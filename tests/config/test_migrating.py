@@ -33,13 +33,11 @@ def defaults_of_lmcache() -> dict[str, Any]:
 
 def _default(row: ast.expr) -> Any:
     assert isinstance(row, ast.Dict)
-    for key, value in zip(row.keys, row.values, strict=True):
-        if key is not None and ast.literal_eval(key) == "default":
-            try:
-                return ast.literal_eval(value)
-            except ValueError:
-                return ...
-    return ...
+    fields = {ast.unparse(key): value for key, value in zip(row.keys, row.values, strict=True) if key is not None}
+    try:
+        return ast.literal_eval(fields["'default'"])
+    except (KeyError, ValueError):
+        return ...
 
 
 def test_its_tables_are_up_to_date() -> None:

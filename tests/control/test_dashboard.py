@@ -26,16 +26,12 @@ def names_in(panel: dict[str, Any]) -> set[str]:
     return set(re.findall(r"\b(?:vllm:|tiercache_)\w+", expressions))
 
 
-def of_vllm_only(panel: dict[str, Any]) -> bool:
-    return str(panel["title"]).endswith("(vLLM)")
-
-
 async def test_every_metric_of_a_panel_is_exported_by_a_running_cache(cache: TierCache) -> None:
     async with cache.get(cache.keys(TOKENS)[0]) as lease:
         assert lease is not None
     text = exposition({"c.sock": figures_of(cache)}).decode()
     exported = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     for panel in panels():
-        if not of_vllm_only(panel):
+        if not panel["title"].endswith("(vLLM)"):
             assert names_in(panel), panel["title"]
             assert names_in(panel) <= exported, panel["title"]

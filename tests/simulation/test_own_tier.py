@@ -1,6 +1,5 @@
 """A third party's tier takes part in the workload, and a tier that breaks its contract is found."""
 
-
 import pytest
 
 from tests.torture.simulation.plan import setting_of

@@ -1,15 +1,13 @@
 """What is secret in a URL is in nothing that people or programs get to see: errors, reprs, explanations, log lines."""
 
-import io
 import json
 from collections.abc import Callable
 
 import pytest
-from rich.console import Console
 
+from tests.config.test_config_explain import rendered
 from tiercache import Layout
 from tiercache.assembly import make_tiers
-from tiercache.commands.explain import render
 from tiercache.config import Config, explain
 from tiercache.config.remotes import remotes_of
 from tiercache.config.schema import KEYS
@@ -37,10 +35,7 @@ def everything_shown(load: Callable[[], Config]) -> str:
     said = []
     try:
         config = load()
-        said += [repr(config), repr(remotes_of(config)), json.dumps(explain(config).to_dict())]
-        out = io.StringIO()
-        render(explain(config), Console(file=out, width=200))
-        said.append(out.getvalue())
+        said += [repr(config), repr(remotes_of(config)), json.dumps(explain(config).to_dict()), rendered(config)]
         for tier in make_tiers(config, LAYOUT):
             said += [tier.describe(), repr(tier), str(vars(tier).get("settings"))]
     except (TierCacheError, ValueError) as error:

@@ -70,51 +70,45 @@ def test_shared_mounts_that_are_not_weka_are_for_the_fs_tier(point: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("point", "found"),
+    ("point", "status", "found", "advice"),
     [
-        ("/nfs3", "flock stays on this host (nolock)"),
-        ("/nfs-flock", "flock stays on this host (local_lock=flock)"),
-        ("/lustre-local", "flock stays on this host (localflock)"),
-        ("/lustre-none", "flock stays on this host (noflock)"),
-        ("/cifs", "flock stays on this host (nobrl)"),
+        ("/nfs3", PROBLEM, "flock stays on this host (nolock)", "must not share"),
+        ("/nfs-flock", PROBLEM, "flock stays on this host (local_lock=flock)", "must not share"),
+        ("/lustre-local", PROBLEM, "flock stays on this host (localflock)", "must not share"),
+        ("/lustre-none", PROBLEM, "flock stays on this host (noflock)", "must not share"),
+        ("/cifs", PROBLEM, "flock stays on this host (nobrl)", "must not share"),
+        ("/beegfs", NOTE, "not shown in the mount table", "tuneUseGlobalFileLocks"),
+        ("/3fs", NOTE, "not shown in the mount table", "flock"),
+        *((point, OK, "flock is seen by other hosts", "") for point in ("/weka", "/nfs4", "/nfs-rdma", "/lustre")),
     ],
 )
-def test_locks_that_stay_on_the_host_are_a_problem(point: str, found: str) -> None:
+def test_whether_locks_reach_other_hosts_is_said(point: str, status: str, found: str, advice: str) -> None:
     said = findings(point)["locks between hosts"]
-    assert (said.status, said.found) == (PROBLEM, found)
-    assert "must not share" in said.advice
-
-
-@pytest.mark.parametrize("point", ["/weka", "/nfs4", "/nfs-rdma", "/lustre"])
-def test_locks_that_reach_other_hosts_are_fine(point: str) -> None:
-    assert findings(point)["locks between hosts"].status == OK
-
-
-@pytest.mark.parametrize(("point", "where"), [("/beegfs", "tuneUseGlobalFileLocks"), ("/3fs", "flock")])
-def test_locks_that_the_mount_table_does_not_tell_of_are_to_be_looked_at(point: str, where: str) -> None:
-    said = findings(point)["locks between hosts"]
-    assert said.status == NOTE and where in said.advice
-
-
-@pytest.mark.parametrize(
-    ("point", "known", "found", "advice"),
-    [
-        ("/nvme", {"gpu": False}, "no GPU", "host memory"),
-        ("/nvme", {"nvidia_fs": False}, "nvidia-fs is not loaded", "modprobe nvidia_fs"),
-        ("/journaled", {}, "ext4 with data=journal", "data=ordered"),
-        ("/nfs4", {}, "NFS without RDMA", "proto=rdma"),
-        ("/3fs", {}, "cuFile does not support fuse.hf3fs", "falls back"),
-    ],
-)
-def test_what_keeps_gds_away_is_said(point: str, known: dict[str, bool], found: str, advice: str) -> None:
-    said = findings(point, **known)["GPUDirect Storage"]
-    assert (said.status, said.found) == (NOTE, found)
+    assert (said.status, said.found) == (status, found)
     assert advice in said.advice
 
 
-@pytest.mark.parametrize("point", ["/", "/nvme", "/weka", "/nfs-rdma", "/lustre", "/beegfs"])
-def test_gds_that_can_work_is_said(point: str) -> None:
-    assert findings(point)["GPUDirect Storage"].status == OK
+@pytest.mark.parametrize(
+    ("point", "known", "status", "found", "advice"),
+    [
+        ("/nvme", {"gpu": False}, NOTE, "no GPU", "host memory"),
+        ("/nvme", {"nvidia_fs": False}, NOTE, "nvidia-fs is not loaded", "modprobe nvidia_fs"),
+        ("/journaled", {}, NOTE, "ext4 with data=journal", "data=ordered"),
+        ("/nfs4", {}, NOTE, "NFS without RDMA", "proto=rdma"),
+        ("/3fs", {}, NOTE, "cuFile does not support fuse.hf3fs", "falls back"),
+        ("/", {}, OK, "nvidia-fs is loaded, and cuFile supports ext4", ""),
+        ("/nvme", {}, OK, "nvidia-fs is loaded, and cuFile supports xfs", ""),
+        ("/weka", {}, OK, "nvidia-fs is loaded, and cuFile supports wekafs", "rdma_dev_addr_list"),
+        *((f"/{kind}", {}, OK, f"nvidia-fs is loaded, and cuFile supports {kind}", "") for kind in ("lustre", "beegfs")),
+        ("/nfs-rdma", {}, OK, "nvidia-fs is loaded, and cuFile supports nfs", ""),
+    ],
+)
+def test_what_gds_can_do_and_what_keeps_it_away_is_said(
+    point: str, known: dict[str, bool], status: str, found: str, advice: str
+) -> None:
+    said = findings(point, **known)["GPUDirect Storage"]
+    assert (said.status, said.found) == (status, found)
+    assert advice in said.advice
 
 
 @pytest.mark.parametrize(("direct", "status", "found"), [(True, OK, "works there"), (False, NOTE, "does not work on xfs")])

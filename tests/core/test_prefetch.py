@@ -9,17 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tiercache.core.prefetch import (
-    MAX_REQUEST_KEYS,
-    Account,
-    PrefetchPlan,
-    PrefetchRequest,
-    Promotion,
-    SessionPredictor,
-    count_gap,
-    hint,
-    next_turn,
-)
+from tiercache.core import prefetch
+from tiercache.core.prefetch import Account, PrefetchPlan, PrefetchRequest, Promotion, SessionPredictor, count_gap, hint
 
 CHUNK = 1000
 KEYS = [bytes([number]) * 24 for number in range(4)]
@@ -86,12 +77,12 @@ def test_many_requests_that_expire_are_dropped_some_at_a_time() -> None:
 def test_keys_of_one_request_and_of_all_together_are_bounded() -> None:
     plan = plan_of()
     for number in range(20):
-        keys = [(number << 20 | place).to_bytes(4, "big") for place in range(MAX_REQUEST_KEYS + 5)]
+        keys = [(number << 20 | place).to_bytes(4, "big") for place in range(prefetch.MAX_REQUEST_KEYS + 5)]
         request = hint(keys, 0.0, str(number), 0.0)
         plan.offer(request, 0.0)
-        assert (len(request.keys), request.progress.cancelled) == (MAX_REQUEST_KEYS, 5)
+        assert (len(request.keys), request.progress.cancelled) == (prefetch.MAX_REQUEST_KEYS, 5)
     assert [plan.has("hints", str(number)) for number in range(20)] == [False] * 4 + [True] * 16
-    assert plan.accounts["hints"] == Account(cancelled_bytes=4 * MAX_REQUEST_KEYS * CHUNK)
+    assert plan.accounts["hints"] == Account(cancelled_bytes=4 * prefetch.MAX_REQUEST_KEYS * CHUNK)
 
 
 @pytest.mark.parametrize("first", ["sessions", "hints"])
@@ -304,7 +295,7 @@ def test_times_are_in_order_and_the_chance_is_kept(own: list[float], prior: list
         count_gap(of_session, gap_s, 32)
     for gap_s in prior:
         count_gap(of_all, gap_s, 4096)
-    turn = next_turn(of_session, of_all)
+    turn = prefetch.next_turn(of_session, of_all)
     if turn is None:
         return
     begin_s, end_s = turn

@@ -9,8 +9,6 @@ import pytest
 from tiercache.config import Config
 from tiercache.errors import ConfigError
 
-FIXTURES = Path(__file__).parent / "fixtures"
-
 
 @pytest.fixture
 def load_text(tmp_path: Path) -> Callable[..., Config]:

@@ -137,7 +137,7 @@ def test_what_is_secret_by_its_name_is_shown_nowhere_and_its_place_is(load_text,
     assert explain(load_text(text)).to_dict()["values"]["remote_url"]["value"] == "redis://***@host:6379/2?***"
 
 
-def test_a_password_may_hold_a_question_mark(load_text) -> None:
+def test_a_password_may_hold_a_question_mark() -> None:
     from tiercache.tiers.remote.base import RemoteSettings
     from tiercache.tiers.remote.redis.address import read_address
 

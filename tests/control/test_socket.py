@@ -58,21 +58,18 @@ async def test_forgotten_prefix_is_in_no_tier(cache: TierCache, place: Path) -> 
     assert cache.ahead.pinned == 0
 
 
-async def test_cancelled_prefetch_ends(cache: TierCache, place: Path, tmp_path: Path) -> None:
-    config = config_of(tmp_path / "other", prefetch_share=0.0)
-    (tmp_path / "other").mkdir()
-    async with TierCache.open(config, LAYOUT) as idle:
+async def test_cancelled_prefetch_ends(tmp_path: Path, place: Path) -> None:
+    async with TierCache.open(config_of(tmp_path, prefetch_share=0.0), LAYOUT) as idle:
         await idle.store(TOKENS, [b"x" * LAYOUT.chunk_bytes] * CHUNKS)
         await idle.flush()
         idle.clear_hot()
-        path = tmp_path / "other" / "c.sock"
-        begun = await ask(path, messages.Prefetch(tokens=TOKENS, handle="mine"))
+        begun = await ask(place, messages.Prefetch(tokens=TOKENS, handle="mine"))
         assert (begun["handle"], begun["done"]) == ("mine", False)
         with pytest.raises(ControlError, match="there is a prefetch 'mine' already"):
-            await ask(path, messages.Prefetch(tokens=TOKENS, handle="mine"))
-        waiting = asyncio.create_task(ask(path, messages.Progress(handle="mine", until_s=30.0)))
+            await ask(place, messages.Prefetch(tokens=TOKENS, handle="mine"))
+        waiting = asyncio.create_task(ask(place, messages.Progress(handle="mine", until_s=30.0)))
         await asyncio.sleep(0)
-        assert (await ask(path, messages.Cancel(handle="mine")))["cancelled"] == CHUNKS
+        assert (await ask(place, messages.Cancel(handle="mine")))["cancelled"] == CHUNKS
         assert (await waiting)["done"]
 
 

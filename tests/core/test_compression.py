@@ -3,6 +3,7 @@
 import struct
 
 import pytest
+import xxhash
 
 from tiercache.core.compression import Codec, CompressionChoice, item_bytes
 from tiercache.core.header import Header, HeaderError
@@ -12,11 +13,9 @@ GBPS = 1e-9
 MIB = 1 << 20
 
 
-def choice(
-    *, sending_gbps: float, receiving_gbps: float | None = None, concurrency: int = 4, busy: float = 1.0
-) -> CompressionChoice:
+def choice(*, sending_gbps: float, receiving_gbps: float | None = None, busy: float = 1.0) -> CompressionChoice:
     """What one core makes of bfloat16, where others want it, too, by `busy`."""
-    made = CompressionChoice(concurrency)
+    made = CompressionChoice(concurrency=4)
     made.tried(MIB, int(0.68 * MIB), busy * MIB * GBPS / 0.4, busy * MIB * GBPS / 1.8)
     made.sent(MIB, MIB * GBPS / sending_gbps)
     if receiving_gbps is not None:
@@ -82,8 +81,6 @@ def test_a_header_says_its_codec_and_plain_ones_are_as_they_were() -> None:
 
 @pytest.mark.parametrize(("version", "codec"), [(1, 2), (2, 2), (3, 0), (3, 9), (4, 0)])
 def test_a_codec_that_the_version_does_not_have_is_refused(version: int, codec: int) -> None:
-    import xxhash
-
     raw = bytearray(Header(b"k" * 24, b"f" * 16, 1000, 7).pack())
     raw[8:12], raw[14:16] = struct.pack("<I", version), struct.pack("<H", codec)
     raw[80:88] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:80])))

@@ -55,19 +55,16 @@ def ask_and_never_read(path: str, clients: int) -> list[socket.socket]:
 
 
 def message_of(what: str) -> bytes:
-    if what == "statistics":
-        return framed({"command": "statistics"})
     name, _, kind = what.partition("-")
+    if kind == "nested":
+        packed = (b"\x82\xa7command\xa6lookup\xa6tokens" + b"\x91" * (1 << 20))[: 1 << 20]
+        return len(packed).to_bytes(4, "big") + packed
     prefix: dict[str, Any] = {
+        "": {},
         "tokens": {"tokens": [2**31 + number for number in range(209_000)]},
         "small": {"tokens": [number % 100 for number in range(1_048_000)]},
         "keys": {"keys": [f"{number:048x}" for number in range(20_900)]},
-        "nested": {"tokens": []},
     }[kind]
-    if kind == "nested":
-        packed = b"\x82\xa7command\xa6lookup\xa6tokens" + b"\x91" * (1 << 20)
-        packed = packed[: 1 << 20]
-        return len(packed).to_bytes(4, "big") + packed
     return framed({"command": name, **prefix})
 
 

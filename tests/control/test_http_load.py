@@ -11,7 +11,9 @@ from tests.control.conftest import TOKEN, token_file
 from tests.control.test_http import serve
 
 MIB = 1 << 20
+GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /v1/lookup HTTP/1.1\r\nContent-Type: application/json\r\n"
+AUTHORIZED_POST = POST + b"Host: x\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n"
 
 
 def memory_bytes(client: Any, field: str = "VmRSS") -> int:
@@ -49,20 +51,15 @@ async def test_headers_without_an_end_are_cut_off(tmp_path: Path) -> None:
     async with server(tmp_path) as client:
         assert (await client.get("/healthz")).status_code == 200
         before_bytes = memory_bytes(client)
-        await push(client, b"GET /healthz HTTP/1.1\r\nHost: x\r\n", b"a:b\r\n", 74 * MIB)
-        await push(client, b"GET /healthz HTTP/1.1\r\nHost: x\r\na:", b"b", 74 * MIB)
+        await push(client, GET, b"a:b\r\n", 74 * MIB)
+        await push(client, GET + b"a:", b"b", 74 * MIB)
         await push(client, b"GET /", b"b", 74 * MIB)
         assert memory_bytes(client, "VmHWM") - before_bytes < 40 * MIB
         assert (await client.get("/healthz")).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
-        POST + b"Host: x\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\nContent-Length: 2\r\n\r\n{}",
-    ],
-    ids=["get", "post"],
+    "request_bytes", [GET + b"\r\n", AUTHORIZED_POST + b"Content-Length: 2\r\n\r\n{}"], ids=["get", "post"]
 )
 async def test_sixty_that_ask_ahead_and_never_read_take_little(tmp_path: Path, request_bytes: bytes) -> None:
     async with server(tmp_path) as client:
@@ -113,10 +110,9 @@ async def test_bodies_that_are_announced_and_not_sent_take_nobodys_room(tmp_path
 
 
 async def test_server_that_stops_says_so_to_who_has_not_sent_all(tmp_path: Path) -> None:
-    begun = POST + b"Host: x\r\nContent-Length: 9\r\nAuthorization: Bearer " + TOKEN.encode()
     async with server(tmp_path) as client:
         reader, writer = await connect(client)
-        writer.write(begun + b"\r\nExpect: 100-continue\r\n\r\n")
+        writer.write(AUTHORIZED_POST + b"Content-Length: 9\r\nExpect: 100-continue\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 100 ")  # the body is being waited for
     answer = await asyncio.wait_for(reader.read(), 10)
     writer.transport.abort()

@@ -1,7 +1,5 @@
 """The end of device work, awaited in an event loop: in order, without a thread for each, and never too early."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

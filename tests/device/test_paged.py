@@ -1,7 +1,5 @@
 """Blocks of paged KV into contiguous chunks and back: every byte of the named blocks, and no other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

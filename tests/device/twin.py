@@ -3,8 +3,6 @@
 Code that omits an event can fail on it. The device can be lost, like a GPU that falls off its bus.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue

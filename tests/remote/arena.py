@@ -1,7 +1,5 @@
 """Payloads as the cache has them: in an arena, which tiers register with their servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

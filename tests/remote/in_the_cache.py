@@ -1,7 +1,5 @@
 """A remote tier in a cache: what one cache stores another one finds, and a cache works without its server."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tiercache import Config, Layout, TierCache

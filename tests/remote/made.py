@@ -1,7 +1,5 @@
 """Settings of remote tiers as the assembly makes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tiercache.config.remote_options import options_of

@@ -1,7 +1,5 @@
 """Values that are no chunks: they are told apart, and removed from the server without anything that was stored meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The tiers that show third parties how it is done pass the contract, and serve a cache."""
 
-from __future__ import annotations
-
 import importlib.util
 import sqlite3
 import sys

@@ -1,7 +1,5 @@
 """Tiers of third parties, and roles: what the configuration names is what the cache uses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

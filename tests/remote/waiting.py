@@ -1,7 +1,5 @@
 """Waiting until a server is well again."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Ports of the loopback for the servers that tests start."""
 
-from __future__ import annotations
-
 import socket
 
 held_ports: list[socket.socket] = []

@@ -1,7 +1,5 @@
 """Stop a process for a test, and know that it stands still."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

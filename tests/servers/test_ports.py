@@ -1,7 +1,5 @@
 """A held port goes to nobody but the server that names it."""
 
-from __future__ import annotations
-
 import socket
 
 from tests.servers.ports import hold_port

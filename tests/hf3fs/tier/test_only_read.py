@@ -1,7 +1,5 @@
 """`role: read` of the 3FS tier, on the emulator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What goes through rings, and how much of it at a time."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

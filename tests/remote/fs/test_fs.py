@@ -1,7 +1,5 @@
 """The fs tier: its settings, several instances on one directory, and mounts that hang and die."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -3,8 +3,6 @@
 `test_infinistore.py` compares it with the real module where that is installed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import threading

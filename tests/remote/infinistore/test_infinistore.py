@@ -1,7 +1,5 @@
 """The InfiniStore tier, on a fake of the client's API (`fake.py`): it has not met a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import sys

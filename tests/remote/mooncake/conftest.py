@@ -1,7 +1,5 @@
 """Fixtures of the Mooncake tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """URL, options, and Mooncake's own JSON file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The contract of tiers, on a real store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masters and holders of memory that hang, die and come back; stores that are full."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

@@ -1,7 +1,5 @@
 """What lies in the store, and what of it the tier takes for a chunk."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clusters: names in their slots, slots that move, masters that die."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager

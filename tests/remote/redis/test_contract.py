@@ -1,7 +1,5 @@
 """The contract of tiers, on every kind of server, the one of compressed chunks, and the tier in a cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Values that were damaged on the server or on the wire: one costs its own key and nothing else, and is replaced."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Servers that hang, die, come back, or are not what the configuration says."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """A password that is rotated while a cache runs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/redis_shared.py: what it leaves on a server that stays."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager

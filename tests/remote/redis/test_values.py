@@ -1,7 +1,5 @@
 """Values on the server: whole or absent, removed for good, never taken for a chunk when they are none; limits respected."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiers as the assembly makes them."""
 
-from __future__ import annotations
-
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 

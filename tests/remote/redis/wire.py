@@ -1,7 +1,5 @@
 """A relay between a tier and its server that can damage what passes, once: a bit that flips on the wire."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

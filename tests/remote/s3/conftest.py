@@ -1,7 +1,5 @@
 """What the tests of the S3 tier share: the server, and tiers that use it."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Callable, Iterator

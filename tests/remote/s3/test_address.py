@@ -1,7 +1,5 @@
 """What operators write, and where requests go then."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

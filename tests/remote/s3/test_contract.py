@@ -1,7 +1,5 @@
 """The S3 tier against the contract, and the one of compressed chunks, on a real store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import obstore

@@ -1,7 +1,5 @@
 """Whose credentials are used."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A process that ends right after its requests, or in the midst of them."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

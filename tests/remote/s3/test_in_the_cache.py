@@ -1,7 +1,5 @@
 """The S3 tier in a cache, from a configuration as LMCache's users have it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The S3 tier on a real store: parts, and what lies there that should not."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

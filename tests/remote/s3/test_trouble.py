@@ -1,7 +1,5 @@
 """The S3 tier and stores that say no, say nothing, break off, or are not there."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

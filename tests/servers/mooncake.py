@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.servers.ports import hold_port
-from tests.servers.processes import stop_process
-
-START_S = 20.0
+from tests.servers.processes import Process, until
 
 _HOLDER = """
 import sys
@@ -41,41 +37,6 @@ def _package() -> Path:
     found = importlib.util.find_spec("mooncake")
     assert found is not None and found.submodule_search_locations
     return Path(found.submodule_search_locations[0])
-
-
-def until(condition: Callable[[], Any], *, seconds: float = START_S, why: Callable[[], str] = lambda: "") -> Any:
-    """Ask until it is so. The pause spares the processor, nothing counts on it."""
-    end_s = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(OSError):
-            if found := condition():
-                return found
-        assert time.monotonic() < end_s, why()
-        time.sleep(0.01)
-
-
-class Process:
-    """Something that can be killed and frozen."""
-
-    process: subprocess.Popen[bytes] | None = None
-
-    def kill(self) -> None:
-        """As kill -9."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                if pipe is not None:
-                    pipe.close()
-            self.process = None
-
-    def freeze(self) -> None:
-        assert self.process is not None
-        stop_process(self.process.pid)
-
-    def thaw(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
 
 
 class Master(Process):

@@ -1,9 +1,14 @@
-"""Stop a process for a test, and know that it stands still."""
+"""Stop and kill processes of a test, know that one stands still, and wait until one answers."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Callable
+from typing import Any
 
+START_S = 20.0
 _STOP_S = 60.0
 
 
@@ -29,3 +34,38 @@ def stands_still(pid: int) -> bool:
     except OSError:
         pass  # a thread, or the process, has ended
     return True
+
+
+def until(condition: Callable[[], Any], *refusals: type[Exception], why: Callable[[], str] = lambda: "") -> Any:
+    """Ask until it is so; OSError and `refusals` are a no. The pause spares the processor, nothing counts on it."""
+    end_s = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(OSError, *refusals):
+            if found := condition():
+                return found
+        assert time.monotonic() < end_s, why()
+        time.sleep(0.01)
+
+
+class Process:
+    """Something that can be killed and frozen."""
+
+    process: subprocess.Popen[bytes] | None = None
+
+    def kill(self) -> None:
+        """As kill -9."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self.process = None
+
+    def freeze(self) -> None:
+        assert self.process is not None
+        stop_process(self.process.pid)
+
+    def thaw(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)

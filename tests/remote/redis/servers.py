@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from tests.servers import processes
 from tests.servers.ports import hold_port
-from tests.servers.processes import stop_process
-
-START_S = 15.0
-
+from tests.servers.processes import Process
 
 _CLUSTER_BUS = 10_000
 """A cluster's servers talk to one another this many ports above theirs."""
 
 
-class Server:
+class Server(Process):
     """One redis-server, in the foreground."""
 
     def __init__(self, place: Path, *options: str, port: int | None = None, sentinel: bool = False) -> None:
@@ -30,7 +26,6 @@ class Server:
         self.port = port or hold_port(_CLUSTER_BUS)
         self._sentinel = sentinel
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -47,7 +42,7 @@ class Server:
         configuration = self.place / f"{self.port}.conf"
         if not configuration.exists():
             configuration.write_text("")
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             ["redis-server", str(configuration), *plain, "--bind", "127.0.0.1", "--dir", str(self.place)]
             + ["--daemonize", "no", *socket_options, *self._options],
             stdout=(self.place / f"{self.port}.log").open("ab"),
@@ -74,32 +69,10 @@ class Server:
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
         return redis.Redis(port=self.port, socket_timeout=10, socket_connect_timeout=1, retry=retry, **options)
 
-    def kill(self) -> None:
-        """As kill -9."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
-    def freeze(self) -> None:
-        assert self._process is not None
-        stop_process(self._process.pid)
-
-    def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-
-def until(condition: Callable[[], Any], *, seconds: float = START_S, why: Callable[[], str] = lambda: "") -> Any:
-    """Ask until it is so; a refused connection is a no. The pause spares the processor, nothing counts on it."""
-    end_s = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(redis.ConnectionError, redis.TimeoutError, OSError):
-            found = condition()
-            if found:
-                return found
-        assert time.monotonic() < end_s, why()
-        time.sleep(0.01)
+def until(condition: Callable[[], Any], why: Callable[[], str] = lambda: "") -> Any:
+    """Ask until it is so; a refused connection is a no."""
+    return processes.until(condition, redis.ConnectionError, redis.TimeoutError, why=why)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +199,14 @@ def server_with_table(owners: list[str]) -> Iterator[str]:
         b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, end - 1, int(owner.split(":")[1]))
         for first, end, owner in zip(bounds, bounds[1:], owners, strict=False)
     ]
+    table = b"*%d\r\n" % len(rows) + b"".join(rows)
+    with answering(lambda words: table if b"SLOTS" in words else b"+OK\r\n" * words.count(b"SETINFO")) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[bytes], bytes]) -> Iterator[str]:
+    """Yield the address of a server with one connection at a time."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -206,8 +214,7 @@ def server_with_table(owners: list[str]) -> Iterator[str]:
                 while True:
                     connection = listener.accept()[0]
                     while words := connection.recv(1000):
-                        table = b"*%d\r\n" % len(rows) + b"".join(rows)
-                        connection.sendall(table if b"SLOTS" in words else b"+OK\r\n" * words.count(b"SETINFO"))
+                        connection.sendall(answer(words))
                     connection.close()
 
         threading.Thread(target=serve, daemon=True).start()
@@ -284,21 +291,8 @@ async def test_tls_where_there_is_none_and_none_where_there_is(
 
 
 async def test_what_is_no_redis_at_all_is_said() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):  # the listener is shut down
-                while True:
-                    connection = listener.accept()[0]
-                    connection.recv(1000)
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-                    connection.close()
-
-        threading.Thread(target=serve, daemon=True).start()
-        assert "not a Redis server" in await refusal(make_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}"))
-        listener.shutdown(socket.SHUT_RDWR)
+    with answering(lambda words: b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as address:
+        assert "not a Redis server" in await refusal(make_tier(f"redis://{address}"))
 
 
 @pytest.mark.parametrize(

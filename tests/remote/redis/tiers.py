@@ -3,7 +3,6 @@
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import tests.remote.redis.servers  # noqa: F401 - skips where redis-py is missing, before the tier needs it
 from tests.remote.made import configured
 from tests.tiers.opened import open_tier
 from tiercache.tiers.remote.redis import RedisTier

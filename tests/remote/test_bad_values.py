@@ -1,13 +1,13 @@
 """Values that are no chunks: they are told apart, and removed from the server without anything that was stored meanwhile."""
 
 import asyncio
-import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 
 from tests.remote.test_registry import LAYOUT, settings_of
+from tests.tiers.opened import open_tier
 from tiercache.core.header import Header, payload_checksum
 from tiercache.errors import CorruptChunk
 from tiercache.testing import chunk
@@ -24,13 +24,16 @@ class Stepped(RemoteTier):
         self.value: bytes | None = b"TI"
         self.requests: asyncio.Queue[tuple[str, asyncio.Event]] = asyncio.Queue()
 
-    async def aclose(self) -> None:
-        await self.close()
-
     async def _step(self, name: str) -> None:
         go_on = asyncio.Event()
         self.requests.put_nowait((name, go_on))
         await go_on.wait()
+
+    def reading(self) -> asyncio.Task[int | None]:
+        return asyncio.create_task(self.read(KEY, np.empty(8192, np.uint8)))
+
+    def writing(self) -> asyncio.Task[bool]:
+        return asyncio.create_task(self.write(KEY, PADDED, 5000))
 
     async def next(self, expected: str) -> asyncio.Event:
         async with asyncio.timeout(60):
@@ -67,12 +70,11 @@ class Stepped(RemoteTier):
 
 @pytest.mark.parametrize("write_ends", ["before the read", "after the read"])
 async def test_what_is_stored_while_it_is_read_stays(write_ends: str) -> None:
-    async with contextlib.aclosing(Stepped()) as tier:
-        await tier.open()
-        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+    async with open_tier(Stepped()) as tier:
+        read = tier.reading()
         (await tier.next("get")).set()
         second = await tier.next("get")
-        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        write = tier.writing()
         put = await tier.next("put")
         if write_ends == "before the read":
             put.set()
@@ -90,9 +92,8 @@ async def test_what_is_stored_while_it_is_read_stays(write_ends: str) -> None:
 
 
 async def test_a_put_beside_a_removal_is_declined_and_a_second_one_stored() -> None:
-    async with contextlib.aclosing(Stepped()) as tier:
-        await tier.open()
-        reads = [asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8))) for _ in range(2)]
+    async with open_tier(Stepped()) as tier:
+        reads = [tier.reading() for _ in range(2)]
         for _ in range(4):
             (await tier.next("get")).set()
         removal = await tier.next("delete")
@@ -104,7 +105,7 @@ async def test_a_put_beside_a_removal_is_declined_and_a_second_one_stored() -> N
             with pytest.raises(CorruptChunk):
                 await read
         assert await tier.probe([KEY]) == 0
-        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        write = tier.writing()
         (await tier.next("put")).set()
         assert await write
         assert tier.contains(KEY)
@@ -119,8 +120,7 @@ class SteppedLookups(Stepped):
 
 @pytest.mark.parametrize("lookup_ends", ["before the removal", "after the removal"])
 async def test_a_lookup_beside_a_removal_leaves_nothing_known(lookup_ends: str) -> None:
-    async with contextlib.aclosing(SteppedLookups()) as tier:
-        await tier.open()
+    async with open_tier(SteppedLookups()) as tier:
         lookup = asyncio.create_task(tier.probe([KEY]))
         found = await tier.next("exist")
         removal = asyncio.create_task(tier.remove(KEY))
@@ -130,17 +130,16 @@ async def test_a_lookup_beside_a_removal_leaves_nothing_known(lookup_ends: str) 
             step.set()
             await task
         assert not tier.contains(KEY)
-        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        write = tier.writing()
         (await tier.next("put")).set()
         assert await write
         assert tier.value is not None
 
 
 async def test_a_read_beside_a_removal_leaves_nothing_known() -> None:
-    async with contextlib.aclosing(Stepped()) as tier:
-        await tier.open()
+    async with open_tier(Stepped()) as tier:
         tier.value = HEADER.pack() + PADDED[:5000].tobytes()
-        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        read = tier.reading()
         get = await tier.next("get")
         removal = asyncio.create_task(tier.remove(KEY))
         (await tier.next("delete")).set()
@@ -151,12 +150,11 @@ async def test_a_read_beside_a_removal_leaves_nothing_known() -> None:
 
 
 async def test_a_lookup_beside_a_read_does_not_report_a_bad_value() -> None:
-    async with contextlib.aclosing(SteppedLookups()) as tier:
+    async with open_tier(SteppedLookups()) as tier:
         tier.writes = False
-        await tier.open()
         lookup = asyncio.create_task(tier.probe([KEY]))
         found = await tier.next("exist")
-        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        read = tier.reading()
         for _ in range(2):
             (await tier.next("get")).set()
         with pytest.raises(CorruptChunk):
@@ -168,9 +166,8 @@ async def test_a_lookup_beside_a_read_does_not_report_a_bad_value() -> None:
 
 
 async def test_a_bad_value_that_is_gone_at_once_does_not_hide_the_next_one() -> None:
-    async with contextlib.aclosing(Stepped()) as tier:
-        await tier.open()
-        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+    async with open_tier(Stepped()) as tier:
+        read = tier.reading()
         get = await tier.next("get")
         tier.value = None
         get.set()
@@ -180,29 +177,14 @@ async def test_a_bad_value_that_is_gone_at_once_does_not_hide_the_next_one() -> 
         assert await tier.probe([KEY]) == 1
 
 
-async def test_who_only_reads_leaves_a_bad_value_where_it_is() -> None:
-    async with contextlib.aclosing(Stepped()) as tier:
-        tier.writes = False
-        await tier.open()
-        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
-        for _ in range(2):
-            (await tier.next("get")).set()
-        async with asyncio.timeout(60):
-            with pytest.raises(CorruptChunk):
-                await read
-        assert tier.value == b"TI"
-        assert await tier.probe([KEY]) == 0, "it is no hit all the same"
-
-
 class Undeletable(Stepped):
     async def _delete(self, key: bytes) -> bool:
         raise ConnectionResetError
 
 
 async def test_a_bad_value_that_cannot_be_removed_is_corrupt_all_the_same() -> None:
-    async with contextlib.aclosing(Undeletable()) as tier:
-        await tier.open()
-        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+    async with open_tier(Undeletable()) as tier:
+        read = tier.reading()
         for _ in range(2):
             (await tier.next("get")).set()
         with pytest.raises(CorruptChunk):

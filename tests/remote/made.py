@@ -11,6 +11,8 @@ def configured(
     type_name: str,
     url: str,
     *,
+    name: str | None = None,
+    fingerprint: bytes = bytes(range(16)),
     chunk_bytes: int = CHUNK_BYTES,
     item_bytes: int = 1,
     timeout_s: float = 5.0,
@@ -21,9 +23,9 @@ def configured(
     values = {option.name: option.default for option in options_of(type_name).values()}
     assert options.keys() <= values.keys(), options
     return RemoteSettings(
-        name=type_name,
+        name=name or type_name,
         type=type_name,
-        fingerprint=bytes(range(16)),
+        fingerprint=fingerprint,
         chunk_bytes=chunk_bytes,
         item_bytes=item_bytes,
         url=url,

@@ -13,37 +13,23 @@ import pytest
 from tests.compression.contract import CompressionContract
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
+from tests.remote.made import configured
 from tests.remote.waiting import eventually
 from tests.tiers.opened import open_tier
-from tests.tiers.test_contract import LAYOUT, limits
+from tests.tiers.test_contract import limits
 from tests.tiers.test_disk import fill, flip, is_hit
 from tiercache import Config, Layout, TierCache
 from tiercache.assembly import make_tiers
-from tiercache.core.header import file_bytes
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract, chunk
-from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files.access import Mount
-from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier
 
-FILE_BYTES = file_bytes(CHUNK_BYTES)
-REPOSITORY = Path(__file__).parents[3]
 
-
-def tier_on(*directories: Path, timeout_s: float = 5.0, url: str = "", item_bytes: int = 1, **options: Any) -> FsTier:
-    settings = RemoteSettings(
-        name="fs.a",
-        type="fs",
-        fingerprint=LAYOUT.fingerprint,
-        chunk_bytes=CHUNK_BYTES,
-        item_bytes=item_bytes,
-        url=url,
-        options={"base_path": tuple(map(str, directories)), "max_size": 0.0625} | options,
-        timeout_s=timeout_s,
-    )
-    return FsTier(settings)
+def tier_on(*directories: Path, url: str = "", **options: Any) -> FsTier:
+    given = {"name": "fs.a", "base_path": tuple(map(str, directories)), "max_size": 0.0625} | options
+    return FsTier(configured("fs", url, **given))
 
 
 def opened(*directories: Path, **options: Any) -> AbstractAsyncContextManager[FsTier]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.remote.made import configured
 from tests.servers.s3 import BUCKET, KEY, SECRET, S3Server
-from tests.tiers.test_contract import LAYOUT
-from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.s3 import S3Tier
 
@@ -36,34 +35,11 @@ def no_credentials_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
 
 
-def settings_for(
-    endpoint: str,
-    *,
-    bucket: str = BUCKET,
-    timeout_s: float = 10.0,
-    chunk_bytes: int = CHUNK_BYTES,
-    item_bytes: int = 1,
-    fingerprint: bytes = LAYOUT.fingerprint,
-    **options: Any,
-) -> RemoteSettings:
-    """With credentials of the server's, unless `options` says otherwise."""
-    chosen = {
-        "endpoint": endpoint,
-        "allow_http": True,
-        "region": "us-east-1",
-        "access_key_id": KEY,
-        "secret_access_key": SECRET,
-    } | options
-    return RemoteSettings(
-        name="s3.test",
-        type="s3",
-        fingerprint=fingerprint,
-        chunk_bytes=chunk_bytes,
-        item_bytes=item_bytes,
-        url=f"s3://{bucket}",
-        options=chosen,
-        timeout_s=timeout_s,
-    )
+def settings_for(endpoint: str, *, bucket: str = BUCKET, timeout_s: float = 10.0, **more: Any) -> RemoteSettings:
+    """With credentials of the server's, unless `more` says otherwise."""
+    login = {"region": "us-east-1", "access_key_id": KEY, "secret_access_key": SECRET}
+    chosen = {"name": "s3.test", "endpoint": endpoint, "allow_http": True, "timeout_s": timeout_s} | login | more
+    return configured("s3", f"s3://{bucket}", **chosen)
 
 
 @pytest.fixture

@@ -152,37 +152,33 @@ async def bench(request: pytest.FixtureRequest, device: Device, tmp_path: Path) 
     await bench.close()
 
 
-class Hold:
-    """Keeps a stream of the twin where it is until released."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.released = threading.Event()
-        stream.enqueue(self.released.wait)
-
-    def release(self) -> None:
-        self.released.set()
+def held(stream: Stream) -> threading.Event:
+    """Keep a stream of the twin where it is until the event is set."""
+    released = threading.Event()
+    stream.enqueue(released.wait)
+    return released
 
 
 async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Bench) -> None:
     """A put has as many batches at a time as the device takes; later batches do not wait for the end of hung ones."""
-    hold = Hold(bench.device.storing.stream)
+    hold = held(bench.device.storing.stream)
     first = [asyncio.ensure_future(bench.put(number, paged=True)) for number in (1, 2, 3)]
     await bench.until_pending(3)
     began_s = bench.soon(0.0)
     assert await bench.put(4, paged=True, wait_s=0.3) == 0
     assert bench.soon(0.0) - began_s < 1.0
     assert bench.path.skipped == 1
-    hold.release()
+    hold.set()
     assert await asyncio.gather(*first) == [1, 1, 1]
     assert await flushed(bench.writer, 10.0)
     await bench.until_whole()
-    hold = Hold(bench.device.loading.stream)
+    hold = held(bench.device.loading.stream)
     gets = [asyncio.ensure_future(bench.get([1], [bench.sink(paged=True)])) for _ in "abc"]
     await bench.until_pending(3)
     began_s = bench.soon(0.0)
     assert await bench.get([1], [bench.sink(paged=True)], wait_s=0.3) == 0
     assert bench.soon(0.0) - began_s < 1.0
-    hold.release()
+    hold.set()
     assert await asyncio.gather(*gets) == [1, 1, 1]
     await bench.until_whole()
 
@@ -201,11 +197,11 @@ async def is_new(bench: Bench) -> bool:
 
 
 async def test_put_that_is_being_gathered_brings_nothing_back(bench: Bench) -> None:
-    hold = Hold(bench.device.storing.stream)
+    hold = held(bench.device.storing.stream)
     before = asyncio.ensure_future(bench.put(1, paged=True))
     await bench.until_pending()
     await bench.forget(chunk(1)[0])
-    hold.release()
+    hold.set()
     assert await before == 0
     await put_anew(bench)
     assert await flushed(bench.writer, 10.0)
@@ -238,7 +234,7 @@ async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: B
 
 @pytest.mark.parametrize("paged", [False, True])
 async def test_cancelled_put_ends_only_when_nothing_reads_its_memory(bench: Bench, paged: bool) -> None:
-    hold = Hold(bench.device.storing.stream)
+    hold = held(bench.device.storing.stream)
     put = asyncio.ensure_future(bench.put(1, 2, 3, paged=paged))
     await bench.until_pending()
     put.cancel()
@@ -247,7 +243,7 @@ async def test_cancelled_put_ends_only_when_nothing_reads_its_memory(bench: Benc
     for _ in range(20):
         await asyncio.sleep(0)
     assert not put.done()
-    hold.release()
+    hold.set()
     with pytest.raises(asyncio.CancelledError):
         await put
     assert not bench.cpu.contains(chunk(1)[0])
@@ -257,14 +253,14 @@ async def test_cancelled_put_ends_only_when_nothing_reads_its_memory(bench: Benc
 async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Bench) -> None:
     await bench.store(1, 2, 3)
     sinks = [bench.sink(paged=number == 2) for number in (1, 2, 3)]
-    hold = Hold(bench.device.loading.stream)
+    hold = held(bench.device.loading.stream)
     get = asyncio.ensure_future(bench.get([1, 2, 3], sinks))
     await bench.until_pending()
     get.cancel()
     for _ in range(20):
         await asyncio.sleep(0)
     assert not get.done()
-    hold.release()
+    hold.set()
     with pytest.raises(asyncio.CancelledError):
         await get
     for sink in sinks:
@@ -276,11 +272,11 @@ async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Ben
 
 
 async def test_device_lost_in_the_middle_of_a_put_is_one_error(bench: Bench) -> None:
-    hold = Hold(bench.device.storing.stream)
+    hold = held(bench.device.storing.stream)
     put = asyncio.ensure_future(bench.put(1, 2, 3))
     await bench.until_pending()
     bench.driver.lose()
-    hold.release()
+    hold.set()
     with pytest.raises(DeviceError, match="lost"):
         await put
     assert not bench.cpu.contains(chunk(1)[0]) and not bench.staging.contains(chunk(1)[0])
@@ -289,12 +285,12 @@ async def test_device_lost_in_the_middle_of_a_put_is_one_error(bench: Bench) -> 
 
 async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> None:
     await bench.store(1, 2)
-    hold = Hold(bench.device.loading.stream)
+    hold = held(bench.device.loading.stream)
     get = asyncio.ensure_future(bench.get([1, 2], [bench.sink(), bench.sink(paged=True)]))
     while not bench.device.pending and not bench.host_reader.abandoned:
         await asyncio.sleep(0)
     bench.driver.lose()
-    hold.release()
+    hold.set()
     (outcome,) = await asyncio.gather(get, return_exceptions=True)
     assert outcome == 0 or (isinstance(outcome, DeviceError) and outcome.lost)
     await bench.until_whole()
@@ -356,7 +352,7 @@ async def test_sink_of_another_length_ends_the_prefix_and_is_not_written(bench: 
 async def test_get_behind_a_busy_stream_gives_up_at_its_deadline_and_holds_up_nobody(bench: Bench) -> None:
     await bench.store(1, 2)
     busy = bench.driver.make_stream()
-    hold = Hold(busy)
+    hold = held(busy)
     after = bench.driver.record(busy)
     late, other = bench.sink(), bench.sink()
     late.content[:] = 7
@@ -365,7 +361,7 @@ async def test_get_behind_a_busy_stream_gives_up_at_its_deadline_and_holds_up_no
     assert await bench.get([2], [other]) == 1
     assert np.array_equal(other.content, chunk(2)[1])
     assert (late.content == 7).all()
-    hold.release()
+    hold.set()
     assert await waiting == 1
     assert np.array_equal(late.content, chunk(1)[1])
 
@@ -389,12 +385,12 @@ async def test_host_slot_of_a_copy_that_hangs_is_not_used_again_before_it_ends(
     assert await bench.put(1, paged=True) == 1
     bench.cpu.clear()
     monkeypatch.setattr("tiercache.device.device.LONGEST_COPY_S", 0.1)
-    hold, reader = Hold(bench.device.storing.stream), Reader(bench.cpu, [bench.staging], ReaderSettings())
+    hold, reader = held(bench.device.storing.stream), Reader(bench.cpu, [bench.staging], ReaderSettings())
     assert await reader.fetch(chunk(1)[0], bench.soon(0.5)) is None
     while reader.in_flight:
         await asyncio.sleep(0)
     assert len(reader.abandoned) == 1
     assert bench.cpu.obtainable == bench.cpu.pool.count - 1
-    hold.release()
+    hold.set()
     bench.tier.gate.set()
     await bench.until_whole()

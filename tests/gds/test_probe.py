@@ -22,9 +22,7 @@ async def test_probe_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 async def test_probe_that_crashes_is_a_reason() -> None:
-    reason = await gds._ask(
-        [sys.executable, "-c", "import os; print('{', flush=True); os.abort()"], timeout_s=20.0
-    )
+    reason = await gds._ask([sys.executable, "-c", "import os; print('{', flush=True); os.abort()"], timeout_s=20.0)
     assert reason.startswith("the probe ended with status -6")
 
 

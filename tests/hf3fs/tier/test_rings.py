@@ -1,7 +1,8 @@
-"""Rings: exact about what each transfer did whatever the order of answers, and made anew when the library fails."""
+"""Rings: many transfers at a time, exact about each whatever the order of answers, and made anew when the library fails."""
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -9,13 +10,14 @@ import hf3fs_py_usrbio
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import HASTY, Memory, Opened, get, make_tier, put, until, works_again
+from tests.hf3fs.tier.conftest import HASTY, RINGS, Memory, Opened, get, make_tier, put, until, works_again
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.tiers.opened import open_tier
 from tiercache.core.header import aligned
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.hf3fs.engine import PART_BYTES
 from tiercache.tiers.hf3fs.ring import RingSettings
 
@@ -70,3 +72,28 @@ async def test_an_unexpected_exception_of_the_library_makes_new_rings(
         await until(lambda: tier.io.engine.restarts >= 1)
         await works_again(tier, memory, 2)
         await get(tier, memory, 1)
+
+
+async def test_32_writes_are_in_flight(opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator) -> None:
+    """They wait for 3FS and not for the two threads that the tier has."""
+    async with opened(place, rings=replace(RINGS, entries=64), iov_bytes=8 << 20) as tier:
+        assert tier.traits.write_concurrency == tier.traits.read_concurrency == 32
+        emulator.control.hang()
+        writes = []
+        for number in range(1, 33):
+            key, payload = chunk(number)
+            writes.append(asyncio.create_task(tier.write(key, memory.make(payload), CHUNK_BYTES)))
+        operations = 1 if memory.arena is None else 2
+        await asyncio.to_thread(emulator.control.until_hanging, 32 * operations)
+        emulator.control.resume()
+        assert await asyncio.gather(*writes) == [True] * 32
+
+
+async def test_io_depth_above_one_leaves_no_operation_waiting(
+    opened: Opened, place: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """3FS would issue whole batches of this number only."""
+    async with opened(place, rings=replace(RINGS, io_depth=8)) as tier:
+        await put(tier, memory, 1)
+        await get(tier, memory, 1)
+    assert "hf3fs_io_depth" in caplog.text

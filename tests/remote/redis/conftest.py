@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.remote.redis.servers import Cluster, Server, make_certificates, running, tls_options
+from tests.remote.redis.servers import Cluster, Server, running, tls_options
 from tests.remote.redis.tiers import opened
+from tests.servers.certificates import make_certificates
 from tests.servers.ports import hold_port
 from tiercache.tiers.remote.redis import RedisTier
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import re
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.remote.s3.conftest import settings_for
+from tests.servers.certificates import make_certificates
 from tests.servers.s3 import KEY, SECRET, STRANGER, STRANGERS_SECRET, S3Server
 from tests.tiers.opened import open_tier
 from tiercache.errors import ConfigError, TierUnavailable
@@ -167,29 +167,15 @@ async def test_https_to_a_store_without_tls_is_said_at_the_start(s3_server: S3Se
     assert "s3.test.allow_http: " in said and "does not speak TLS" in said
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """Of an authority that nobody knows, and its key, in one file."""
-    place = tmp_path / "both.pem"
-    key, pem = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", str(key), "-out", str(pem), "-subj", "/CN=tiercache", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-addext", "basicConstraints=critical,CA:FALSE"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    place.write_bytes(key.read_bytes() + pem.read_bytes())
-    return place
-
-
 @pytest.mark.needs("openssl")
-async def test_a_certificate_that_nobody_knows_is_said_and_can_be_trusted(certificate: Path) -> None:
+async def test_a_certificate_that_nobody_knows_is_said_and_can_be_trusted(tmp_path: Path) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
+    certificates = make_certificates(tmp_path)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
     async with server(answering(MISSING), context) as endpoint:
         said = await refusal(endpoint, allow_http=False)
         assert "s3.test.tls_ca_file: " in said and "not trusted" in said
-        async with opened(endpoint, allow_http=False, tls_ca_file=str(certificate)) as tier:
+        async with opened(endpoint, allow_http=False, tls_ca_file=str(certificates / "ca.pem")) as tier:
             assert await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES)) is None
 
 

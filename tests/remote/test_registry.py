@@ -10,8 +10,8 @@ from tiercache.assembly import make_tiers
 from tiercache.config import remotes
 from tiercache.config.remotes import remotes_of
 from tiercache.errors import ConfigError
-from tiercache.testing import MemoryTier, TierContract
-from tiercache.tiers.base import Tier, Traits
+from tiercache.testing import MemoryTier
+from tiercache.tiers.base import Traits
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.registry import make_remote
 
@@ -32,11 +32,6 @@ class ShelfTier(MemoryTier):
 
 def not_a_tier(settings: RemoteSettings) -> str:
     return "a connector"
-
-
-class TestShelfTier(TierContract):
-    async def make_tier(self, place: Path) -> Tier:
-        return make_remote(settings_of(shelf=str(place)), module_path=__name__, class_name="ShelfTier")
 
 
 @pytest.fixture(autouse=True)

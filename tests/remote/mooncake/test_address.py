@@ -18,19 +18,16 @@ def place(url: str = "", **options: Any) -> MooncakeAddress:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "mooncake.json"
-    path.write_text(
-        json.dumps(
-            {
-                "local_hostname": "host-of-the-file",
-                "metadata_server": "http://meta:8080/metadata",
-                "global_segment_size": "3GB",
-                "local_buffer_size": 1 << 20,
-                "protocol": "RDMA",
-                "device_name": "mlx5_2",
-                "master_server_address": "master-of-the-file:50051",
-            }
-        )
-    )
+    content = {
+        "local_hostname": "host-of-the-file",
+        "metadata_server": "http://meta:8080/metadata",
+        "global_segment_size": "3GB",
+        "local_buffer_size": 1 << 20,
+        "protocol": "RDMA",
+        "device_name": "mlx5_2",
+        "master_server_address": "master-of-the-file:50051",
+    }
+    path.write_text(json.dumps(content))
     return path
 
 

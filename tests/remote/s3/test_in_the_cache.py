@@ -11,20 +11,20 @@ from tiercache import Config
 from tiercache.commands.doctor import OK, PROBLEM, examine
 
 
-def configured(path: Path, server: S3Server, **more: object) -> Config:
+def configured(path: Path, address: str, secret: str = SECRET) -> Config:
     settings = {
         "chunk_size": 16,
         "local_cpu": True,
         "max_local_cpu_size": 0.004,
-        "remote_url": f"s3://{BUCKET}.127.0.0.1:{server.port}/{path.name}",
+        "remote_url": f"s3://{BUCKET}.{address}/{path.name}",
         "extra_config": {
             "s3_region": "us-east-1",
             "s3_num_io_threads": 64,
             "disable_tls": True,
             "aws_access_key_id": KEY,
-            "aws_secret_access_key": SECRET,
+            "aws_secret_access_key": secret,
         },
-    } | more
+    }
     (path / "lmcache.yaml").write_text(yaml.safe_dump(settings))
     return Config.load(path / "lmcache.yaml", environ={})
 
@@ -32,7 +32,7 @@ def configured(path: Path, server: S3Server, **more: object) -> Config:
 async def test_chunks_come_back_in_another_cache(
     tmp_path: Path, s3_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer, _ = await chunks_come_back(configured(tmp_path, s3_server))
+    writer, _ = await chunks_come_back(configured(tmp_path, f"127.0.0.1:{s3_server.port}"))
     assert writer.name == "s3"
     assert SECRET not in caplog.text
 
@@ -46,26 +46,10 @@ async def test_chunks_come_back_in_another_cache(
     ],
 )
 def test_doctor_asks_the_store(
-    tmp_path: Path,
-    s3_server: S3Server,
-    monkeypatch: pytest.MonkeyPatch,
-    server: str | None,
-    secret: str,
-    status: str,
-    said: str,
-) -> None:
-    address = server or f"127.0.0.1:{s3_server.port}"
-    configured(
-        tmp_path,
-        s3_server,
-        remote_url=f"s3://{BUCKET}.{address}/{tmp_path.name}",
-        extra_config={
-            "s3_region": "us-east-1",
-            "disable_tls": True,
-            "aws_access_key_id": KEY,
-            "aws_secret_access_key": secret,
-        },
-    )
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch,
+    server: str | None, secret: str, status: str, said: str,
+) -> None:  # fmt: skip
+    configured(tmp_path, server or f"127.0.0.1:{s3_server.port}", secret)
     monkeypatch.setenv("TIERCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
     (finding,) = (each for each in examine(tmp_path) if each.topic == "tier s3")
     assert finding.status == status and said in finding.found

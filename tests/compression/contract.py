@@ -44,8 +44,7 @@ class CompressionContract:
         modes = ("none", "lz4", "zstd", "auto")
         for number, mode in enumerate(modes):
             async with open_tier(await self.make_tier(tmp_path, mode)) as tier:
-                key, payload = kv(number, CHUNK_BYTES)
-                assert await tier.write(key, payload, CHUNK_BYTES)
+                assert await tier.write(*kv(number, CHUNK_BYTES), CHUNK_BYTES)
         for mode in modes:
             async with open_tier(await self.make_tier(tmp_path, mode)) as tier:
                 for number in range(len(modes)):

@@ -45,8 +45,7 @@ async def test_the_cap_counts_what_is_really_occupied(tmp_path: Path) -> None:
     cap_bytes = 16 * (FILE_BYTES + 8192)
     async with open_tier(disk(tmp_path, "zstd", cap_bytes)) as tier:
         for number in range(100):
-            key, payload = kv(number, CHUNK_BYTES)
-            assert await tier.write(key, payload, CHUNK_BYTES)
+            assert await tier.write(*kv(number, CHUNK_BYTES), CHUNK_BYTES)
         counted = tier.statistics()
         files = [path.stat().st_blocks * 512 for path in chunks_of(tmp_path / "kv").glob("??/*")]
         assert 20 <= len(files) == counted.resident
@@ -58,8 +57,7 @@ async def test_after_a_restart_chunks_are_counted_as_they_lie_there(tmp_path: Pa
     """By the scan, or by reads before it has come to them."""
     async with open_tier(disk(tmp_path, "zstd")) as first:
         for number in range(64):
-            key, payload = kv(number, CHUNK_BYTES)
-            assert await first.write(key, payload, CHUNK_BYTES)
+            assert await first.write(*kv(number, CHUNK_BYTES), CHUNK_BYTES)
         in_index, occupied_bytes = first.directories.all[0].index.used_bytes, first.statistics().occupied_bytes
     async with open_tier(disk(tmp_path, "none")) as second:
         if are_read_first:
@@ -73,8 +71,7 @@ async def test_after_a_restart_chunks_are_counted_as_they_lie_there(tmp_path: Pa
 async def test_the_commands_know_compressed_chunks(tmp_path: Path) -> None:
     async with open_tier(disk(tmp_path, "zstd")) as tier:
         for number in range(5):
-            key, payload = kv(number, CHUNK_BYTES)
-            assert await tier.write(key, payload, CHUNK_BYTES)
+            assert await tier.write(*kv(number, CHUNK_BYTES), CHUNK_BYTES)
         path = Path(tier.path(KEY))
     found = json.loads(tiercache("verify", tmp_path / "kv", "--json").stdout)
     assert (found["checked"], found["checked_bytes"], found["bad"]) == (5, 5 * CHUNK_BYTES, [])

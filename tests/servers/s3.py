@@ -110,5 +110,3 @@ class S3Server:
                     log = (self.place / "log").read_text(errors="replace")[-2000:]
                     raise RuntimeError(f"the S3 server did not start: {error}\n{log}") from error
                 time.sleep(0.1)
-
-

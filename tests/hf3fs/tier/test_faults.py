@@ -152,9 +152,8 @@ async def test_dead_mount_is_an_error_at_once_and_closes(mortal: Hf3fsEmulator, 
         with pytest.raises((OSError, TierUnavailable)):
             await put(tier, memory, 2)
     mortal.restart()
-    async with opened(
-        mortal.mount / "chunks", rings=HASTY
-    ) as tier:  # and gets the numbers of what could not be deregistered
+    # It gets the numbers of what could not be deregistered.
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
         await tier.scanned()
         await get(tier, memory, 1)
 
@@ -285,9 +284,7 @@ async def test_slot_that_the_daemon_still_has_is_not_given_back(
         struck = mortal.control.statistics().faults_struck
         mortal.control.hold(2 * len(numbers), direction="read")  # a header and a payload each
         slots = [memory.make() for _ in numbers]
-        reads = [
-            asyncio.create_task(tier.read(chunk(number)[0], slot)) for number, slot in zip(numbers, slots, strict=True)
-        ]
+        reads = [asyncio.create_task(tier.read(chunk(n)[0], slot)) for n, slot in zip(numbers, slots, strict=True)]
         await asyncio.to_thread(mortal.control.until_struck, struck + 2 * len(numbers))
         await until(lambda: not tier.io.engine.serves)
         with pytest.raises(TierUnavailable):

@@ -19,16 +19,15 @@ LENGTH = 300_000
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_bit_that_flips_on_the_wire_costs_one_more_read(server: Server, times: int) -> None:
     """Two in a row look like a value that is damaged on the server."""
-    length = LENGTH
-    key, payload = chunk(1, length)
+    key, payload = chunk(1, LENGTH)
     with relay_to(server.port) as relay, server.client() as client:
         async with opened(f"redis://127.0.0.1:{relay.port}") as tier:
-            assert await tier.write(key, payload, length)
+            assert await tier.write(key, payload, LENGTH)
             there = client.dbsize()
             relay.flip_next(times)
-            into = page_aligned(length)
+            into = page_aligned(LENGTH)
             if times == 1:
-                assert await tier.read(key, into) == length and np.array_equal(into[:length], payload[:length])
+                assert await tier.read(key, into) == LENGTH and np.array_equal(into[:LENGTH], payload[:LENGTH])
             else:
                 with pytest.raises(CorruptChunk):
                     await tier.read(key, into)

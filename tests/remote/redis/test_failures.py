@@ -167,9 +167,7 @@ async def test_a_cluster_is_found_behind_frozen_servers(cluster: Cluster, count:
             assert await tier.write(KEY, PAYLOAD, LENGTH)
 
 
-async def test_a_lookup_waits_for_frozen_masters_as_long_as_for_a_few_and_finds_what_others_have(
-    cluster: Cluster,
-) -> None:
+async def test_a_lookup_waits_for_frozen_masters_as_for_a_few_and_finds_what_others_have(cluster: Cluster) -> None:
     """One after another would take twenty seconds."""
     healthy = f"127.0.0.1:{cluster.nodes[0].port}"
     with frozen_servers(40) as frozen, server_with_table([healthy, *frozen.split(",")]) as asked:

@@ -106,19 +106,18 @@ async def test_chunks_expire_after_ttl_s(server: Server) -> None:
 
 
 async def test_a_server_that_is_full_and_evicts_nothing_is_a_full_tier(tier: RedisTier, server: Server) -> None:
-    length = LENGTH
-    there, new = chunk(1, length), chunk(2, length)
-    await tier.write(*there, length)
+    there, new = chunk(1, LENGTH), chunk(2, LENGTH)
+    await tier.write(*there, LENGTH)
     with server.client() as client:
         client.config_set("maxmemory", 1)
         try:
             with pytest.raises(TierFull):
-                await tier.write(*new, length)
-            assert await tier.read(there[0], page_aligned(length)) == length
+                await tier.write(*new, LENGTH)
+            assert await tier.read(there[0], page_aligned(LENGTH)) == LENGTH
         finally:
             client.config_set("maxmemory", 0)
         assert not client.exists(value_name(new[0]))
-    assert await tier.write(*new, length)
+    assert await tier.write(*new, LENGTH)
 
 
 async def test_connections_are_bounded(server: Server) -> None:

@@ -46,16 +46,8 @@ def test_a_bucket_and_perhaps_an_endpoint(url: str, options: dict[str, Any], exp
             ("kv--use1-az4--x-s3", "tiercache", None, None, "us-east-1"),
         ),
         ("s3://kv.store.corp:9000", {}, ("kv", "tiercache", "https://kv.store.corp:9000", True, None)),
-        (
-            "s3://kv.store.corp/deep",
-            {"allow_http": True},
-            ("kv", "deep/tiercache", "http://kv.store.corp", True, None),
-        ),
-        (
-            "s3://kv.store.corp",
-            {"virtual_hosted": False},
-            ("kv", "tiercache", "https://store.corp", False, None),
-        ),
+        ("s3://kv.store.corp/deep", {"allow_http": True}, ("kv", "deep/tiercache", "http://kv.store.corp", True, None)),
+        ("s3://kv.store.corp", {"virtual_hosted": False}, ("kv", "tiercache", "https://store.corp", False, None)),
         ("s3://kv.127.0.0.1:9000", {}, ("kv", "tiercache", "https://127.0.0.1:9000", False, None)),
     ],
 )

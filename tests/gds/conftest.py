@@ -113,8 +113,7 @@ class Slots:
         return self.device.pool.view(slot).fill_(0xEE)
 
     def content(self, slot: Any, length: int) -> np.ndarray:
-        found: np.ndarray = slot[:length].numpy().copy()
-        return found
+        return slot[:length].numpy().copy()
 
 
 @pytest.fixture

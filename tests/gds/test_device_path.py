@@ -55,8 +55,7 @@ class Flat:
 
     @property
     def content(self) -> np.ndarray:
-        view: np.ndarray = self.memory.numpy()
-        return view
+        return self.memory.numpy()
 
 
 class Bench:

@@ -262,8 +262,7 @@ async def test_arena_too_small_for_the_layout_says_what_to_raise() -> None:
 
 def test_import_is_quick_and_takes_neither_torch_nor_vllm() -> None:
     program = (
-        "import sys, tiercache; tiercache.TierCache, tiercache.Config;"
-        "print('torch' in sys.modules, 'vllm' in sys.modules)"
+        "import sys, tiercache; tiercache.TierCache, tiercache.Config; print('torch' in sys.modules, 'vllm' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]

@@ -257,9 +257,7 @@ async def test_settings_that_a_weka_mount_does_not_go_with(
 
 
 async def test_weka_path_on_another_file_system_is_an_error(opened: Opened, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"weka_path: .* lies on \w+, not on a Weka file system \(wekafs\): is it mounted"
-    ):
+    with pytest.raises(ConfigError, match=r"weka_path: .* lies on \w+, not on a Weka file system \(wekafs\): is it mounted"):
         async with opened(weka_path=(str(tmp_path),)):
             pass
 

@@ -50,9 +50,7 @@ async def test_prefetched_prefix_is_hot_when_it_is_asked_for(cache: TierCache) -
     assert statistics.prefetch["hints"].used_bytes == 12 * LAYOUT.chunk_bytes
 
 
-async def test_what_is_warmed_is_served_by_the_tier_that_it_was_read_from_and_what_is_hot_by_none(
-    cache: TierCache,
-) -> None:
+async def test_what_is_warmed_is_served_by_the_tier_that_it_was_read_from_and_what_is_hot_by_none(cache: TierCache) -> None:
     """Nobody has got the bytes yet."""
     keys = cache.keys(TOKENS)
     for _ in range(2):

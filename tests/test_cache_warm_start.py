@@ -148,9 +148,7 @@ async def test_while_the_disk_is_detached_the_last_list_stays(tmp_path: Path, ca
     assert "the list of hot chunks cannot be written: disk is not open" in caplog.text
 
 
-async def test_a_smaller_cache_while_preloading_keeps_the_hottest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_smaller_cache_while_preloading_keeps_the_hottest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = await stored(tmp_path)
     resized, read = asyncio.Event(), FileTier.read
 
@@ -179,9 +177,7 @@ async def test_chunks_of_another_size_or_model_have_another_list(tmp_path: Path)
         await until_hot(cache, keys)
 
 
-async def test_what_is_preloaded_is_evicted_before_what_was_asked_for_since_and_the_coldest_first(
-    tmp_path: Path,
-) -> None:
+async def test_what_is_preloaded_is_evicted_before_what_was_asked_for_since_and_the_coldest_first(tmp_path: Path) -> None:
     keys = await stored(tmp_path)
     async with opened(tmp_path, slots=16) as cache:
         await until_hot(cache, keys)
@@ -204,9 +200,7 @@ async def test_what_is_preloaded_is_evicted_before_what_was_asked_for_since_and_
         (b"ab" * 24 + b"\n") * 30000,
     ],
 )
-async def test_a_damaged_list_is_ignored_and_said(
-    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_damaged_list_is_ignored_and_said(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     keys = await stored(tmp_path)
     (path,) = lists(tmp_path)
     path.write_bytes(content)

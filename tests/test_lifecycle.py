@@ -189,9 +189,7 @@ async def test_started_twice_is_an_error_and_takes_nothing() -> None:
         await cache.start()
 
 
-async def test_start_that_fails_at_the_end_keeps_nothing_and_may_be_tried_again(
-    tmp_path: Path, arena_file: Path
-) -> None:
+async def test_start_that_fails_at_the_end_keeps_nothing_and_may_be_tried_again(tmp_path: Path, arena_file: Path) -> None:
     before = own_threads()
     name = arena_file.name.removeprefix("tiercache.")
     sockets = tmp_path / "sockets"

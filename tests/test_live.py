@@ -177,9 +177,7 @@ async def test_a_smaller_disk_is_evicted_to_its_cap_by_both_processes_that_use_i
         await fill(other, 32)
         assert (await other.flush()).complete
         assert sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) <= 30
-        await asyncio.gather(
-            *(each.reconfigure({"max_local_disk_size": chunks_on_disk(300)}) for each in (cache, other))
-        )
+        await asyncio.gather(*(each.reconfigure({"max_local_disk_size": chunks_on_disk(300)}) for each in (cache, other)))
         keys = await fill(cache, 100, first=200)
         assert (await cache.flush()).complete
         cache.clear_hot()
@@ -217,9 +215,7 @@ async def test_leased_chunks_of_a_tenant_above_its_new_quota_go_when_their_lease
         assert held(cache, "cpu", "noisy")[1] == 4 and is_whole(cache)
 
 
-async def test_a_detached_tier_is_neither_read_nor_written_and_has_its_chunks_again_when_attached(
-    tmp_path: Path,
-) -> None:
+async def test_a_detached_tier_is_neither_read_nor_written_and_has_its_chunks_again_when_attached(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         keys = await fill(cache, 10)
         await cache.detach("disk")
@@ -377,10 +373,7 @@ async def test_changes_that_are_cancelled_at_any_step_leave_a_cache_that_works(t
 async def test_changes_at_once_follow_one_another(tmp_path: Path) -> None:
     async with opened(tmp_path, LARGE, max_local_cpu_size=gb(ARENA)) as cache:
         sizes = [gb(slots * MIB) for slots in (8, 64, 4, 32)]
-        values = [{"max_local_cpu_size": size} for size in sizes] + [
-            {"max_local_disk_size": 0.05},
-            {"queue_wait_s": 0.5},
-        ]
+        values = [{"max_local_cpu_size": size} for size in sizes] + [{"max_local_disk_size": 0.05}, {"queue_wait_s": 0.5}]
         await asyncio.gather(*map(cache.reconfigure, values))
         assert cache.statistics().slots == 32 and cache.config.max_local_cpu_size == sizes[-1]
         assert (cache.config.max_local_disk_size, cache.config.queue_wait_s) == (0.05, 0.5)
@@ -488,9 +481,7 @@ async def test_the_file_is_read_again_and_only_what_can_change_does(tmp_path: Pa
 
 async def test_the_file_is_read_again_by_each_rank_of_an_engine(tmp_path: Path) -> None:
     file = tmp_path / "tiercache.yaml"
-    content = (
-        f"max_local_cpu_size: {2 / 1024}\nlocal_disk: {tmp_path / 'disk'}\ncontrol_socket: {tmp_path / 'c.sock'}\n"
-    )
+    content = f"max_local_cpu_size: {2 / 1024}\nlocal_disk: {tmp_path / 'disk'}\ncontrol_socket: {tmp_path / 'c.sock'}\n"
     file.write_text(f"{content}max_local_disk_size: 0.25")
     config = for_process(Config.load(file, environ={}), (1, 2))
     async with TierCache.open(config, LAYOUT) as cache:

@@ -156,9 +156,7 @@ async def use_all_slots(cache: TierCache) -> None:
 
 
 @pytest.mark.parametrize("kind", ["disk none", "disk zstd", "fs none", "fs lz4", "own"])
-async def test_chunk_from_any_tier_has_zeroes_behind_it(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chunk_from_any_tier_has_zeroes_behind_it(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decompressing left there what the slot held before, and values of servers have no padding at all."""
     monkeypatch.syspath_prepend(EXAMPLES)
     name, _, compression = kind.partition(" ")

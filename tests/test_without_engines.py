@@ -47,9 +47,7 @@ def test_an_engine_of_another_version_is_named_with_what_it_lacks(monkeypatch: p
 
 
 @pytest.mark.parametrize(("type_name", "library"), [("redis", "redis"), ("s3", "obstore")])
-async def test_a_tier_says_which_extra_it_needs(
-    monkeypatch: pytest.MonkeyPatch, type_name: str, library: str
-) -> None:
+async def test_a_tier_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch, type_name: str, library: str) -> None:
     forget(monkeypatch, library)
     forget(monkeypatch, f"tiercache.tiers.remote.{type_name}")
     monkeypatch.setitem(sys.modules, library, None)

@@ -20,9 +20,7 @@ CHUNKS = 8
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     place = tmp_path_factory.mktemp("faults")
-    command = (
-        f"-m tests.bench.faults --only tiercache,plain-files --chunks {CHUNKS} --json found.json --directory {place}"
-    )
+    command = f"-m tests.bench.faults --only tiercache,plain-files --chunks {CHUNKS} --json found.json --directory {place}"
     there = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, *command.split()], cwd=place, env=there, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

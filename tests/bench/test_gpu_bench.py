@@ -86,4 +86,3 @@ def test_a_step_that_fails_is_noted_and_the_next_one_runs(tmp_path: Path) -> Non
     saved = json.loads(report.path.read_text())
     assert saved["checks"] == {"first": "RuntimeError: no device", "bytes": "failed"}
     assert saved["figures"]["speed_gbps"]["count"] == 1
-

@@ -41,9 +41,7 @@ def test_chunks_are_neither_small_nor_half_made(tmp_path: Path) -> None:
 
 
 def test_the_table_has_medians_and_extremes(tmp_path: Path) -> None:
-    sides = [
-        Side(name, tmp_path, {"a flipped bit": "x"}, {"computed": [0.1, 0.3, 0.2]}) for name in ("fs", "tiercache")
-    ]
+    sides = [Side(name, tmp_path, {"a flipped bit": "x"}, {"computed": [0.1, 0.3, 0.2]}) for name in ("fs", "tiercache")]
     assert table(sides).splitlines()[2:] == [
         "| a flipped bit | x | x |",
         "| computed | 200 ms (100 .. 300) | 200 ms (100 .. 300) |",

@@ -102,8 +102,7 @@ def test_a_different_answer_is_named_and_fails(workplace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
-    [("dies_at_start", "stand-in: no such model"), ("dies_when_asked", "stand-in: out of memory")],
+    ("fault", "message"), [("dies_at_start", "stand-in: no such model"), ("dies_when_asked", "stand-in: out of memory")]
 )
 def test_a_server_that_dies_is_reported_with_the_end_of_its_log(workplace: Path, fault: str, message: str) -> None:
     status, output = run(workplace, fault)

@@ -34,9 +34,7 @@ def server(tmp_path: Path) -> Server:
     ],
     ids=["cold", "only the engine loads nothing", "two tiers", "engine and tier", "no line"],
 )
-def test_a_hit_is_credited_to_the_engine_and_to_the_tiers_that_load(
-    server: Server, request_id: str, source: str
-) -> None:
+def test_a_hit_is_credited_to_the_engine_and_to_the_tiers_that_load(server: Server, request_id: str, source: str) -> None:
     assert server.source_of(request_id) == source
 
 

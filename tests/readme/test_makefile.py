@@ -101,9 +101,7 @@ def test_bench_in_full_size(shell: Shell) -> None:
 @pytest.mark.needs("no GPU")
 def test_gpu_check(shell: Shell) -> None:
     """It takes 8 minutes on a machine with one."""
-    assert (
-        "--cpu runs everything on the CPU" in shell(f"{MAKE} gpu-check GPU_PYTHON={sys.executable}", status=2).stderr
-    )
+    assert "--cpu runs everything on the CPU" in shell(f"{MAKE} gpu-check GPU_PYTHON={sys.executable}", status=2).stderr
 
 
 def test_clean(shell: Shell, place: Path) -> None:

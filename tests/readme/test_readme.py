@@ -111,9 +111,7 @@ def replay(command: str, shell: Shell, place: Path) -> str:
     names = set(re.findall(r"\S+\.jsonl(?:\.gz)?(?= )", command))
     for name in names:
         excerpt = EXCERPTS / ("agentic_coding.jsonl" if "agentic" in name else "mooncake_conversation.jsonl")
-        (place / name).write_bytes(
-            gzip.compress(excerpt.read_bytes()) if name.endswith(".gz") else excerpt.read_bytes()
-        )
+        (place / name).write_bytes(gzip.compress(excerpt.read_bytes()) if name.endswith(".gz") else excerpt.read_bytes())
     (place / "DIRECTORY").mkdir()
     short = re.sub(r"--(limit|repeat) \d+", lambda match: f"--{match[1]} {20 if match[1] == 'limit' else 2}", command)
     said = shell(re.sub(r"--speed-up \d+", "--speed-up 5000", short)).stdout
@@ -372,9 +370,7 @@ def entry_of(command: str) -> Entry | None:
 
 def problems_of(text: str) -> list[str]:
     """What keeps the tests of this file from running everything that `text` shows."""
-    problems = [
-        f"only fenced blocks with one of the labels {sorted(KINDS)} are run: {one}" for one in other_blocks(text)
-    ]
+    problems = [f"only fenced blocks with one of the labels {sorted(KINDS)} are run: {one}" for one in other_blocks(text)]
     for command in shown(text):
         if not is_elsewhere(command) and entry_of(command) is None:
             problems.append(f"shown and run by nothing (ENTRIES has no line, or several): {command}")
@@ -461,9 +457,7 @@ def test_every_text_is_compared_with_what_is_printed() -> None:
     lines = {line for block in compared for line in block.text.splitlines()}
     others = [block for block in all_blocks("text") if block not in compared]
     assert {line for block in others for line in block.text.splitlines()} <= lines
-    elsewhere = [
-        before.name for before, _ in printed() if before.language == "sh" and is_elsewhere(before.commands()[-1])
-    ]
+    elsewhere = [before.name for before, _ in printed() if before.language == "sh" and is_elsewhere(before.commands()[-1])]
     assert not elsewhere, "what another test runs is compared by nothing"
 
 
@@ -588,9 +582,7 @@ asyncio.run(main())
 
 def program_of(block: Block, prologue: str, epilogue: str) -> str:
     indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1] if prologue else ""
-    return (
-        prologue + "".join(indent + line if line.strip() else line for line in block.text.splitlines(True)) + epilogue
-    )
+    return prologue + "".join(indent + line if line.strip() else line for line in block.text.splitlines(True)) + epilogue
 
 
 @pytest.mark.parametrize(
@@ -610,9 +602,7 @@ def test_examples_of_the_api(prologue: str, shell: Shell, place: Path) -> None:
     special = [section for sections in _API_SECTIONS.values() for section in sections]
     sections = _API_SECTIONS.get(prologue)
     examples = [
-        block
-        for block in blocks("docs/api.md")
-        if (block.section in sections if sections else block.section not in special)
+        block for block in blocks("docs/api.md") if (block.section in sections if sections else block.section not in special)
     ]
     assert len(examples) >= 3
     run = "\nasyncio.run(main())\n"

@@ -109,9 +109,7 @@ def test_a_picture(tmp_path: Path) -> None:
         assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_has_a_panel_for_each_of_two_traces_of_one_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_has_a_panel_for_each_of_two_traces_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     monkeypatch.setattr("tiercache.replay.command.plot", lambda sections, path: drawn.extend(sections) or "")
     paths = [tmp_path / name / "trace.jsonl" for name in ("monday", "tuesday")]

@@ -205,8 +205,7 @@ def test_a_trace_can_be_repeated_with_blocks_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "requests", "blocks"),
-    [("mooncake_conversation", 400, 11349), ("agentic_coding", 45, 17192)],
+    ("name", "requests", "blocks"), [("mooncake_conversation", 400, 11349), ("agentic_coding", 45, 17192)]
 )
 def test_the_excerpts_of_real_traces(name: str, requests: int, blocks: int) -> None:
     trace = Trace(EXCERPTS / f"{name}.jsonl", strict=True)

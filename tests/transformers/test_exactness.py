@@ -84,9 +84,7 @@ async def test_a_cold_answer_and_one_behind_a_hit_have_the_same_logits(kv: Model
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         for hit_tokens in (0, HIT_TOKENS):
             seen.append([])
-            hook = kv.model.register_forward_hook(
-                lambda _, inputs, output: seen[-1].append(output.logits[:, -1].clone())
-            )
+            hook = kv.model.register_forward_hook(lambda _, inputs, output: seen[-1].append(output.logits[:, -1].clone()))
             answer = await generator.generate(PROMPT, settings)
             hook.remove()
             assert answer.hit_tokens == hit_tokens
@@ -117,9 +115,7 @@ async def test_where_a_part_of_a_window_is_missing_the_hit_is_shorter(kv: ModelK
 
 
 @with_windows
-async def test_a_chunk_that_cannot_be_read_makes_a_shorter_hit(
-    kv: ModelKv, prefixes: PrefixCache, tmp_path: Path
-) -> None:
+async def test_a_chunk_that_cannot_be_read_makes_a_shorter_hit(kv: ModelKv, prefixes: PrefixCache, tmp_path: Path) -> None:
     await store(prefixes, PROMPT)
     await prefixes.cache.flush()
     prefixes.cache.clear_hot()

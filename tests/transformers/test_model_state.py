@@ -108,9 +108,7 @@ def test_generating_changes_nothing(kv: ModelKv) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_packed_weights_are_refused() -> None:
-    quantised = torch.ao.quantization.quantize_dynamic(
-        make_model("llama").float(), {torch.nn.Linear}, torch.qint8
-    ).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(make_model("llama").float(), {torch.nn.Linear}, torch.qint8).eval()
     with pytest.raises(LayoutError, match="packed weights"):
         ModelKv(quantised)
 
@@ -133,6 +131,7 @@ def test_what_is_saved_beside_packed_weights_is_in_the_key() -> None:
 
 def test_a_model_that_accelerate_has_placed_is_cached_and_one_that_was_patched_before_it_is_not() -> None:
     from accelerate import hooks
+
     model = make_model("llama")
     fingerprint = ModelKv(model).layout.fingerprint
     hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu", io_same_device=True), append=True)

@@ -1,7 +1,5 @@
 """How layers are divided into chunks, and what a hit needs of them."""
 
-
-
 from tiercache.integrations.transformers.parts import LayerKv, Part, needed, parts_of
 
 FULL = LayerKv(2, 16, 16)

@@ -23,27 +23,14 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 514,
 }
 GEMMA = {**SIZES, "head_dim": 16}
-PROPHET = {
-    "vocab_size": 120,
-    "hidden_size": 64,
-    "num_decoder_layers": 1,
-    "num_encoder_layers": 1,
-    "decoder_ffn_dim": 64,
-}
+PROPHET = {"vocab_size": 120, "hidden_size": 64, "num_decoder_layers": 1, "num_encoder_layers": 1, "decoder_ffn_dim": 64}
 
 
 def qwen2_vl() -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     config = transformers.Qwen2VLConfig(
         text_config={**SIZES, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-        vision_config={
-            "depth": 1,
-            "embed_dim": 32,
-            "hidden_size": 64,
-            "num_heads": 2,
-            "mlp_ratio": 2,
-            "patch_size": 14,
-        },
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
         image_token_id=3,
         video_token_id=4,
         vision_start_token_id=5,

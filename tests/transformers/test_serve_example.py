@@ -36,9 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(
-    place: Path, ends_by: signal.Signals = signal.SIGINT
-) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+def serving(place: Path, ends_by: signal.Signals = signal.SIGINT) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
     """Told to end behind the test, unless it has been. What it has made for itself is gone then."""
     port = hold_port()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}

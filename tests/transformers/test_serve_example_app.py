@@ -68,10 +68,7 @@ async def server(example: ModuleType, model: Path, tmp_path: Path) -> AsyncItera
     config = Config.load(overrides={"chunk_size": CHUNK_TOKENS, **settings}, environ={})
     app = example.make_app(config, model)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://example") as client,
-    ):
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://example") as client:
         yield Served(app, client)
 
 

@@ -97,9 +97,7 @@ async def test_a_tenants_tensors_stay_within_his_quota_and_cost_nobody_else(open
         assert all(same(place, tensor) for place, tensor in zip(places, tensors, strict=False))
 
 
-async def test_a_put_without_hot_only_gives_a_hot_only_tensor_to_the_tiers(
-    opened: Opened, driver: TwinDriver, tmp_path: Path
-) -> None:
+async def test_a_put_without_hot_only_stores_a_hot_only_tensor(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     async with opened(local_disk=(str(tmp_path / "kv"),), max_local_disk_size=0.01) as cache:
         for hot_only in ([key_of(1)], []):
             assert await cache.put_many([key_of(1)], chunks(driver, range(1)), hot_only=hot_only) == 1
@@ -154,9 +152,7 @@ async def test_chunks_come_back_after_a_restart(
         assert statistics.device.slots_free == statistics.device.slots
 
 
-async def test_paged_chunks_go_out_and_come_back_into_other_blocks(
-    opened: Opened, driver: TwinDriver, tmp_path: Path
-) -> None:
+async def test_paged_chunks_come_back_into_other_blocks(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     shape = (2, 64, BLOCK_TOKENS, HEADS, HEAD)
     old_layers, new_layers = ([tensor_on(driver, shape, seed=layer) for layer in range(LAYERS)] for _ in range(2))
     kv, fresh = (PagedKv(driver, [plane for layer in layers for plane in layer]) for layers in (old_layers, new_layers))
@@ -191,9 +187,7 @@ async def test_a_missing_chunk_ends_the_prefix(opened: Opened, driver: TwinDrive
         assert same(places[1], tensors[1])
 
 
-async def test_chunk_that_is_asked_for_in_both_cascades_is_one_miss(
-    opened: Opened, driver: TwinDriver, tmp_path: Path
-) -> None:
+async def test_chunk_that_neither_cascade_has_is_one_miss(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
         (place,) = chunks(driver, range(1))
         assert await cache.get_into([key_of(1)], [place]) == 0
@@ -248,9 +242,7 @@ async def test_gds_path_on_a_weka_mount_gets_the_weka_tier(opened: Opened, tmp_p
         ({"use_gds": True}, "weka_path: GPUDirect Storage does not work with .* Set use_gds: false"),
     ],
 )
-async def test_settings_that_a_weka_mount_does_not_go_with(
-    opened: Opened, tmp_path: Path, values: dict[str, Any], problem: str
-) -> None:
+async def test_settings_that_weka_refuses(opened: Opened, tmp_path: Path, values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         async with opened(weka_path=(str(tmp_path),), **values):
             pass

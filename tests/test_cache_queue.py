@@ -52,9 +52,7 @@ async def read(cache: TierCache, keys: list[ChunkKey]) -> None:
     assert all(np.array_equal(buffer, payload(number)) for number, buffer in enumerate(buffers))
 
 
-async def test_long_queue_fetches_within_the_share_and_each_request_finds_its_chunks_hot_in_its_turn(
-    cache: TierCache,
-) -> None:
+async def test_long_queue_fetches_within_the_share_and_each_request_finds_its_chunks_hot(cache: TierCache) -> None:
     for keys in REQUESTS:
         cache.warm_soon(keys)
     await until_quiet(cache)

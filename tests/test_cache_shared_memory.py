@@ -166,9 +166,7 @@ async def test_forgotten_here_is_found_nowhere_at_once(in_memory: Path) -> None:
 
 
 @pytest.mark.parametrize("local_cpu", [True, False])
-async def test_a_read_from_a_tier_below_writes_nothing_that_others_see(
-    in_memory: Path, tmp_path: Path, local_cpu: bool
-) -> None:
+async def test_a_read_from_below_writes_nothing_that_others_see(in_memory: Path, tmp_path: Path, local_cpu: bool) -> None:
     """Another process may have forgotten the chunk meanwhile: it would come back, and keep new bytes out."""
     disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 64 / 1024}
     async with opened(**disk) as before:

@@ -118,7 +118,7 @@ async def test_close_above_a_hung_disk_takes_its_time_out_once_and_gives_the_mem
     assert not [record for record in caplog.records if record.name == "asyncio"], "exceptions that nobody retrieved"
 
 
-async def test_cancelled_close_gives_everything_back_and_says_that_it_was_cancelled(
+async def test_cancelled_close_gives_everything_back_and_says_so(
     tmp_path: Path, arena_file: Path, held: list[Lease]
 ) -> None:
     cache = await started(tmp_path, arena_file)
@@ -137,9 +137,7 @@ async def test_cancelled_close_gives_everything_back_and_says_that_it_was_cancel
         assert again.statistics().tiers["disk"].strays == 0
 
 
-async def test_caches_of_a_loop_that_is_shut_down_while_they_close_keep_nothing(
-    tmp_path: Path, arena_file: Path, held: list[Lease]
-) -> None:
+async def test_cache_keeps_nothing_if_its_loop_ends_in_a_close(tmp_path: Path, arena_file: Path, held: list[Lease]) -> None:
     def whole_program() -> None:
         async def main() -> None:
             cache = await started(tmp_path, arena_file)
@@ -154,9 +152,7 @@ async def test_caches_of_a_loop_that_is_shut_down_while_they_close_keep_nothing(
     assert not arena_file.exists()
 
 
-async def test_of_several_closes_the_nearest_deadline_counts_and_all_get_the_report(
-    tmp_path: Path, arena_file: Path, held: list[Lease]
-) -> None:
+async def test_closes_share_the_nearest_deadline_and_the_report(tmp_path: Path, arena_file: Path, held: list[Lease]) -> None:
     cache = await started(tmp_path, arena_file)
     await put_that_waits(cache, held)
     began_s = time.monotonic()
@@ -291,9 +287,7 @@ def test_start_that_nobody_runs_any_more_does_not_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["open", "start"])
-def test_program_that_ends_without_closing_its_cache_leaves_no_shared_memory(
-    tmp_path: Path, arena_file: Path, way: str
-) -> None:
+def test_program_that_does_not_close_its_cache_leaves_no_shared_memory(tmp_path: Path, arena_file: Path, way: str) -> None:
     program = (
         "import asyncio, sys; from pathlib import Path; from tests.test_cache import LAYOUT, configured, key, payload\n"
         "from tiercache import TierCache\n"
@@ -359,9 +353,7 @@ async def test_start_that_comes_to_nothing_has_given_its_memory_back_when_it_end
         assert not mapped(arena_file), "memory that waits for the garbage collector"
 
 
-async def test_cancelled_start_ends_when_the_arena_that_was_being_made_is_given_back_and_may_be_tried_again(
-    arena_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_start_ends_when_its_arena_is_given_back(arena_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touching, go_on = threading.Event(), threading.Event()
 
     def populate(part: np.ndarray) -> bool:
@@ -425,9 +417,7 @@ async def test_second_close_brings_the_deadline_forward_while_a_tier_closes(
         await closed.wait()
 
 
-async def test_tier_that_comes_up_after_the_start_was_given_up_is_closed(
-    tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tier_that_opens_too_late_is_closed(tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, closed = asyncio.Event(), asyncio.Event()
 
     async def opens(tier: DiskTier) -> None:

@@ -57,9 +57,7 @@ def written(cache: TierCache) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 2), (4, 2)])
-async def test_each_chunk_of_a_shard_is_written_once_and_every_rank_has_a_part(
-    tmp_path: Path, world_size: int, replicas: int
-) -> None:
+async def test_each_chunk_is_written_once_and_every_rank_has_a_part(tmp_path: Path, world_size: int, replicas: int) -> None:
     async with ranks(tmp_path, world_size, replicas) as caches:
         await put_everywhere(caches)
         for shard in range(world_size // replicas):

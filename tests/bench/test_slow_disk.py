@@ -13,9 +13,7 @@ from tiercache.demo.server import Server
 pytestmark = needs_fuse
 
 
-async def test_a_read_takes_far_longer_while_it_is_slow_and_what_was_stored_is_there_when_it_is_well_again(
-    tmp_path: Path,
-) -> None:
+async def test_reads_take_far_longer_while_it_is_slow_and_what_was_stored_is_there_afterwards(tmp_path: Path) -> None:
     keys, sources = new_keys(6), payloads(12 * MIB, 2 * MIB)
     with Hf3fsEmulator(tmp_path, fuse=True) as emulator:
         disk = SlowDisk(emulator, Side("", Server("", tmp_path / "log", 0)))

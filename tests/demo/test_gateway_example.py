@@ -25,9 +25,7 @@ def example() -> Any:
 
 @pytest.mark.parametrize(("dtype", "number_bytes"), [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("tokens", [1024, 4100])
-def test_one_conversation_fits_into_the_share_and_two_do_not_into_the_cache(
-    example: Any, dtype: str, number_bytes: int, tokens: int
-) -> None:
+def test_one_conversation_fits_and_two_do_not(example: Any, dtype: str, number_bytes: int, tokens: int) -> None:
     kv_bytes = tokens * 2 * MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"] * number_bytes
     hot_bytes = example.hot_gb(tokens, dtype) * 2**30
     share = yaml.safe_load(example.CONFIG.format(place="x", hot_gb=1))["prefetch_share"]

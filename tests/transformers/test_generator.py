@@ -99,9 +99,7 @@ async def test_closing_waits_until_all_is_stored(kv: ModelKv, open_cache: Open) 
 
 
 @pytest.mark.parametrize("step_of_close", [3, 9])
-async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
-    kv: ModelKv, open_cache: Open, step_of_close: int
-) -> None:
+async def test_a_request_that_closing_cuts_off_is_told_and_stored(kv: ModelKv, open_cache: Open, step_of_close: int) -> None:
     """In its prompt, and in its answer. So is one that still waits for its turn."""
     settings = GenerationConfig(max_new_tokens=9, do_sample=False)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
@@ -128,9 +126,7 @@ async def test_what_goes_wrong_is_raised_and_stores_nothing(generator: Generator
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_nothing_is_stored_of_an_answer_during_which_weights_changed(
-    kv: ModelKv, open_cache: Open, cancelled: bool
-) -> None:
+async def test_no_answer_is_stored_during_which_weights_changed(kv: ModelKv, open_cache: Open, cancelled: bool) -> None:
     def change() -> None:
         kv.model.load_state_dict({name: value * 1.5 for name, value in kv.model.state_dict().items()})
 
@@ -215,9 +211,7 @@ async def test_a_streamer_is_told_all_and_ended_once(generator: Generator) -> No
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-async def test_a_streamer_is_ended_when_its_request_is_cut_off_refused_or_gives_up_waiting(
-    kv: ModelKv, generator: Generator, how: str
-) -> None:
+async def test_a_streamer_is_ended_however_its_request_ends(kv: ModelKv, generator: Generator, how: str) -> None:
     streamer, waiting, refused, late = (Streamer() for _ in range(4))
     with held(kv.model, 1) as (step, _):
         asking = asyncio.create_task(generator.generate(PROMPT, SHORT, streamer=streamer))

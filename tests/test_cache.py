@@ -4,7 +4,8 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -43,6 +44,19 @@ def payload(number: int, length: int = CHUNK_BYTES) -> np.ndarray:
 
 def key(number: int) -> bytes:
     return number.to_bytes(24, "big")
+
+
+async def only_below(cache: TierCache) -> None:
+    """What was put is written, and nothing is hot."""
+    assert (await cache.flush()).complete
+    cache.clear_hot()
+
+
+async def reads(cache: TierCache, *numbers: int) -> bool:
+    """A get finds all of these chunks, each with its own payload."""
+    into = [np.zeros(CHUNK_BYTES, np.uint8) for _ in numbers]
+    found = await cache.get_into([key(number) for number in numbers], into)
+    return found == len(into) and all(map(np.array_equal, into, map(payload, numbers)))
 
 
 def is_whole(cache: TierCache) -> bool:
@@ -140,23 +154,19 @@ async def test_many_more_chunks_than_memory_pass_through_to_disk(tmp_path: Path)
             assert await cache.put(key(number), payload(number))
         assert (await cache.flush()).complete
         assert cache.statistics().tiers["disk"].resident == 200
-        keys = [key(number) for number in range(200)]
-        buffers = [np.zeros(CHUNK_BYTES, np.uint8) for _ in keys]
-        assert await cache.get_into(keys, buffers) == 200
-        assert all(np.array_equal(buffer, payload(number)) for number, buffer in enumerate(buffers))
+        assert await reads(cache, *range(200))
         assert is_whole(cache)
 
 
 async def test_chunks_that_are_hot_stay_on_disk_too(tmp_path: Path) -> None:
     """They are served from memory, so the tier learns of it only because it is told."""
     hot = [key(number) for number in range(1, 21)]
-    buffers = [np.zeros(CHUNK_BYTES, np.uint8) for _ in hot]
     async with opened(tmp_path, max_local_disk_size=60 * file_bytes(CHUNK_BYTES) / 2**30) as cache:
         for first in (1, *range(100, 300, 20)):
             for number in range(first, first + 20):
                 assert await cache.put(key(number), payload(number))
                 if first > 1:
-                    assert await cache.get_into(hot, buffers) == len(hot)
+                    assert await cache.get_into(hot, [np.zeros(CHUNK_BYTES, np.uint8) for _ in hot]) == len(hot)
             assert (await cache.flush()).complete
         assert cache.tiers[0].statistics().evicted > 100
         assert sum(await cache.tiers[0].probe_each(hot)) == len(hot)
@@ -239,17 +249,15 @@ async def test_lease_of_a_closed_cache_says_so_and_a_view_that_was_taken_before_
 async def test_deadline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     nan = float("nan")
     async with opened(tmp_path) as cache:
-        with pytest.raises(ValueError, match="deadline_s: expected a number of seconds, found nan"):
-            await cache.put(key(1), payload(1), deadline_s=nan)
-        with pytest.raises(ValueError, match="deadline_s"):
-            await cache.forget([key(1)], deadline_s=nan)
+        for call in (cache.put(key(1), payload(1), deadline_s=nan), cache.forget([key(1)], deadline_s=nan)):
+            with pytest.raises(ValueError, match="deadline_s: expected a number of seconds, found nan"):
+                await call
         with pytest.raises(ValueError, match="deadline_s"):
             async with cache.get(key(1), deadline_s=nan):
                 pass
-        with pytest.raises(ValueError, match="timeout_s"):
-            await cache.flush(nan)
-        with pytest.raises(ValueError, match="timeout_s"):
-            await cache.close(nan)
+        for close in (cache.flush, cache.close):
+            with pytest.raises(ValueError, match="timeout_s"):
+                await close(nan)
         assert await cache.put(key(1), payload(1), deadline_s=float("inf"))
         assert is_whole(cache) or (await cache.flush()).complete
 
@@ -272,29 +280,21 @@ def test_import_is_quick_and_takes_neither_torch_nor_vllm() -> None:
 async def test_what_is_no_key_is_refused_everywhere(tmp_path: Path, wrong: object) -> None:
     """Files under names of other lengths were not counted after a restart."""
     async with opened(tmp_path) as cache:
-        one: list[object] = [wrong]
-        into = np.zeros(CHUNK_BYTES, np.uint8)
-        calls: list[Callable[[], object]] = [
-            lambda: cache.put(wrong, payload(1)),  # type: ignore[arg-type]
-            lambda: cache.put_many(one, [payload(1)]),  # type: ignore[arg-type]
-            lambda: cache.put_from([(wrong, 100, lambda slot: None)]),  # type: ignore[list-item]
-            lambda: cache.get(wrong),  # type: ignore[arg-type]
-            lambda: cache.get_into(one, [into]),  # type: ignore[arg-type]
-            lambda: cache.get_to(one, [lambda view: None]),  # type: ignore[arg-type]
-            lambda: cache.warm(one),  # type: ignore[arg-type]
-            lambda: cache.warm_soon(one),  # type: ignore[arg-type]
-            lambda: cache.prefetch([key(1), wrong]),  # type: ignore[list-item]
-            lambda: cache.lookup_keys(one),  # type: ignore[arg-type]
-            lambda: cache.lookup_hot(one),  # type: ignore[arg-type]
-            lambda: cache.forget(one),  # type: ignore[arg-type]
-            lambda: cache.ahead.pin(one),  # type: ignore[arg-type]
-            lambda: cache.ahead.unpin(one),  # type: ignore[arg-type]
-            lambda: cache.ahead.began("session", one),  # type: ignore[arg-type]
-            lambda: cache.ahead.ended("session", one),  # type: ignore[arg-type]
+        calls: list[tuple[Any, ...]] = [
+            (cache.put, wrong, payload(1)),
+            (cache.put_many, [wrong], [payload(1)]),
+            (cache.put_from, [(wrong, 100, lambda slot: None)]),
+            (cache.get, wrong),
+            (cache.get_into, [wrong], [np.zeros(CHUNK_BYTES, np.uint8)]),
+            (cache.get_to, [wrong], [lambda view: None]),
+            (cache.prefetch, [key(1), wrong]),
+            (cache.ahead.began, "session", [wrong]),
+            (cache.ahead.ended, "session", [wrong]),
         ]
-        for call in calls:
+        of_keys = (cache.warm, cache.warm_soon, cache.lookup_keys, cache.lookup_hot, cache.forget)
+        for call, *arguments in [*calls, *((one, [wrong]) for one in (*of_keys, cache.ahead.pin, cache.ahead.unpin))]:
             with pytest.raises((ValueError, TypeError), match="key: expected 24 bytes"):
-                outcome = call()
+                outcome = call(*arguments)
                 if asyncio.iscoroutine(outcome):
                     await outcome
         assert cache.cpu.statistics().resident == 0
@@ -321,6 +321,12 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
         async def call(function: Callable[..., object], *arguments: object) -> None:
             function(*arguments)
 
+        at_once: list[tuple[Any, ...]] = [
+            *((function, [key(3)]) for function in (cache.prefetch, cache.warm_soon)),
+            *((function, [key(1)]) for function in (cache.lookup_hot, cache.ahead.pin, cache.ahead.unpin)),
+            *((function, "session", [key(1)]) for function in (cache.ahead.began, cache.ahead.ended)),
+            *((cache.ahead.over, "session"), (cache.computing_takes, 1.0), (cache.clear_hot,)),
+        ]
         calls: list[Callable[[], Coroutine[Any, Any, object]]] = [
             lambda: cache.put(key(2), payload(2)),
             lambda: cache.put_many([key(2)], [payload(2)]),
@@ -333,16 +339,7 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
             lambda: cache.flush(),
             lambda: cache.forget([key(1)]),
             lambda: cache.close(),
-            lambda: call(cache.prefetch, [key(3)]),
-            lambda: call(cache.warm_soon, [key(3)]),
-            lambda: call(cache.lookup_hot, [key(1)]),
-            lambda: call(cache.clear_hot),
-            lambda: call(cache.computing_takes, 1.0),
-            lambda: call(cache.ahead.began, "session", [key(1)]),
-            lambda: call(cache.ahead.ended, "session", [key(1)]),
-            lambda: call(cache.ahead.over, "session"),
-            lambda: call(cache.ahead.pin, [key(1)]),
-            lambda: call(cache.ahead.unpin, [key(1)]),
+            *(partial(call, *one) for one in at_once),
         ]
         for begin in calls:
             with pytest.raises(RuntimeError, match="belongs to the event loop that started it"):
@@ -351,8 +348,7 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
             await asyncio.to_thread(cache.clear_hot)
         assert (await asyncio.to_thread(cache.statistics)).tiers["cpu"].resident == 1
         assert await cache.put(key(2), payload(2))
-        assert await cache.get_into([key(1)], [into]) == 1
-        assert np.array_equal(into, payload(1))
+        assert await reads(cache, 1)
         await cache.flush()
         assert is_whole(cache)
 
@@ -424,11 +420,9 @@ TWO = [key(1), key(2)]
 @pytest.mark.parametrize("admission", ["all", "second_touch"])
 async def test_no_tier_below_gets_a_hot_only_chunk(tmp_path: Path, admission: str) -> None:
     async with opened(tmp_path, flash_admission=admission) as cache:
-        into = [np.zeros(CHUNK_BYTES, np.uint8) for _ in TWO]
         for _ in range(2):
             assert await cache.put_many(TWO, [payload(1), payload(2)], prefix=True, hot_only=TWO[1:]) == 2
-            assert await cache.get_into(TWO, into) == 2
-            assert np.array_equal(into[1], payload(2))
+            assert await reads(cache, 1, 2)
         assert (await cache.flush()).complete
         (disk,) = cache.tiers
         assert [disk.contains(each) for each in TWO] == [True, False]
@@ -440,8 +434,7 @@ async def test_a_put_without_hot_only_gives_a_hot_only_chunk_to_the_tiers(tmp_pa
     async with opened(tmp_path) as cache:
         for hot_only in (TWO, TWO[1:]):
             assert await cache.put_many(TWO, [payload(1), payload(2)], hot_only=hot_only) == 2
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         assert await cache.lookup_each(TWO) == [True, False]
 
 
@@ -449,8 +442,7 @@ async def test_of_two_puts_at_once_the_one_without_hot_only_counts(tmp_path: Pat
     async with opened(tmp_path) as cache:
         puts = [cache.put_many(TWO, [payload(1), payload(2)], hot_only=hot_only) for hot_only in (TWO, ())]
         assert await asyncio.gather(*puts) == [2, 2]
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         assert await cache.lookup_each(TWO) == [True, True]
 
 
@@ -486,8 +478,7 @@ async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(
             async with cache.get(key(1), deadline_s=1.0) as lease:
                 assert lease is None
         assert await cache.put(key(1), payload(2))
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         into = bytearray(CHUNK_BYTES)
         assert await cache.get_into([key(1)], [into]) == 1
         assert bytes(into) == payload(2).tobytes()
@@ -518,23 +509,17 @@ DROPPED: dict[str, Callable[[TierCache], Coroutine[Any, Any, object]]] = {
 }
 
 
-async def goes_on(call: Coroutine[Any, Any, object], steps: int) -> bool:
-    """Run it until it waits for the `steps`-th time; False where it ends before that."""
-    for step in range(steps):
-        try:
+async def goes_on(call: Coroutine[Any, Any, object], steps: int) -> None:
+    """Run it until it waits for the `steps`-th time, or ends."""
+    with suppress(StopIteration):
+        waiting = call.send(None)
+        for _ in range(steps - 1):
+            if waiting is None:
+                await asyncio.sleep(0)
+            else:
+                waiting._asyncio_future_blocking = False
+                await asyncio.wait([waiting])
             waiting = call.send(None)
-        except StopIteration:
-            return False
-        if step == steps - 1:
-            break
-        if waiting is None:
-            await asyncio.sleep(0)
-            continue
-        waiting._asyncio_future_blocking = False
-        over = asyncio.Event()
-        waiting.add_done_callback(lambda _, over=over: over.set())
-        await over.wait()
-    return True
 
 
 @pytest.mark.parametrize("name", DROPPED)
@@ -551,6 +536,4 @@ async def test_what_is_dropped_in_mid_way_gives_everything_back(tmp_path: Path, 
         async with asyncio.timeout(30):
             while not is_whole(cache):
                 await asyncio.sleep(0)
-        into = [np.empty(CHUNK_BYTES, np.uint8) for _ in EIGHT]
-        assert await cache.get_into(EIGHT, into) == 8
-        assert all(np.array_equal(into[n], payload(n + 1)) for n in range(8))
+        assert await reads(cache, *range(1, 9))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_cache import CHUNK_BYTES, LAYOUT, key, opened, payload
+from tests.test_cache import CHUNK_BYTES, LAYOUT, key, only_below, opened, payload
 from tiercache import TierCache
 from tiercache.core.advice import Usage, sentences
 
@@ -107,8 +107,7 @@ async def test_tokens_after_the_last_chunk_are_missed_if_all_chunks_are_there() 
 async def test_what_the_admission_kept_from_disk(tmp_path: Path) -> None:
     async with opened(tmp_path, flash_admission="second_touch") as cache:
         await ask(cache, [key(1)])
-        await cache.flush()
-        cache.clear_hot()
+        await only_below(cache)
         await ask(cache, [key(1)])
         assert chunks_missed(cache.statistics().advice.usage) == {"never_stored": 1, "declined": 1}
         assert not cache.statistics().advice.tiers["disk"].admits_all

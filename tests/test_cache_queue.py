@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, only_below, payload
 from tiercache import TierCache
 from tiercache.core.keys import ChunkKey
 
@@ -24,8 +24,7 @@ async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
     async with TierCache.open(configured(tmp_path, queue_wait_s=30.0, prefetch_share=SHARE), LAYOUT) as cache:
         for keys in REQUESTS:
             assert await cache.put_many(keys, [payload(number) for number in range(6)]) == 6
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         yield cache
     assert not any(cache.cpu.budget.held)
 
@@ -88,8 +87,7 @@ async def test_who_was_served_before_anything_was_fetched_ahead_is_waited_for_no
     async with TierCache.open(configured(tmp_path, prefetch_bytes_per_s=CHUNK_BYTES / 100), LAYOUT) as cache:
         for keys in REQUESTS[:2]:
             assert await cache.put_many(keys, [payload(number) for number in range(6)]) == 6
-        await cache.flush()
-        cache.clear_hot()
+        await only_below(cache)
         for keys in REQUESTS[:2]:
             cache.warm_soon(keys)  # one chunk of the first, then nothing for 100 s
         await read(cache, REQUESTS[0])

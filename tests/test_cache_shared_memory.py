@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.test_cache import CHUNK_BYTES, is_whole, key, opened, payload
+from tests.test_cache import CHUNK_BYTES, is_whole, key, only_below, opened, payload, reads
 from tests.tiers.others import Other, running
 from tiercache import ConfigError, TierCache
 from tiercache.tiers.shared_memory import SharedMemoryTier
@@ -19,25 +19,20 @@ CAP_GB = 8 / 1024
 ENGINE = """
 import asyncio, sys
 from pathlib import Path
-import numpy as np
-from tests.test_cache import CHUNK_BYTES, key, payload
-from tests.test_cache_shared_memory import sharing
+from tests.test_cache import reads
+from tests.test_cache_shared_memory import put, sharing
 
 async def main(place):
     async with sharing(place) as cache:
         print("ready", flush=True)
         for line in sys.stdin:
             command, first, end = line.split()
-            keys = [key(number) for number in range(int(first), int(end))]
+            numbers = range(int(first), int(end))
             if command == "put":
-                for number in range(int(first), int(end)):
-                    assert await cache.put(key(number), payload(number))
-                print((await cache.flush()).complete, flush=True)
+                print(len(await put(cache, *numbers)), flush=True)
             elif command == "get":
-                into = [np.empty(CHUNK_BYTES, np.uint8) for _ in keys]
-                got = await cache.get_into(keys, into)
-                right = all(np.array_equal(into[n], payload(int(first) + n)) for n in range(got))
-                print(got if right else "wrong", cache.statistics().reader.hits["shared_memory"], flush=True)
+                right = await reads(cache, *numbers)
+                print(right, cache.statistics().reader.hits["shared_memory"], flush=True)
 
 asyncio.run(main(Path(sys.argv[1])))
 """
@@ -71,23 +66,20 @@ def engine(place: Path) -> AbstractAsyncContextManager[Other]:
 async def test_two_engines_share_hits_and_outlive_each_other(in_memory: Path) -> None:
     async with sharing(in_memory) as cache:
         async with engine(in_memory) as other:
-            assert await other.do("put", 1, 9) == "True"
+            assert await other.do("put", 1, 9) == "8"
             hit = await cache.lookup_keys([key(number) for number in range(1, 10)])
             assert (hit.chunks, hit.by_tier) == (8, {"cpu": 0, "shared_memory": 8})
-            into = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(8)]
-            keys = [key(number) for number in range(1, 9)]
             for _ in range(2):
-                assert await cache.get_into(keys, into) == 8
-                assert all(np.array_equal(into[number - 1], payload(number)) for number in range(1, 9))
+                assert await reads(cache, *range(1, 9))
                 assert cache.cpu.pool.free == cache.cpu.pool.count, "nothing was copied into the hot cache"
             await put(cache, 21, 22)
-            assert await other.do("get", 21, 23) == "2 2"
+            assert await other.do("get", 21, 23) == "True 2"
             await other.kill()
         await put(cache, 23)
-        assert await cache.get_into(keys, into) == 8
+        assert await reads(cache, *range(1, 9))
         async with engine(in_memory) as restarted:
-            assert await restarted.do("get", 1, 9) == "8 8"
-            assert await restarted.do("get", 21, 24) == "3 11"
+            assert await restarted.do("get", 1, 9) == "True 8"
+            assert await restarted.do("get", 21, 24) == "True 11"
 
 
 async def test_a_get_is_a_lease_on_the_shared_pages(in_memory: Path) -> None:
@@ -157,8 +149,7 @@ async def test_forgotten_here_is_found_nowhere_at_once(in_memory: Path) -> None:
             await forgetting
             assert np.array_equal(lease.view, payload(1))
             assert await cache.put(key(1), payload(2))
-            assert (await cache.flush()).complete
-            cache.clear_hot()
+            await only_below(cache)
             async with cache.get(key(1)) as other:
                 assert other is not None and np.array_equal(other.view, payload(2))
             assert np.array_equal(lease.view, payload(1))
@@ -174,9 +165,7 @@ async def test_a_read_from_below_writes_nothing_that_others_see(in_memory: Path,
     async with sharing(in_memory, local_cpu=local_cpu, **disk) as cache, sharing(in_memory) as other:
         hit = await cache.lookup_keys([key(1), key(2)])
         assert hit.by_tier == {"cpu": 0, "shared_memory": 0, "disk": 2}
-        into = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
-        assert await cache.get_into([key(1), key(2)], into) == 2
-        assert np.array_equal(into[1], payload(2))
+        assert await reads(cache, 1, 2)
         assert (await cache.flush()).complete
         assert cache.statistics().tiers["shared_memory"].writes == 0
         assert (await other.lookup_keys([key(1)])).chunks == 0

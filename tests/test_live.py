@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.chunks import chunks_of
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, opened, payload
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, only_below, opened, payload
 from tests.test_tenants import chunks_on_disk, held, keys_of, on_disk, put
 from tiercache import Config, Lease, TierCache
 from tiercache.core.layout import Layout
@@ -135,8 +135,7 @@ WRONG = {
 async def test_prefetches_that_wait_for_room_go_on_when_the_hot_cache_grows(tmp_path: Path) -> None:
     async with opened(tmp_path, layout=LARGE, max_local_cpu_size=gb(ARENA)) as cache:
         keys = await fill(cache, 10, MIB)
-        await cache.flush()
-        cache.clear_hot()
+        await only_below(cache)
         await cache.reconfigure({"max_local_cpu_size": gb(ARENA // 8)})
         handle = cache.prefetch(keys, ttl=600.0)
         async with asyncio.timeout(30):
@@ -179,8 +178,7 @@ async def test_a_smaller_disk_is_evicted_to_its_cap_by_both_processes_that_use_i
         assert sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) <= 30
         await asyncio.gather(*(each.reconfigure({"max_local_disk_size": chunks_on_disk(300)}) for each in (cache, other)))
         keys = await fill(cache, 100, first=200)
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         assert await found(cache, keys) == 100
 
 
@@ -245,8 +243,7 @@ async def test_a_detached_tier_is_neither_read_nor_written_and_has_its_chunks_ag
 async def test_a_read_that_has_begun_ends_before_its_tier_closes(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         keys = await fill(cache, 1)
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         tier, begun, gate = cache.tiers[0], asyncio.Event(), asyncio.Event()
         read = tier.read
 
@@ -293,8 +290,7 @@ async def test_a_detach_that_is_cancelled_while_it_waits_leaves_the_tier_attache
         with pytest.raises(asyncio.CancelledError):
             await detaching
         assert await cache.put(key(9), payload(9))
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         assert await found(cache, [key(number) for number in range(1, 10)]) == 9
 
 
@@ -319,8 +315,7 @@ async def test_a_tier_with_a_full_queue_that_hangs_is_detached_in_time_and_no_pu
         gate.set()
         await cache.attach("disk")
         keys = await fill(cache, 4, first=60)
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         assert await found(cache, keys) == 4 and is_whole(cache)
 
 
@@ -365,8 +360,7 @@ async def test_changes_that_are_cancelled_at_any_step_leave_a_cache_that_works(t
         await cache.reconfigure({"max_local_cpu_size": gb(ARENA)})
         assert cache.statistics().slots == 64
         keys = await fill(cache, 10, MIB, first=500)
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         assert await found(cache, keys, MIB) == 10 and is_whole(cache)
 
 
@@ -395,8 +389,7 @@ async def test_shared_memory_is_resized_detached_and_attached(in_memory: Path) -
     values = {"shared_memory_path": str(in_memory), "max_shared_memory_size": chunks_on_disk(40)}
     async with opened(**values) as cache:
         keys = await fill(cache, 30)
-        assert (await cache.flush()).complete
-        cache.clear_hot()
+        await only_below(cache)
         assert await found(cache, keys) == 30
         async with cache.get(keys[-1]) as lease:
             assert lease is not None

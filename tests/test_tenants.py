@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tests.chunks import chunks_of
 from tests.scheduler.conftest import release
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, payload
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, only_below, payload
 from tiercache import Lease, TierCache
 from tiercache.control.families import figures_of
 from tiercache.control.metrics import exposition
@@ -136,8 +136,7 @@ async def test_what_is_prefetched_counts_and_takes_a_part_of_the_quota_only(tmp_
     async with opened(tmp_path, tenant_max_local_disk_size=0) as cache:
         quiet, noisy = keys_of(cache, "quiet", QUOTA), keys_of(cache, "noisy", QUOTA + 8)
         await put(cache, noisy)
-        await cache.flush()
-        cache.clear_hot()
+        await only_below(cache)
         await put(cache, quiet)
         await cache.flush()
         handle = cache.prefetch(noisy, deadline=0.0, ttl=30.0)
@@ -159,8 +158,7 @@ async def test_demand_reads_of_others_do_not_wait_for_a_tenants_room(tmp_path: P
         noisy, quiet = keys_of(cache, "noisy", 2 * QUOTA), keys_of(cache, "quiet", 4)
         for keys in (noisy, quiet):
             await put(cache, keys)
-        await cache.flush()
-        cache.clear_hot()
+        await only_below(cache)
         await cache.warm(noisy[:QUOTA])
         leases = await hold(cache, noisy[:QUOTA])
         into = [np.zeros(CHUNK_BYTES, np.uint8) for _ in noisy]

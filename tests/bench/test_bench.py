@@ -18,6 +18,15 @@ def bench(*arguments: object, module: tuple[str, ...] = ("tiercache", "bench")) 
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
+def measured(place: Path, parts: str, *more: object, status: int = 0) -> tuple[str, dict[str, Any]]:
+    """What the command beside peers says of these parts, and the figures that it writes."""
+    file = place / "bench.json"
+    options = ("--quick", "--pairs", 1, "--only", parts, "--directory", place, "--json", file, *more)
+    run = bench(*options, module=PEERS)
+    assert run.returncode == status, run.stderr
+    return run.stderr, json.loads(file.read_text())
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("bench")
@@ -28,33 +37,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"stdout": run.stdout, "stderr": run.stderr, **json.loads(file.read_text())}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ceiling.memcpy_gbps",
-        "cpu.put_gbps",
-        "cpu.get_gbps",
-        "cpu.put_overhead_us",
-        "cpu.put_loop_us",
-        "cpu.put_latency_us",
-        "cpu.get_overhead_us",
-        "cpu.batch_put_overhead_us",
-        "cpu.batch_get_overhead_us",
-        "lookup.keys_per_s",
-        "lookup.disk_keys_per_s",
-        "hash.tokens_per_s",
-        "index.bytes_per_entry",
-        "index.admit_p99_us",
-        "loop.lag_p99_ms",
-        "loop.lag_max_ms",
-        "restart.index_100k_s",
-        *(f"ceiling.file_write_gbps.{size}" for size in SIZES),
-        *(f"ceiling.file_write_not_durable_gbps.{size}" for size in SIZES),
-        *(f"ceiling.file_read_gbps.{size}" for size in SIZES),
-        *(f"disk.put_durable_gbps.{size}" for size in SIZES),
-        *(f"disk.get_cold_gbps.{size}" for size in SIZES),
-    ],
-)
+NAMES = """
+    ceiling.memcpy_gbps cpu.put_gbps cpu.get_gbps cpu.put_overhead_us cpu.put_loop_us cpu.put_latency_us cpu.get_overhead_us
+    cpu.batch_put_overhead_us cpu.batch_get_overhead_us lookup.keys_per_s lookup.disk_keys_per_s hash.tokens_per_s
+    index.bytes_per_entry index.admit_p99_us loop.lag_p99_ms loop.lag_max_ms restart.index_100k_s
+"""
+OF_EACH_SIZE = """
+    ceiling.file_write_gbps ceiling.file_write_not_durable_gbps ceiling.file_read_gbps disk.put_durable_gbps
+    disk.get_cold_gbps
+"""
+
+
+@pytest.mark.parametrize("name", [*NAMES.split(), *(f"{name}.{size}" for name in OF_EACH_SIZE.split() for size in SIZES)])
 def test_each_figure_has_its_stable_name(found: dict[str, Any], name: str) -> None:
     assert {"median", "min", "max", "count"} <= set(found[name])
     assert found[name]["min"] <= found[name]["median"] <= found[name]["max"]
@@ -102,23 +96,16 @@ def test_a_peer_whose_python_is_missing_is_one_sentence() -> None:
 
 
 def test_a_peer_that_does_not_start_is_said_and_the_rest_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'No module named lmcache' >&2\nexit 1\n")
     broken.chmod(0o755)
-    run = bench("--quick", "--pairs", 1, "--only", "restart,disk", "--directory", tmp_path, "--json", file,
-                "--peer-python", broken, module=PEERS)  # fmt: skip
-    assert run.returncode == 1
-    assert "it last said: No module named lmcache" in run.stderr
-    assert "restart.index_100k_s" in json.loads(file.read_text())
+    said, found = measured(tmp_path, "restart,disk", "--peer-python", broken, status=1)
+    assert "it last said: No module named lmcache" in said
+    assert "restart.index_100k_s" in found
 
 
 def test_shared_memory_of_another_process_is_measured_beside_the_own_hot_cache(tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    run = bench("--quick", "--pairs", 1, "--only", "shared_memory", "--directory", tmp_path, "--json", file,
-                module=PEERS)  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    found = json.loads(file.read_text())
+    _, found = measured(tmp_path, "shared_memory")
     assert found["shared_memory.get_gbps"]["ratios"]["shared_memory.hot_get_gbps"] > 0
     assert found["shared_memory.first_get_gbps"]["median"] > 0
     assert found["shared_memory.leases_per_s"]["ratios"]["shared_memory.hot_leases_per_s"] > 0
@@ -126,11 +113,7 @@ def test_shared_memory_of_another_process_is_measured_beside_the_own_hot_cache(t
 
 @pytest.mark.uses("fuse3")
 def test_3fs_is_measured_as_fast_as_memory_and_at_the_pace_of_a_cluster(tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    run = bench("--quick", "--pairs", 1, "--only", "hf3fs", "--directory", tmp_path, "--json", file,
-                module=PEERS)  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    found = json.loads(file.read_text())
+    _, found = measured(tmp_path, "hf3fs")
     for size in ("2MiB", "8MiB", "32MiB"):
         for way in ("read", "write"):
             for memory in ("arena", "buffers"):

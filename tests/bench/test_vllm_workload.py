@@ -9,26 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.vllm import workload
 from tests.bench.vllm.goals import GOALS, compared_with_goals
 from tests.bench.vllm.installed import require_installed
 from tests.bench.vllm.servers import Side
 from tests.bench.vllm.slow_disk import SLOWER, call_s
 from tests.bench.vllm.steps import steps_s
-from tests.bench.vllm.workload import (
-    ANSWER_TOKENS,
-    BLOCK_TOKENS,
-    CLIENTS,
-    DOCUMENT_TOKENS,
-    ENGINE_BLOCKS,
-    FULL,
-    LONGEST_TOKENS,
-    Ask,
-    crowd,
-    engine_hits,
-    new_prompts,
-    questions,
-    with_hang_ups,
-)
 from tiercache.bench.figures import Figures
 from tiercache.demo.server import Server
 from tiercache.errors import TierCacheError
@@ -36,54 +22,54 @@ from tiercache.errors import TierCacheError
 TEXT = range(20_000)
 
 
-def first_blocks(asks: list[Ask]) -> set[tuple[int, ...]]:
-    return {ask.prompt[:BLOCK_TOKENS] for ask in asks}
+def first_blocks(asks: list[workload.Ask]) -> set[tuple[int, ...]]:
+    return {ask.prompt[: workload.BLOCK_TOKENS] for ask in asks}
 
 
 def test_a_seed_is_a_workload() -> None:
-    for make in (new_prompts, engine_hits, crowd):
+    for make in (workload.new_prompts, workload.engine_hits, workload.crowd):
         assert make(TEXT, 3, 5) == make(TEXT, 3, 5) != make(TEXT, 4, 5)
-    assert questions(TEXT, 3, 4, 9) == questions(TEXT, 3, 4, 9) != questions(TEXT, 4, 4, 9)
+    assert workload.questions(TEXT, 3, 4, 9) == workload.questions(TEXT, 3, 4, 9) != workload.questions(TEXT, 4, 4, 9)
 
 
 def test_new_prompts_share_no_block_with_any_other() -> None:
-    found = [*new_prompts(TEXT, 0, 40), *new_prompts(TEXT, 1, 40), *crowd(TEXT, 0, 40)]
+    found = [*workload.new_prompts(TEXT, 0, 40), *workload.new_prompts(TEXT, 1, 40), *workload.crowd(TEXT, 0, 40)]
     assert len(first_blocks(found)) == 120
 
 
 def test_documents_are_asked_about_equally_often_or_once_more() -> None:
-    asks = questions(TEXT, 0, 24, 60)
+    asks = workload.questions(TEXT, 0, 24, 60)
     assert len(asks) == 60
-    times = Counter(ask.prompt[: DOCUMENT_TOKENS[0]] for ask in asks)
+    times = Counter(ask.prompt[: workload.DOCUMENT_TOKENS[0]] for ask in asks)
     assert len(times) == 24
     assert set(times.values()) == {2, 3}
     assert len({ask.prompt for ask in asks}) == 60, "each question is another"
 
 
 def test_documents_are_more_than_the_small_engine_cache_holds_and_each_fits_the_engine() -> None:
-    asks = questions(TEXT, 0, FULL.documents, FULL.requests)
-    blocks = {ask.prompt[:DOCUMENT_TOKENS[0]]: len(ask.prompt) // BLOCK_TOKENS for ask in asks}  # fmt: skip
-    assert sum(blocks.values()) > 3 * ENGINE_BLOCKS
-    assert max(len(ask.prompt) + ask.answer_tokens for ask in asks) <= LONGEST_TOKENS
+    asks = workload.questions(TEXT, 0, workload.FULL.documents, workload.FULL.requests)
+    tokens = {ask.prompt[: workload.DOCUMENT_TOKENS[0]]: len(ask.prompt) for ask in asks}
+    assert sum(number // workload.BLOCK_TOKENS for number in tokens.values()) > 3 * workload.ENGINE_BLOCKS
+    assert max(len(ask.prompt) + ask.answer_tokens for ask in asks) <= workload.LONGEST_TOKENS
 
 
 def test_engine_hits_are_whole_blocks_and_fit_into_the_small_engine_cache() -> None:
-    before, asks = engine_hits(TEXT, 0, 60)
+    before, asks = workload.engine_hits(TEXT, 0, 60)
     known = {ask.prompt for ask in before}
     for ask in asks:
-        whole = len(ask.prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+        whole = len(ask.prompt) // workload.BLOCK_TOKENS * workload.BLOCK_TOKENS
         assert ask.prompt[:whole] in known
-    of_their_own = max(-(-(len(ask.prompt) + ask.answer_tokens) // BLOCK_TOKENS) - 8 for ask in asks)
-    assert len(known) * 8 + CLIENTS * of_their_own <= ENGINE_BLOCKS
+    of_their_own = max(-(-(len(ask.prompt) + ask.answer_tokens) // workload.BLOCK_TOKENS) - 8 for ask in asks)
+    assert len(known) * 8 + workload.CLIENTS * of_their_own <= workload.ENGINE_BLOCKS
 
 
 def test_three_of_ten_clients_go_in_the_middle_and_nothing_else_changes() -> None:
-    asks = questions(TEXT, 0, 24, 60)
-    found = with_hang_ups(asks, 0)
+    asks = workload.questions(TEXT, 0, 24, 60)
+    found = workload.with_hang_ups(asks, 0)
     assert [ask.prompt for ask in found] == [ask.prompt for ask in asks]
     gone = [ask.hang_up_after for ask in found if ask.hang_up_after is not None]
     assert len(gone) == 18
-    assert gone.count(0) == 6 and max(gone) < ANSWER_TOKENS
+    assert gone.count(0) == 6 and max(gone) < workload.ANSWER_TOKENS
 
 
 def test_steps_count_from_as_many_waiting_requests_on() -> None:

@@ -36,13 +36,9 @@ def test_json_has_the_promised_shape(runs: dict[str, Run], tmp_path: Path) -> No
     for run in report["runs"]:
         assert list(run) == ["name", "ttft_s", "prompt_tokens", "hit_tokens", "tier", "text_sha256"]
     assert report["runs"][1] == {
-        "name": "cpu",
-        "ttft_s": 0.15,
-        "prompt_tokens": 6043,
-        "hit_tokens": 6016,
-        "tier": "cpu",
+        "name": "cpu", "ttft_s": 0.15, "prompt_tokens": 6043, "hit_tokens": 6016, "tier": "cpu",
         "text_sha256": "fc7a5db89ff42bc2ff585a037757ce0779fdf1593b12be632141c69e5ffa4743",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["cpu", "disk_restart"])
@@ -70,8 +66,7 @@ def test_a_different_answer_is_a_problem_that_shows_both(runs: dict[str, Run]) -
     runs["cpu"] = change(runs["cpu"], text="A lie.")
     assert not same_text(runs)
     (problem,) = problems(runs)
-    assert "'A lie.'" in problem
-    assert "'It is about Python.'" in problem
+    assert "'A lie.'" in problem and "'It is about Python.'" in problem
 
 
 def test_a_cold_answer_may_differ(runs: dict[str, Run]) -> None:

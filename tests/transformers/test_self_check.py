@@ -14,14 +14,9 @@ from tiercache.errors import LayoutError
 from tiercache.integrations.transformers import Generator, ModelKv
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 120,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 514,
-}
+    "vocab_size": 120, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 514,
+}  # fmt: skip
 GEMMA = {**SIZES, "head_dim": 16}
 PROPHET = {"vocab_size": 120, "hidden_size": 64, "num_decoder_layers": 1, "num_encoder_layers": 1, "decoder_ffn_dim": 64}
 
@@ -31,11 +26,8 @@ def qwen2_vl() -> Any:
     config = transformers.Qwen2VLConfig(
         text_config={**SIZES, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
         vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
-        image_token_id=3,
-        video_token_id=4,
-        vision_start_token_id=5,
-        vision_end_token_id=6,
-    )
+        image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6,
+    )  # fmt: skip
     torch.manual_seed(0)
     return transformers.Qwen2VLForConditionalGeneration(config).eval()
 

@@ -84,7 +84,6 @@ def test_cap_that_holds_no_chunk_is_refused(tmp_path: Path, key: str, values: di
 @pytest.mark.parametrize("key", ["max_local_disk_size", "tenant_max_local_disk_size"])
 @pytest.mark.parametrize(("sharding", "is_refused"), [("by_chunk", True), ("by_gpu", False)])
 def test_cap_is_of_all_directories_that_a_rank_uses(tmp_path: Path, key: str, sharding: str, is_refused: bool) -> None:
-    """What holds a chunk in all of them together and in none of them was taken, and nothing was ever stored."""
     layout = Layout("m", 16, 4096)
     values = {
         "local_disk": [str(tmp_path / name) for name in "abcd"],

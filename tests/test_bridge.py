@@ -51,14 +51,12 @@ def test_thread_serves_a_synchronous_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), 1e300, -20.0, float("-inf")])
 def test_close_takes_infinite_and_past_times(timeout_s: float) -> None:
-    """It raised OverflowError or TimeoutError while the cache was being closed."""
     thread = CacheThread(configured(), LAYOUT)
     assert thread.close(timeout_s).complete
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), "5"])
 def test_close_by_a_time_that_is_no_number_changes_nothing(timeout_s: Any) -> None:
-    """The thread ended with the cache unclosed, so nothing was written, or closed the cache by another time."""
     thread = CacheThread(configured(), LAYOUT)
     try:
         with pytest.raises((ValueError, TypeError)):
@@ -75,7 +73,6 @@ def test_thread_raises_what_opening_raises(tmp_path: Path) -> None:
 
 
 def test_loop_that_cannot_be_made_is_one_clear_error() -> None:
-    """The caller waited for good."""
     config = configured()
     with no_more_descriptors(), pytest.raises(ConfigError, match="ulimit -n"):
         CacheThread(config, LAYOUT)
@@ -96,7 +93,6 @@ async def _stops_the_loop() -> None:
 @pytest.mark.usefixtures("either_loop")
 @pytest.mark.parametrize("end", [_exits, _is_interrupted, _stops_the_loop])
 def test_cache_is_closed_whatever_ends_its_loop(tmp_path: Path, end: Callable[[], Coroutine[None, None, None]]) -> None:
-    """It was left unclosed, and CancelledError came out of `close`."""
     thread = CacheThread(configured(tmp_path), LAYOUT)
 
     async def put_and_end() -> None:
@@ -112,7 +108,6 @@ def test_cache_is_closed_whatever_ends_its_loop(tmp_path: Path, end: Callable[[]
 
 
 def test_cache_is_closed_where_somebody_cancels_the_task_that_waits_for_it() -> None:
-    """CancelledError came out of `close`."""
     thread = CacheThread(configured(), LAYOUT)
 
     async def cancel_it() -> None:
@@ -142,7 +137,6 @@ def test_forked_process_is_told_at_once_that_it_has_no_cache() -> None:
 
 
 def test_whatever_is_submitted_while_the_cache_closes_ends() -> None:
-    """Now and then it was a RuntimeError about the loop."""
     ended: list[object] = []
 
     def submit_until_closed(thread: CacheThread, is_submitting: threading.Event) -> None:

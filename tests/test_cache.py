@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.chunks import chunks_of
+from tests.scheduler.conftest import release
 from tests.tiers.others import running
 from tests.tiers.test_disk_healing import HOLDER
 from tiercache import Config, ConfigError, Layout, TierCache
@@ -59,6 +60,17 @@ async def reads(cache: TierCache, *numbers: int) -> bool:
     return found == len(into) and all(map(np.array_equal, into, map(payload, numbers)))
 
 
+async def until(holds: Callable[[], object]) -> None:
+    """Wait for what tasks and threads make true."""
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+async def until_hot(cache: TierCache, keys: list[bytes]) -> None:
+    await until(lambda: cache.lookup_hot(keys) == len(keys))
+
+
 def is_whole(cache: TierCache) -> bool:
     return cache.cpu.obtainable == cache.cpu.pool.count and not any(cache.cpu.budget.held)
 
@@ -67,8 +79,7 @@ async def test_put_get_and_miss() -> None:
     async with opened() as cache:
         assert await cache.put(key(1), payload(1))
         async with cache.get(key(1)) as lease:
-            assert lease is not None
-            assert np.array_equal(lease.view, payload(1))
+            assert lease is not None and np.array_equal(lease.view, payload(1))
             assert not lease.view.flags.writeable
         async with cache.get(key(2)) as lease:
             assert lease is None
@@ -81,8 +92,7 @@ async def test_shorter_tail_keeps_its_length_and_shows_nothing_of_the_slots_last
             await cache.put(key(number), np.full(CHUNK_BYTES, 0xEE, np.uint8))
         assert await cache.put(key(100), payload(100, 5000))
         async with cache.get(key(100)) as lease:
-            assert lease is not None
-            assert lease.view.nbytes == 5000
+            assert lease is not None and lease.view.nbytes == 5000
             assert not lease.padded[5000:].any()
         await cache.flush()
         (disk,) = cache.tiers
@@ -181,8 +191,7 @@ async def test_without_local_cpu_memory_is_staging_only(tmp_path: Path) -> None:
         assert statistics.tiers["cpu"].resident == 0
         assert statistics.slots_free == statistics.slots
         async with cache.get(key(3)) as lease:
-            assert lease is not None
-            assert np.array_equal(lease.view, payload(3))
+            assert lease is not None and np.array_equal(lease.view, payload(3))
         assert cache.statistics().slots_free == statistics.slots
 
 
@@ -191,13 +200,10 @@ async def test_every_slot_leased_is_a_skipped_put_at_its_deadline_and_never_a_ha
         leases = []
         for number in range(cache.cpu.pool.count):
             assert await cache.put(key(number), payload(number))
-            lease = cache.cpu.lease(key(number))
-            assert lease is not None
-            leases.append(lease)
+            leases.append(cache.cpu.lease(key(number)))
         assert not await cache.put(key(998), payload(998), deadline_s=0.01)
         assert cache.statistics().puts_skipped == 1
-        for lease in leases:
-            lease.release()
+        release(*leases)
         assert await cache.put(key(999), payload(999))
 
 
@@ -278,7 +284,6 @@ def test_import_is_quick_and_takes_neither_torch_nor_vllm() -> None:
 
 @pytest.mark.parametrize("wrong", [b"short", b"", b"x" * 31, "x" * 24, None])
 async def test_what_is_no_key_is_refused_everywhere(tmp_path: Path, wrong: object) -> None:
-    """Files under names of other lengths were not counted after a restart."""
     async with opened(tmp_path) as cache:
         calls: list[tuple[Any, ...]] = [
             (cache.put, wrong, payload(1)),
@@ -309,7 +314,6 @@ async def test_keys_of_a_generator_are_all_forgotten(tmp_path: Path) -> None:
 
 
 async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp_path: Path) -> None:
-    """One put from another loop took the copying threads: from then on they refused the cache's own."""
     async with opened(tmp_path) as cache:
         assert await cache.put(key(1), payload(1))
         into = np.zeros(CHUNK_BYTES, np.uint8)
@@ -354,7 +358,6 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
 
 
 async def test_repeated_keys_count_once() -> None:
-    """`pin` and `clear_hot` returned 3 for one chunk."""
     async with opened() as cache:
         repeated = [key(1)] * 3
         assert await cache.put_many(repeated, [payload(1)] * 3) == 1
@@ -365,7 +368,6 @@ async def test_repeated_keys_count_once() -> None:
 
 
 async def test_statistics_do_not_change_after_the_call(tmp_path: Path) -> None:
-    """The counters of reads and prefetches were those of the running cache, so a difference of two was always 0."""
     async with opened(tmp_path) as cache:
         keys = cache.keys(range(2 * LAYOUT.chunk_tokens))
         await cache.put_many(keys, [payload(1)] * 2, prefix=True)
@@ -533,7 +535,5 @@ async def test_what_is_dropped_in_mid_way_gives_everything_back(tmp_path: Path, 
         call = DROPPED[name](cache)
         await goes_on(call, steps)
         call.close()
-        async with asyncio.timeout(30):
-            while not is_whole(cache):
-                await asyncio.sleep(0)
+        await until(lambda: is_whole(cache))
         assert await reads(cache, *range(1, 9))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.device.twin import TwinDriver
+from tests.test_cache import key
 from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.device.paged import PagedChunk, PagedKv
@@ -37,10 +38,6 @@ def tensor_on(driver: TwinDriver, shape: tuple[int, ...], seed: int | None = Non
         generator = torch.Generator().manual_seed(seed)
         memory.copy_(torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator))
     return memory.view(dtype).reshape(shape)
-
-
-def key_of(number: int) -> ChunkKey:
-    return number.to_bytes(24, "big")
 
 
 def content(layers: list[Any], blocks: list[int]) -> Any:
@@ -70,40 +67,41 @@ def chunks(driver: TwinDriver, numbers: range) -> list[Any]:
     return [tensor_on(driver, (CHUNK_BYTES // 2,), seed=number) for number in numbers]
 
 
+async def gets(cache: TierCache, driver: TwinDriver, keys: list[ChunkKey], tensors: list[Any]) -> bool:
+    """A get fills other tensors with the bytes of these."""
+    places = [tensor_on(driver, tensor.shape) for tensor in tensors]
+    return await cache.get_into(keys, places) == len(keys) and all(map(same, places, tensors))
+
+
 async def test_tensors_come_back_from_the_hot_cache(opened: Opened, driver: TwinDriver) -> None:
     async with opened() as cache:
         tensors = chunks(driver, range(20))
-        keys = [key_of(number) for number in range(20)]
+        keys = [key(number) for number in range(20)]
         assert await cache.put_many(keys, tensors) == 20
-        places = [tensor_on(driver, tensor.shape) for tensor in tensors]
-        assert await cache.get_into(keys, places) == 20
-        assert all(same(place, tensor) for place, tensor in zip(places, tensors, strict=True))
+        assert await gets(cache, driver, keys, tensors)
         # and they are ordinary hot chunks
         async with cache.get(keys[3]) as lease:
-            assert lease is not None
-            assert lease.view.tobytes() == tensors[3].view(torch.uint8).numpy().tobytes()
+            assert lease is not None and lease.view.tobytes() == tensors[3].view(torch.uint8).numpy().tobytes()
 
 
 async def test_a_tenants_tensors_stay_within_his_quota_and_cost_nobody_else(opened: Opened, driver: TwinDriver) -> None:
     async with opened(tenant_max_local_cpu_size=8 * CHUNK_BYTES / 2**30) as cache:
         tensors = chunks(driver, range(20))
-        quiet, noisy = ([key_of(number) + tenant_tag(salt) for number in range(20)] for salt in ("quiet", "noisy"))
+        quiet, noisy = ([key(number) + tenant_tag(salt) for number in range(20)] for salt in ("quiet", "noisy"))
         assert await cache.put_many(quiet[:8], tensors[:8]) == 8
         for _ in range(3):
             assert await cache.put_many(noisy, tensors) == 20
         assert cache.statistics().tiers["cpu"].tenants[tenant_tag("noisy").hex()].chunks == 8
-        places = [tensor_on(driver, tensor.shape) for tensor in tensors[:8]]
-        assert cache.lookup_hot(quiet) == 8 == await cache.get_into(quiet[:8], places)
-        assert all(same(place, tensor) for place, tensor in zip(places, tensors, strict=False))
+        assert cache.lookup_hot(quiet) == 8 and await gets(cache, driver, quiet[:8], tensors[:8])
 
 
 async def test_a_put_without_hot_only_stores_a_hot_only_tensor(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     async with opened(local_disk=(str(tmp_path / "kv"),), max_local_disk_size=0.01) as cache:
-        for hot_only in ([key_of(1)], []):
-            assert await cache.put_many([key_of(1)], chunks(driver, range(1)), hot_only=hot_only) == 1
+        for hot_only in ([key(1)], []):
+            assert await cache.put_many([key(1)], chunks(driver, range(1)), hot_only=hot_only) == 1
         assert (await cache.flush()).complete
         cache.clear_hot()
-        assert await cache.lookup_each([key_of(1)]) == [True]
+        assert await cache.lookup_each([key(1)]) == [True]
 
 
 async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, driver: TwinDriver) -> None:
@@ -114,14 +112,12 @@ async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, d
         stream.enqueue(hold.wait)
         driver.copy(source, late, stream)
         after = driver.record(stream)
-        put = asyncio.ensure_future(cache.put_many([key_of(1)], [source], after=after))
+        put = asyncio.ensure_future(cache.put_many([key(1)], [source], after=after))
         await asyncio.sleep(0)
         assert not put.done()
         hold.set()
         assert await put == 1
-        place = tensor_on(driver, source.shape)
-        assert await cache.get_into([key_of(1)], [place]) == 1
-        assert same(place, expected)
+        assert await gets(cache, driver, [key(1)], [expected])
 
 
 @pytest.mark.parametrize("local_cpu", [True, False])
@@ -131,7 +127,7 @@ async def test_chunks_come_back_after_a_restart(
 ) -> None:
     if tier == "weka":
         request.getfixturevalue("weka_mount")
-    keys = [key_of(number) for number in range(30)]
+    keys = [key(number) for number in range(30)]
     tensors = chunks(driver, range(30))
     settings = {f"{tier}_path": (str(tmp_path / tier),), "local_cpu": local_cpu}
     async with opened(**settings) as cache:
@@ -142,11 +138,8 @@ async def test_chunks_come_back_after_a_restart(
         if not local_cpu:
             assert cache.statistics().tiers["cpu"].writes == 0, "nothing came near the hot cache"
     async with opened(**settings) as cache:
-        places = [tensor_on(driver, tensor.shape) for tensor in tensors]
-        assert await cache.get_into(keys, places) == 30
-        assert all(same(place, tensor) for place, tensor in zip(places, tensors, strict=True))
+        assert await gets(cache, driver, keys, tensors)
         statistics = cache.statistics()
-        assert statistics.device is not None
         assert statistics.reader.hits[tier] == statistics.reads[tier].seconds.count == 30
         assert statistics.tiers["cpu"].writes == 0, "a get from GDS needs no memory of the CPU tier"
         assert statistics.device.slots_free == statistics.device.slots
@@ -156,7 +149,7 @@ async def test_paged_chunks_come_back_into_other_blocks(opened: Opened, driver: 
     shape = (2, 64, BLOCK_TOKENS, HEADS, HEAD)
     old_layers, new_layers = ([tensor_on(driver, shape, seed=layer) for layer in range(LAYERS)] for _ in range(2))
     kv, fresh = (PagedKv(driver, [plane for layer in layers for plane in layer]) for layers in (old_layers, new_layers))
-    keys = [key_of(number) for number in range(8)]
+    keys = [key(number) for number in range(8)]
     old = [[32 - number, number, 40 + number, 63 - number] for number in range(8)]
     expected = [content(old_layers, blocks) for blocks in old]
     settings = {"gds_path": (str(tmp_path / "gds"),), "local_disk": (str(tmp_path / "disk"),), "max_local_disk_size": 1}
@@ -180,7 +173,7 @@ async def test_paged_chunks_come_back_into_other_blocks(opened: Opened, driver: 
 async def test_a_missing_chunk_ends_the_prefix(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
         tensors = chunks(driver, range(4))
-        keys = [key_of(number) for number in range(4)]
+        keys = [key(number) for number in range(4)]
         await cache.put_many([keys[0], keys[1], keys[3]], [tensors[0], tensors[1], tensors[3]])
         places = [tensor_on(driver, tensor.shape) for tensor in tensors]
         assert await cache.get_into(keys, places) == 2
@@ -190,14 +183,14 @@ async def test_a_missing_chunk_ends_the_prefix(opened: Opened, driver: TwinDrive
 async def test_chunk_that_neither_cascade_has_is_one_miss(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
         (place,) = chunks(driver, range(1))
-        assert await cache.get_into([key_of(1)], [place]) == 0
+        assert await cache.get_into([key(1)], [place]) == 0
         assert cache.statistics().reader.misses == 1
 
 
 async def test_head_of_a_prefix_that_is_larger_than_the_hot_cache_stays(opened: Opened, driver: TwinDriver) -> None:
     async with opened() as cache:
         slots = cache.cpu.pool.count
-        keys = [key_of(number) for number in range(2 * slots)]
+        keys = [key(number) for number in range(2 * slots)]
         assert await cache.put_many(keys, chunks(driver, range(1)) * len(keys), prefix=True) == len(keys)
         assert cache.lookup_hot(keys) > slots // 2
 
@@ -220,7 +213,7 @@ async def test_strided_tensor_is_refused(opened: Opened, driver: TwinDriver) -> 
     async with opened() as cache:
         strided = tensor_on(driver, (64, 64), seed=1).t()
         with pytest.raises(LayoutError, match="expected a contiguous tensor in device memory"):
-            await cache.put(key_of(1), strided)
+            await cache.put(key(1), strided)
 
 
 @pytest.fixture
@@ -260,28 +253,25 @@ async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: T
     async with opened(local_disk=(str(tmp_path),), max_local_disk_size=1) as cache:
         stream = driver.make_stream()
         stream.enqueue(hold.wait)
-        put = asyncio.ensure_future(cache.put_many([key_of(1)], [tensor], after=driver.record(stream)))
+        put = asyncio.ensure_future(cache.put_many([key(1)], [tensor], after=driver.record(stream)))
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_later(0.05, hold.set)
     assert await put == 1
     async with opened(local_disk=(str(tmp_path),), max_local_disk_size=1) as cache:
-        place = tensor_on(driver, tensor.shape)
-        assert await cache.get_into([key_of(1)], [place]) == 1, "it was written before the first cache closed"
-        assert same(place, tensor)
+        assert await gets(cache, driver, [key(1)], [tensor]), "it was written before the first cache closed"
 
 
 async def test_a_put_that_gets_no_slot_is_skipped(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     async with opened(gds_path=(str(tmp_path),), max_gds_size=0.1) as cache:
-        assert cache.parts.on_device is not None
         pools, taken = (cache.cpu, cache.parts.on_device.staging), []
         for pool in pools:
             for purpose in (Purpose.READ, Purpose.WRITE):
                 while (slot := pool.try_reserve(purpose)) is not None:
                     taken.append((pool, slot, purpose))
         (tensor,) = chunks(driver, range(1))
-        assert not await cache.put(key_of(0), tensor, deadline_s=0.0)
+        assert not await cache.put(key(0), tensor, deadline_s=0.0)
         assert cache.statistics().puts_skipped == 1
         for pool, slot, purpose in taken:
             pool.abandon(slot, purpose)
-        assert await cache.put(key_of(0), tensor)
+        assert await cache.put(key(0), tensor)
         assert (await cache.flush()).written == {"gds": 1}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.test_cache import until
 from tiercache import Config, Layout, TierCache
 from tiercache.errors import ConfigError
 from tiercache.memory.slots import Lease, Purpose
@@ -118,8 +119,7 @@ async def test_prefetches_and_pins_share_what_they_may_take(cache: TierCache) ->
     await cache.prefetch(tokens, ttl=600.0)
     handle = cache.prefetch(TOKENS, ttl=600.0)
     assert (await cache.warm(cache.keys(TOKENS)[6:])) == 6
-    while cache.ahead.held < share:
-        await asyncio.sleep(0)
+    await until(lambda: cache.ahead.held >= share)
     assert cache.ahead.pin(cache.keys(TOKENS)) == 6, "the chunks that were held for a prefetch"
     assert cache.ahead.pinned + cache.ahead.held == share
     assert cache.cpu.budget.held[Purpose.PREFETCH] == share
@@ -156,8 +156,7 @@ async def test_chunk_that_is_removed_as_soon_as_it_has_come_is_not_kept(cache: T
 
     cache.cpu.publish = publish  # type: ignore[method-assign]
     await cache.prefetch(keys, ttl=600.0)
-    while cache.ahead._reads:
-        await asyncio.sleep(0)
+    await until(lambda: not cache.ahead._reads)
     assert (cache.statistics().slots_free, cache.ahead.held) == (free, 0)
     assert cache.statistics().prefetch["hints"].wasted_bytes == LAYOUT.chunk_bytes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, only_below, payload
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, only_below, payload, until_hot
 from tiercache import TierCache
 from tiercache.core.keys import ChunkKey
 
@@ -27,12 +27,6 @@ async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
         await only_below(cache)
         yield cache
     assert not any(cache.cpu.budget.held)
-
-
-async def until_hot(cache: TierCache, keys: list[ChunkKey]) -> None:
-    async with asyncio.timeout(10.0):
-        while cache.lookup_hot(keys) < len(keys):
-            await asyncio.sleep(0.005)
 
 
 async def until_quiet(cache: TierCache) -> None:

@@ -12,7 +12,6 @@ import pytest
 from tests.test_cache import CHUNK_BYTES, is_whole, key, only_below, opened, payload, reads
 from tests.tiers.others import Other, running
 from tiercache import ConfigError, TierCache
-from tiercache.tiers.shared_memory import SharedMemoryTier
 
 CAP_GB = 8 / 1024
 
@@ -42,14 +41,8 @@ asyncio.run(main(Path(sys.argv[1])))
 async def sharing(place: Path, **values: Any) -> AsyncIterator[TierCache]:
     settings = {"shared_memory_path": str(place / "kv"), "max_shared_memory_size": CAP_GB, **values}
     async with opened(**settings) as cache:
-        await tier_of(cache).scanned()
+        await cache.tiers[0].scanned()
         yield cache
-
-
-def tier_of(cache: TierCache) -> SharedMemoryTier:
-    tier = cache.tiers[0]
-    assert isinstance(tier, SharedMemoryTier)
-    return tier
 
 
 async def put(cache: TierCache, *numbers: int) -> list[bytes]:
@@ -88,8 +81,7 @@ async def test_a_get_is_a_lease_on_the_shared_pages(in_memory: Path) -> None:
         addresses = []
         for _ in range(2):
             async with reader.get(key(1)) as lease:
-                assert lease is not None
-                assert np.array_equal(lease.view, payload(1)) and not lease.view.flags.writeable
+                assert lease is not None and np.array_equal(lease.view, payload(1)) and not lease.view.flags.writeable
                 addresses.append(lease.view.ctypes.data)
         assert addresses[0] == addresses[1]
         assert reader.cpu.pool.free == reader.cpu.pool.count

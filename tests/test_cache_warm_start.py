@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.chunks import chunks_of
+from tests.test_cache import until, until_hot
 from tiercache import Config, ConfigError, Layout, TierCache
 from tiercache.tiers.files.tier import FileTier
 
@@ -38,12 +39,6 @@ def payload_of(number: int) -> np.ndarray:
 
 def lists(place: Path) -> list[Path]:
     return sorted((chunks_of(place) / ".tiercache").glob("recent-*"))
-
-
-async def until_hot(cache: TierCache, keys: list[bytes]) -> None:
-    async with asyncio.timeout(30):
-        while cache.lookup_hot(keys) < len(keys):
-            await asyncio.sleep(0)
 
 
 async def until_preloaded(cache: TierCache, chunks: int) -> None:
@@ -122,8 +117,7 @@ async def test_what_was_read_at_the_close_stays_listed(tmp_path: Path, monkeypat
     async with opened(tmp_path) as cache:
         await begun.wait()
         closing = asyncio.create_task(cache.close())
-        while path.stat().st_ino == before:
-            await asyncio.sleep(0)
+        await until(lambda: path.stat().st_ino != before)
         ended.set()
         await closing
     assert sorted(lists(tmp_path)[0].read_text().split()) == sorted(key.hex() for key in keys)
@@ -159,8 +153,7 @@ async def test_a_smaller_cache_while_preloading_keeps_the_hottest(tmp_path: Path
 
     monkeypatch.setattr(FileTier, "read", gated)
     async with opened(tmp_path) as cache:
-        while not cache.parts.reader.in_flight:
-            await asyncio.sleep(0)
+        await until(lambda: cache.parts.reader.in_flight)
         await cache.reconfigure({"max_local_cpu_size": 8 * LAYOUT.chunk_bytes / 2**30})
         resized.set()
         await until_preloaded(cache, 12)
@@ -204,8 +197,7 @@ async def test_a_damaged_list_is_ignored_and_said(tmp_path: Path, content: Any, 
         path.write_bytes(content)
     with caplog.at_level(logging.WARNING, "tiercache.prefetch"):
         async with opened(tmp_path) as cache:
-            while not any(record.name == "tiercache.prefetch" for record in caplog.records):
-                await asyncio.sleep(0)
+            await until(lambda: any(record.name == "tiercache.prefetch" for record in caplog.records))
             async with cache.get(keys[0]) as lease:
                 assert lease is not None
     assert "the list of hot chunks is ignored: .tiercache/" in caplog.text
@@ -255,8 +247,7 @@ async def test_a_killed_process_leaves_the_last_list(tmp_path: Path) -> None:
 async def test_what_was_not_promoted_before_the_next_close_stays_listed(tmp_path: Path) -> None:
     keys = await stored(tmp_path)
     async with opened(tmp_path, prefetch_bytes_per_s=1.0) as cache:
-        while not cache.ahead.plan.keys_of["preload"]:
-            await asyncio.sleep(0)
+        await until(lambda: cache.ahead.plan.keys_of["preload"])
     assert lists(tmp_path)[0].read_text().split() == [key.hex() for key in keys]
 
 

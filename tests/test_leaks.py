@@ -85,14 +85,12 @@ def tier(clean: ExitStack) -> CpuTier:
 def slot(clean: ExitStack) -> None:
     cpu = tier(clean)
     taken = cpu.try_reserve(Purpose.READ)
-    assert taken is not None
     clean.callback(cpu.abandon, taken, Purpose.READ)
 
 
 def lease(clean: ExitStack) -> None:
     cpu = tier(clean)
     taken = cpu.try_reserve(Purpose.WRITE)
-    assert taken is not None
     clean.callback(cpu.publish(chunk(7)[0], taken, CHUNK_BYTES, Purpose.WRITE).release)
 
 
@@ -176,7 +174,6 @@ def test_what_others_make_is_no_leak(looked_at: bool, tmp_path: Path) -> None:
         "print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(["python3", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdin is not None and other.stdout is not None
         with nothing_left(str(tmp_path), patience_s=0.0):
             other.stdin.write(b"\n")
             other.stdin.flush()

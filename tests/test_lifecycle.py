@@ -19,7 +19,8 @@ import pytest
 
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
+from tests.scheduler.conftest import release
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload, until
 from tiercache import ConfigError, TierCache
 from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.memory.slots import Lease
@@ -45,17 +46,14 @@ def held() -> Iterator[list[Lease]]:
     """Leases that a test takes, and that end with it."""
     leases: list[Lease] = []
     yield leases
-    for lease in leases:
-        lease.release()
+    release(*leases)
 
 
 async def put_that_waits(cache: TierCache, held: list[Lease]) -> asyncio.Task[bool]:
     """A put for which no slot comes free: `close` waits for it."""
     for number in range(cache.cpu.pool.count):
         assert await cache.put(key(number), payload(number))
-        lease = cache.cpu.lease(key(number))
-        assert lease is not None
-        held.append(lease)
+        held.append(cache.cpu.lease(key(number)))
     assert (await cache.flush()).complete, "a write that goes on would keep the memory mapped"
     waiting = asyncio.create_task(cache.put(key(998), payload(998), deadline_s=60.0))
     await asyncio.sleep(0)
@@ -63,16 +61,7 @@ async def put_that_waits(cache: TierCache, held: list[Lease]) -> asyncio.Task[bo
 
 
 async def closing_began() -> None:
-    while not any(task.get_name() == "tiercache-close" for task in asyncio.all_tasks()):
-        await asyncio.sleep(0)
-
-
-async def gone(path: Path) -> bool:
-    for _ in range(100):
-        if not path.exists():
-            return True
-        await asyncio.sleep(0.05)
-    return False
+    await until(lambda: any(task.get_name() == "tiercache-close" for task in asyncio.all_tasks()))
 
 
 def mapped(arena_file: Path) -> int:
@@ -80,14 +69,10 @@ def mapped(arena_file: Path) -> int:
     return Path("/proc/self/maps").read_text().count(arena_file.name)
 
 
-async def unmapped(arena_file: Path) -> bool:
+def unmapped(arena_file: Path) -> bool:
     """Tracebacks of writes that failed have to be collected."""
-    for _ in range(600):
-        gc.collect()
-        if not mapped(arena_file):
-            return True
-        await asyncio.sleep(0.1)
-    return False
+    gc.collect()
+    return not mapped(arena_file)
 
 
 def own_threads() -> set[threading.Thread]:
@@ -112,7 +97,7 @@ async def test_close_above_a_hung_disk_takes_its_time_out_once_and_gives_the_mem
         assert mapped(arena_file), "a hung write may still read it"
         await asyncio.gather(waiting, return_exceptions=True)
         mount.go_on()
-        assert await unmapped(arena_file)
+        await until(lambda: unmapped(arena_file))
     gc.collect()
     await asyncio.sleep(0)
     assert not [record for record in caplog.records if record.name == "asyncio"], "exceptions that nobody retrieved"
@@ -132,7 +117,7 @@ async def test_cancelled_close_gives_everything_back_and_says_so(
     assert time.monotonic() - began_s < 20.0
     with pytest.raises(CacheClosed):
         await waiting
-    assert await gone(arena_file)
+    await until(lambda: not arena_file.exists())
     async with TierCache.open(configured(tmp_path), LAYOUT) as again:
         assert again.statistics().tiers["disk"].strays == 0
 
@@ -194,9 +179,7 @@ async def test_start_that_fails_at_the_end_keeps_nothing_and_may_be_tried_again(
     with pytest.raises(ConfigError, match="control_socket"):
         await cache.start()
     assert not arena_file.exists()
-    async with asyncio.timeout(10.0):
-        while not own_threads() <= before:
-            await asyncio.sleep(0.01)
+    await until(lambda: own_threads() <= before)
     with pytest.raises(CacheClosed):
         await cache.put(key(1), payload(1))
     sockets.mkdir()
@@ -222,7 +205,7 @@ async def test_disk_that_hangs_at_the_start_is_one_sentence_by_a_deadline_and_ke
             await started(None, arena_file, **{option: str(mount.path), **values})
         assert time.monotonic() - began_s < 20.0
         mount.go_on()
-        assert await gone(arena_file)
+        await until(lambda: not arena_file.exists())
 
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests.chunks import chunks_of
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, only_below, opened, payload
+from tests.scheduler.conftest import release
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, only_below, opened, payload, until
 from tests.test_tenants import chunks_on_disk, held, keys_of, on_disk, put
 from tiercache import Config, Lease, TierCache
 from tiercache.core.layout import Layout
 from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
 from tiercache.integrations.settings import for_process
-from tiercache.tiers.files.tier import FileTier
 
 GB, MIB = 1 << 30, 1 << 20
 LARGE = Layout("test-model", chunk_tokens=64, bytes_per_token=4096 * 4)
@@ -87,11 +87,9 @@ async def test_a_slot_in_use_is_left_until_its_lease_ends() -> None:
         await pages_have_moved(cache)
         assert all(np.array_equal(lease.view, payload(int.from_bytes(lease.key, "big"), MIB)) for lease in leases)
         waiting = asyncio.create_task(cache.put(key(100), payload(100, MIB)))
-        for lease in leases[:50]:
-            lease.release()
+        release(*leases[:50])
         assert cache.statistics().slots == 14 and not waiting.done(), "those that come free go first"
-        for lease in leases[50:]:
-            lease.release()
+        release(*leases[50:])
         assert await waiting
         await pages_have_moved(cache)
         assert cache.statistics().slots == 8 and resident_bytes(cache) <= ARENA // 8
@@ -154,8 +152,7 @@ async def test_a_wrong_value_changes_nothing_and_says_why(wrong: str, tmp_path: 
         with pytest.raises(ConfigError, match=why):
             await cache.reconfigure({**good, **values})
         assert cache.config is before and cache.statistics().slots == slots
-        tier = cache.tiers[0]
-        assert isinstance(tier, FileTier) and tier.settings.cap_bytes == before.disk_bytes
+        assert cache.tiers[0].settings.cap_bytes == before.disk_bytes
         assert await cache.reconfigure({}) == []
     async with opened(layout=LARGE, max_local_cpu_size=gb(ARENA)) as cache:
         with pytest.raises(ConfigError, match="0.001953 GB hold 2 chunks of 1.00 MiB; at least 4 are needed"):
@@ -169,8 +166,7 @@ async def test_a_smaller_disk_is_evicted_to_its_cap_by_both_processes_that_use_i
         await other.parts.tiers[0].refreshed()  # type: ignore[attr-defined]
         smaller = {"max_local_disk_size": chunks_on_disk(30)}
         await asyncio.gather(cache.reconfigure(smaller), other.reconfigure(smaller))
-        while sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) > 30:
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) <= 30)
         cache.clear_hot()
         assert 15 <= await found(cache, keys) <= 30, "neither evicts what the other has evicted already"
         await fill(other, 32)
@@ -190,8 +186,7 @@ async def test_quotas_that_are_lowered_and_raised(tmp_path: Path) -> None:
         assert (await cache.flush()).complete
         await cache.reconfigure({name: size / 2 for name, size in quotas.items()})
         assert held(cache, "cpu", "noisy") == (8 * CHUNK_BYTES, 8) and held(cache, "cpu", "quiet")[1] == 8
-        while on_disk(tmp_path, "noisy") > 8:
-            await asyncio.sleep(0.01)
+        await until(lambda: on_disk(tmp_path, "noisy") <= 8)
         assert on_disk(tmp_path, "quiet") == 8
         await put(cache, keys_of(cache, "noisy", 16, session=1))
         assert held(cache, "cpu", "noisy")[1] == 8
@@ -208,8 +203,7 @@ async def test_leased_chunks_of_a_tenant_above_its_new_quota_go_when_their_lease
         leases = [lease for each in keys if isinstance(lease := cache.cpu.lease(each), Lease)]
         await cache.reconfigure({"tenant_max_local_cpu_size": gb(4 * CHUNK_BYTES)})
         assert held(cache, "cpu", "noisy")[1] == 16
-        for lease in leases:
-            lease.release()
+        release(*leases)
         assert held(cache, "cpu", "noisy")[1] == 4 and is_whole(cache)
 
 
@@ -256,8 +250,7 @@ async def test_a_read_that_has_begun_ends_before_its_tier_closes(tmp_path: Path)
         reading = asyncio.create_task(found(cache, keys))
         await begun.wait()
         detaching = asyncio.create_task(cache.detach("disk"))
-        while cache.statistics().breakers != {"disk": "detached"}:
-            await asyncio.sleep(0)
+        await until(lambda: cache.statistics().breakers == {"disk": "detached"})
         await asyncio.wait([detaching], timeout=0.1)
         gate.set()
         assert await reading == 1
@@ -272,8 +265,7 @@ async def test_chunks_forgotten_while_a_tier_is_detached_leave_it_when_it_is_att
             await cache.forget(keys[:2])
         await cache.attach("disk")
         assert await found(cache, keys[:2]) == 0
-        while sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) > 2:
-            await asyncio.sleep(0.05)
+        await until(lambda: sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) <= 2)
         cache.clear_hot()
         assert await found(cache, keys) == 2
 
@@ -305,8 +297,7 @@ async def test_a_tier_with_a_full_queue_that_hangs_is_detached_in_time_and_no_pu
 
         tier.write = hangs  # type: ignore[method-assign]
         puts = [asyncio.create_task(cache.put(key(number), payload(number))) for number in range(1, 12)]
-        while not cache.parts.fan_out.writers[0].statistics().queued:
-            await asyncio.sleep(0)
+        await until(lambda: cache.parts.fan_out.writers[0].statistics().queued)
         async with asyncio.timeout(30):
             await cache.detach("disk", timeout_s=0.01)
             assert not cache.statistics().writers["disk"].queued
@@ -333,8 +324,7 @@ async def test_changes_under_way_at_a_close_end_and_leave_no_tier_open(steps: in
     async with asyncio.timeout(30):
         outcomes = await asyncio.gather(*works, return_exceptions=True)
     assert all(isinstance(outcome, (CacheClosed, list, type(None))) for outcome in outcomes)
-    (tier,) = cache.tiers
-    assert isinstance(tier, FileTier) and not tier.directories.is_open
+    assert not cache.tiers[0].directories.is_open
 
 
 async def test_changes_that_are_cancelled_at_any_step_leave_a_cache_that_works(tmp_path: Path) -> None:
@@ -380,9 +370,7 @@ async def test_a_cache_with_a_detached_tier_closes(tmp_path: Path) -> None:
         leases = [cache.cpu.lease(key(1)), cache.cpu.lease(key(2))]
         await cache.reconfigure({"max_local_cpu_size": gb(MIB)})
     assert (await cache.close()).complete
-    for lease in leases:
-        assert lease is not None
-        lease.release()
+    release(*leases)
 
 
 async def test_shared_memory_is_resized_detached_and_attached(in_memory: Path) -> None:
@@ -402,8 +390,7 @@ async def test_shared_memory_is_resized_detached_and_attached(in_memory: Path) -
         await cache.forget(keys[:1])
         assert cache.lookup_hot(keys) == 0 and not cache.ahead.pinned
         await cache.reconfigure({"max_shared_memory_size": chunks_on_disk(10)})
-        while sum(1 for _ in chunks_of(in_memory).glob("[0-9a-f][0-9a-f]/*")) > 10:
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(1 for _ in chunks_of(in_memory).glob("[0-9a-f][0-9a-f]/*")) <= 10)
         with pytest.raises(ConfigError, match="max_shared_memory_size: .* less than the"):
             await cache.reconfigure({"max_shared_memory_size": 1e9})
 

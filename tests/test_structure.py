@@ -16,15 +16,9 @@ FILES = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 LEVELS = (
-    ("integrations",),
-    ("bridge",),
-    ("cache",),
-    ("lifecycle", "control"),
-    ("scheduler",),
-    ("tiers",),
-    ("memory", "device"),
+    ("integrations",), ("bridge",), ("cache",), ("lifecycle", "control"), ("scheduler",), ("tiers",), ("memory", "device"),
     ("core",),
-)
+)  # fmt: skip
 """Folders and modules in the order of their imports: each one imports from its own level and those after it."""
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 MAY_IMPORT_CONFIG = LEVEL["tiers"]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tests.chunks import chunks_of
 from tests.scheduler.conftest import release
-from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, only_below, payload
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, only_below, payload, until
 from tiercache import Lease, TierCache
 from tiercache.control.families import figures_of
 from tiercache.control.metrics import exposition
@@ -23,7 +23,6 @@ from tiercache.control.top import tables_of
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import tenant_of, tenant_tag
 from tiercache.memory.slots import PREFETCH, WRITE
-from tiercache.tiers.files.tier import FileTier
 
 GB = 1 << 30
 SLOTS = 32
@@ -106,8 +105,7 @@ async def test_who_holds_all_of_his_quota_waits_and_nobody_waits_for_him() -> No
         await put(cache, own)
         leases = await hold(cache, own)
         waiting = asyncio.create_task(put(cache, keys_of(cache, "noisy", 1, 1), deadline_s=30.0))
-        while not cache.cpu.wait_queue.waiting[WRITE]:
-            await asyncio.sleep(0)
+        await until(lambda: cache.cpu.wait_queue.waiting[WRITE])
         assert cache.cpu.try_reserve(WRITE, keys_of(cache, "noisy", 1, 2)[0]) is None
         assert await put(cache, keys_of(cache, "quiet", 12), deadline_s=0.0) == 12
         assert await put(cache, keys_of(cache, "", 12), deadline_s=0.0) == 12
@@ -140,8 +138,7 @@ async def test_what_is_prefetched_counts_and_takes_a_part_of_the_quota_only(tmp_
         await put(cache, quiet)
         await cache.flush()
         handle = cache.prefetch(noisy, deadline=0.0, ttl=30.0)
-        while cache.ahead.held < QUOTA // 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: cache.ahead.held >= QUOTA // 2)
         for _ in range(20):
             await asyncio.sleep(0)
         assert cache.ahead.held == QUOTA // 2, "prefetch_share of the quota"
@@ -163,8 +160,7 @@ async def test_demand_reads_of_others_do_not_wait_for_a_tenants_room(tmp_path: P
         leases = await hold(cache, noisy[:QUOTA])
         into = [np.zeros(CHUNK_BYTES, np.uint8) for _ in noisy]
         waiting = asyncio.create_task(cache.get_into(noisy[QUOTA:], into[QUOTA:], deadline_s=20.0))
-        while not cache.cpu.wait_queue.waiters:
-            await asyncio.sleep(0)
+        await until(lambda: cache.cpu.wait_queue.waiters)
         assert await cache.get_into(quiet, into[:4], deadline_s=5.0) == 4
         assert not waiting.done()
         release(*leases)
@@ -210,9 +206,7 @@ async def test_a_scan_costs_another_tenant_nothing_on_disk_and_after_a_restart(t
         assert on_disk(tmp_path, "noisy") == QUOTA and on_disk(tmp_path, "quiet") == QUOTA - 1
         assert held(cache, "disk", "noisy") == (QUOTA * file_bytes(CHUNK_BYTES), QUOTA)
     async with opened(tmp_path) as cache:
-        disk = cache.tiers[0]
-        assert isinstance(disk, FileTier)
-        await disk.scanned()
+        await cache.tiers[0].scanned()
         assert held(cache, "disk", "noisy")[1] == QUOTA
         await scan(cache, "noisy", 40)
         await cache.flush()
@@ -229,9 +223,7 @@ async def test_a_quota_that_was_lowered_holds_soon_and_costs_nobody_else(tmp_pat
         await scan(cache, "noisy", 40)
         await cache.flush()
     async with opened(tmp_path, tenant_max_local_disk_size=chunks_on_disk(QUOTA)) as cache:
-        disk = cache.tiers[0]
-        assert isinstance(disk, FileTier)
-        await disk.scanned()
+        await cache.tiers[0].scanned()
         assert on_disk(tmp_path, "noisy") == QUOTA == on_disk(tmp_path, "quiet")
         assert (await cache.lookup_keys(quiet)).chunks == QUOTA
 
@@ -287,7 +279,6 @@ async def test_a_prefetch_that_waits_for_a_pin_of_its_tenant_goes_on_when_the_ch
         pinned, other = keys_of(cache, "quiet", 2)
         await put(cache, [pinned])
         pin, read = cache.cpu.pin(pinned), cache.cpu.lease(pinned)
-        assert pin is not None and read is not None
         until_s = asyncio.get_running_loop().time() + 5
         waiting = asyncio.create_task(cache.cpu.wait_queue.wait(PREFETCH, lambda: until_s, other))
         await asyncio.sleep(0)

@@ -28,5 +28,4 @@ async def test_reads_take_far_longer_while_it_is_slow_and_what_was_stored_is_the
                 pass
             for number, key in enumerate(keys):
                 async with cache.get(key) as lease:
-                    assert lease is not None
-                    assert bytes(lease.view) == sources[number % len(sources)].tobytes()
+                    assert lease is not None and bytes(lease.view) == sources[number % len(sources)].tobytes()

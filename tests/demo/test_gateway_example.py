@@ -17,7 +17,6 @@ MODEL = {"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}
 @pytest.fixture(scope="module")
 def example() -> Any:
     spec = importlib.util.spec_from_file_location("prefetch_gateway", EXAMPLE)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

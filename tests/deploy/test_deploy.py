@@ -133,12 +133,8 @@ def test_everything_that_compose_mounts_is_there() -> None:
 
 
 def test_prometheus_asks_services_at_ports_that_they_have() -> None:
-    targets = [
-        target
-        for job in read(COMPOSE / "prometheus.yml")["scrape_configs"]
-        for one in job["static_configs"]
-        for target in one["targets"]
-    ]
+    jobs = read(COMPOSE / "prometheus.yml")["scrape_configs"]
+    targets = [target for job in jobs for one in job["static_configs"] for target in one["targets"]]
     ports = set(re.findall(r"^EXPOSE (\d+)$", CONTAINERFILE, re.MULTILINE))
     assert {target.split(":")[0] for target in targets} == {"engine", "control"} <= services().keys()
     assert {target.split(":")[1] for target in targets} == ports

@@ -77,25 +77,20 @@ def test_docs(shell: Shell) -> None:
     assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?https?://", pages) == [], "it loads nothing from elsewhere"
 
 
-def test_torture(shell: Shell) -> None:
-    assert "0 failed" in shell(f"{MAKE} torture TORTURE='--seeds 4'").stdout
-
-
-def test_bench_of_what_needs_more_than_this_machine(shell: Shell) -> None:
-    said = shell(f"{MAKE} bench-peers PEERS='--quick --pairs 1 --only core,compression'").stdout
-    assert "lookup.keys_per_s" in said and "compression." in said
-
-
-def test_bench_of_faults(shell: Shell) -> None:
-    """Peers need minutes to import."""
-    said = shell(f"{MAKE} bench-faults FAULTS='--only plain-files --chunks 8'").stdout
-    assert re.search(r"flipped bit +│ plain-files +│ +2 │", said)
-
-
-def test_bench_in_full_size(shell: Shell) -> None:
-    """Every pair: what goes wrong with a full cache does so from the third one on."""
-    said = shell(f"{MAKE} bench BENCH='--only core,cpu'").stdout
-    assert "cpu.put_gbps" in said
+@pytest.mark.parametrize(
+    ("target", "prints"),
+    [
+        ("torture TORTURE='--seeds 4'", ["0 failed"]),
+        ("bench-peers PEERS='--quick --pairs 1 --only core,compression'", [r"lookup\.keys_per_s", r"compression\."]),
+        # Peers need minutes to import.
+        ("bench-faults FAULTS='--only plain-files --chunks 8'", [r"flipped bit +│ plain-files +│ +2 │"]),
+        # Every pair: what goes wrong with a full cache does so from the third one on.
+        ("bench BENCH='--only core,cpu'", [r"cpu\.put_gbps"]),
+    ],
+)
+def test_what_measures(shell: Shell, target: str, prints: list[str]) -> None:
+    said = shell(f"{MAKE} {target}").stdout
+    assert all(re.search(one, said) for one in prints), said
 
 
 @pytest.mark.needs("no GPU")

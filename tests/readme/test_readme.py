@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -565,24 +566,17 @@ _API_SECTIONS = {
 }
 """Sections of docs/api.md by what their examples take for granted; `_API` for all others."""
 EPILOGUE = {
-    ("docs/embedding.md", "Prefetching"): """
-        assert progress.promoted == 2, progress
-asyncio.run(main())
-""",
-    ("docs/transformers.md", "transformers"): """
-    assert len(answer.new_ids) == 64
-asyncio.run(main())
-""",
-    ("docs/embedding.md", "Device memory"): """
-    assert torch.equal(layer_tensors[0][:, :16], layer_tensors[0][:, 16:])
-asyncio.run(main())
-""",
+    ("docs/embedding.md", "Prefetching"): "assert progress.promoted == 2, progress",
+    ("docs/transformers.md", "transformers"): "assert len(answer.new_ids) == 64",
+    ("docs/embedding.md", "Device memory"): "assert torch.equal(layer_tensors[0][:, :16], layer_tensors[0][:, 16:])",
 }
 
 
-def program_of(block: Block, prologue: str, epilogue: str) -> str:
-    indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1] if prologue else ""
-    return prologue + "".join(indent + line if line.strip() else line for line in block.text.splitlines(True)) + epilogue
+def program_of(block: Block, prologue: str, epilogue: str = "") -> str:
+    if not prologue:
+        return block.text
+    indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1]
+    return f"{prologue}{textwrap.indent(f'{block.text}{epilogue}', indent)}\nasyncio.run(main())\n"
 
 
 @pytest.mark.parametrize(
@@ -605,8 +599,7 @@ def test_examples_of_the_api(prologue: str, shell: Shell, place: Path) -> None:
         block for block in blocks("docs/api.md") if (block.section in sections if sections else block.section not in special)
     ]
     assert len(examples) >= 3
-    run = "\nasyncio.run(main())\n"
-    (place / "program.py").write_text("".join(program_of(block, prologue, run) for block in examples))
+    (place / "program.py").write_text("".join(program_of(block, prologue) for block in examples))
     shell("python program.py", TIERCACHE_CONFIG_FILE="small.yaml")
 
 

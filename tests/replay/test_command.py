@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -9,38 +10,40 @@ from typer.testing import CliRunner
 from tiercache.cli import app
 
 EXCERPT = Path(__file__).parent / "excerpts" / "mooncake_conversation.jsonl"
-runner = CliRunner()
+
+
+def said(status: int, *arguments: object) -> str:
+    """What the command prints before it ends with this status."""
+    result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def replayed(place: Path, *options: str) -> list[dict[str, Any]]:
+    """The rows that it writes of the excerpt."""
+    assert "400 requests" in said(0, EXCERPT, *options, "--json", place / "rows.json")
+    (found,) = json.loads((place / "rows.json").read_text())
+    return list(found["rows"])
 
 
 def test_a_sweep_beside_its_bounds(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    result = runner.invoke(app, ["replay", str(EXCERPT), "--sweep", "5%,20%", "--policy", "LRU,lfu", "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    assert "400 requests" in result.output
-    (found,) = json.loads(file.read_text())
-    names = [row["name"] for row in found["rows"]]
-    assert names == ["no cache", "LRU", "LFU", "LRU", "LFU", "optimal", "optimal", "infinite"]
-    assert found["rows"][0]["hit"] == 0
-    hits = [row["hit"] for row in found["rows"] if row["name"] == "LRU"]
+    rows = replayed(tmp_path, "--sweep", "5%,20%", "--policy", "LRU,lfu")
+    assert [row["name"] for row in rows] == ["no cache", "LRU", "LFU", "LRU", "LFU", "optimal", "optimal", "infinite"]
+    assert rows[0]["hit"] == 0
+    hits = [row["hit"] for row in rows if row["name"] == "LRU"]
     assert hits == sorted(hits)
 
 
 def test_flash_with_admissions_and_announcements(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
     options = ["--flash", "all", "--admission", "all,second_touch", "--prefetch", "none,hints", "--no-bounds"]
-    result = runner.invoke(app, ["replay", str(EXCERPT), *options, "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    rows = {row["name"]: row for row in json.loads(file.read_text())[0]["rows"]}
+    rows = {row["name"]: row for row in replayed(tmp_path, *options)}
     assert set(rows) == {"LRU, all", "LRU, all, hints", "LRU, second_touch", "LRU, second_touch, hints"}
     assert rows["LRU, second_touch"]["flash_written_blocks"] < rows["LRU, all"]["flash_written_blocks"]
     assert rows["LRU, all, hints"]["precision"] > 0.8
 
 
 def test_a_governor_in_gib_a_day(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    options = ["--sweep", "5%", "--flash", "all", "--gib-per-day", "0,100", "--no-bounds", "--json", str(file)]
-    assert runner.invoke(app, ["replay", str(EXCERPT), *options]).exit_code == 0
-    free, governed = json.loads(file.read_text())[0]["rows"]
+    free, governed = replayed(tmp_path, "--sweep", "5%", "--flash", "all", "--gib-per-day", "0,100", "--no-bounds")
     assert governed["flash_written_blocks"] + governed["governed_blocks"] >= free["flash_written_blocks"]
     assert governed["flash_written_blocks"] < free["flash_written_blocks"]
 
@@ -48,21 +51,16 @@ def test_a_governor_in_gib_a_day(tmp_path: Path) -> None:
 def test_bad_lines_are_named_and_the_exit_status_says_so(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(EXCERPT.read_text() + "{oops\n")
-    result = runner.invoke(app, ["replay", str(path), "--no-bounds"])
-    assert result.exit_code == 1
-    assert "line 401" in result.output
-    strict = runner.invoke(app, ["replay", str(path), "--no-bounds", "--strict"])
-    assert strict.exit_code == 2
-    assert "line 401" in strict.output
+    assert "line 401" in said(1, path, "--no-bounds")
+    assert "line 401" in said(2, path, "--no-bounds", "--strict")
 
 
 def test_bad_lines_are_named_if_no_line_is_good(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 5}\n')
-    result = runner.invoke(app, ["replay", str(EXCERPT), str(path), "--no-bounds"])
-    assert result.exit_code == 2
-    assert f"{path}: line 1: Object missing required field" in result.output
-    assert "error: the trace holds no request that can be replayed" in result.output
+    output = said(2, EXCERPT, path, "--no-bounds")
+    assert f"{path}: line 1: Object missing required field" in output
+    assert "error: the trace holds no request that can be replayed" in output
 
 
 @pytest.mark.parametrize(
@@ -90,22 +88,17 @@ def test_bad_lines_are_named_if_no_line_is_good(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_one_sentence(options: list[str], problem: str) -> None:
-    result = runner.invoke(app, ["replay", str(EXCERPT), *options])
-    assert result.exit_code == 2
-    assert problem in result.output
+    assert problem in said(2, EXCERPT, *options)
 
 
 def test_a_missing_trace_is_one_sentence(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["replay", str(tmp_path / "none")])
-    assert result.exit_code == 2
-    assert "cannot be read" in result.output
+    assert "cannot be read" in said(2, tmp_path / "none")
 
 
 def test_a_picture(tmp_path: Path) -> None:
     for number, options in enumerate((["--sweep", "5%,20%"], ["--flash", "all", "--admission", "all,second_touch"])):
         file = tmp_path / f"{number}.png"
-        result = runner.invoke(app, ["replay", str(EXCERPT), *options, "--plot", str(file)])
-        assert result.exit_code == 0, result.output
+        said(0, EXCERPT, *options, "--plot", file)
         assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -116,6 +109,5 @@ def test_a_picture_has_a_panel_for_each_of_two_traces_of_one_name(tmp_path: Path
     for path in paths:
         path.parent.mkdir()
         path.write_text('{"time_s": 0, "blocks": [1, 2]}\n')
-    result = runner.invoke(app, ["replay", *map(str, paths), "--plot", str(tmp_path / "picture.png")])
-    assert result.exit_code == 0, result.output
+    said(0, *paths, "--plot", tmp_path / "picture.png")
     assert drawn == ["trace.jsonl", str(paths[1])]

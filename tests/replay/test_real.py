@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from tiercache.cli import app
+from tests.replay.test_command import EXCERPT, said
 from tiercache.replay.bounds import survey
 from tiercache.replay.formats import Trace
 from tiercache.replay.real.calibration import Speeds
@@ -36,7 +35,6 @@ async def test_the_cache_does_what_the_simulator_says(
 ) -> None:
     trace = Trace(EXCERPTS / f"{name}.jsonl", limit=requests)
     known = survey(trace)
-    assert known.unique_blocks is not None
     setting = Setting(ram, flash, policy=policy, admission=admission, hardware=Hardware(CHUNK_BYTES // known.block_tokens))
     contents = Contents(CHUNK_BYTES)
     async with opened(setting, CHUNK_BYTES, known.unique_blocks, tmp_path, one_at_a_time=True) as cache:
@@ -53,7 +51,6 @@ async def test_requests_that_overlap_are_all_answered_with_the_right_bytes(tmp_p
     """Of the times only what holds on any machine is asserted: nothing is quicker than computing."""
     trace = Trace(EXCERPTS / "agentic_coding.jsonl", limit=30)
     known = survey(trace)
-    assert known.unique_blocks is not None
     speeds = Speeds(ram_bytes_per_s=1e9, flash_bytes_per_s=1e8, flash_latency_s=1e-4)
     hardware = Hardware(CHUNK_BYTES // known.block_tokens)
     setting = compressed(Setting(1000, 1100, prefetch=("hints",), hardware=hardware), 500.0, speeds)
@@ -97,10 +94,7 @@ def test_wrong_contents_are_noticed() -> None:
     ],
 )
 def test_what_cannot_be_played_is_one_sentence(tmp_path: Path, options: list[str], problem: str) -> None:
-    trace = str(EXCERPTS / "mooncake_conversation.jsonl")
-    result = CliRunner().invoke(app, ["replay", trace, "--real", str(tmp_path), *options])
-    assert result.exit_code == 2
-    assert problem in result.output
+    assert problem in said(2, EXCERPT, "--real", tmp_path, *options)
 
 
 def test_the_command_prints_both_sides_and_leaves_no_file(tmp_path: Path) -> None:
@@ -108,9 +102,7 @@ def test_the_command_prints_both_sides_and_leaves_no_file(tmp_path: Path) -> Non
     files.mkdir()
     options = ["--limit", "30", "--sweep", "500", "--flash", "600", "--speed-up", "100"]
     options += ["--real", str(files), "--real-chunk-kib", "16", "--json", str(tmp_path / "rows.json")]
-    result = CliRunner().invoke(app, ["replay", str(EXCERPTS / "mooncake_conversation.jsonl"), *options])
-    assert result.exit_code == 0, result.output
-    assert "one by one: blocks hit in RAM" in result.output
+    assert "one by one: blocks hit in RAM" in said(0, EXCERPT, *options)
     (found,) = json.loads((tmp_path / "rows.json").read_text())
     serial = found["real"]["serial"]
     assert serial["measured"] == serial["simulated"]

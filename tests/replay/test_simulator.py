@@ -15,13 +15,9 @@ EXCERPTS = Path(__file__).parent / "excerpts"
 TOKENS = 10
 BLOCK = 100  # bytes
 HARDWARE = Hardware(
-    bytes_per_token=BLOCK // TOKENS,
-    prefill_tokens_per_s=10.0,
-    decode_tokens_per_s=1.0,
-    ram_bytes_per_s=1000.0,
-    flash_read_bytes_per_s=200.0,
-    flash_latency_s=0.0,
-)
+    bytes_per_token=BLOCK // TOKENS, prefill_tokens_per_s=10.0, decode_tokens_per_s=1.0, ram_bytes_per_s=1000.0,
+    flash_read_bytes_per_s=200.0, flash_latency_s=0.0,
+)  # fmt: skip
 
 
 def request(time_s: float, blocks: str, session: str | None = None, *, took_s: float = 1.0) -> Request:
@@ -164,7 +160,6 @@ def test_the_optimum_knows_what_comes() -> None:
 def test_no_policy_beats_the_bounds_on_real_requests(name: str, policy: str) -> None:
     trace = Trace(EXCERPTS / f"{name}.jsonl")
     found = survey(trace)
-    assert found.unique_blocks is not None
     ram_blocks = found.unique_blocks // 10
     hit = Simulator(Setting(ram_blocks, policy=policy), found.block_tokens).run(trace).hit
     infinite = Simulator(Setting(1 << 40), found.block_tokens).run(trace).hit
@@ -177,7 +172,6 @@ def test_real_requests_give_the_figures_that_they_gave() -> None:
     for name in ("mooncake_conversation", "agentic_coding"):
         trace = Trace(EXCERPTS / f"{name}.jsonl")
         known = survey(trace)
-        assert known.unique_blocks is not None
         for policy in ("LRU", "FIFO"):
             setting = Setting(known.unique_blocks // 10, policy=policy)
             figures = Simulator(setting, known.block_tokens).run(trace, known.requests // 2)

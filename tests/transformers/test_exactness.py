@@ -191,14 +191,13 @@ async def test_a_copy_of_a_cache_is_of_the_same_model(kv: ModelKv, prefixes: Pre
     assert await prefixes.store(other, PROMPT) == HIT_TOKENS
 
 
-async def test_under_autocast_nothing_is_computed(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache:
-        past = await PrefixCache(cache, kv).load(PROMPT)
-        with torch.autocast("cpu", torch.float16):
-            with pytest.raises(LayoutError, match="autocast"):
-                compute(kv.model, past, PROMPT)
-            with pytest.raises(LayoutError, match="autocast"):
-                ModelKv(kv.model)
+async def test_under_autocast_nothing_is_computed(kv: ModelKv, prefixes: PrefixCache) -> None:
+    past = await prefixes.load(PROMPT)
+    with torch.autocast("cpu", torch.float16):
+        with pytest.raises(LayoutError, match="autocast"):
+            compute(kv.model, past, PROMPT)
+        with pytest.raises(LayoutError, match="autocast"):
+            ModelKv(kv.model)
 
 
 async def test_what_was_computed_with_other_weights_is_not_stored(kv: ModelKv, prefixes: PrefixCache) -> None:
@@ -236,11 +235,10 @@ async def test_the_ids_of_another_conversation_are_refused(kv: ModelKv, prefixes
         await prefixes.store(past, PROMPT[:-1])
 
 
-async def test_a_batch_is_refused(kv: ModelKv, open_cache: Open) -> None:
-    async with open_cache(kv) as cache:
-        past = await PrefixCache(cache, kv).load(PROMPT)
-        with pytest.raises(LayoutError, match="batch of 2"):
-            kv.model(input_ids=torch.ones(2, 3, dtype=torch.long), past_key_values=past, use_cache=True)
+async def test_a_batch_is_refused(kv: ModelKv, prefixes: PrefixCache) -> None:
+    past = await prefixes.load(PROMPT)
+    with pytest.raises(LayoutError, match="batch of 2"):
+        kv.model(input_ids=torch.ones(2, 3, dtype=torch.long), past_key_values=past, use_cache=True)
 
 
 def test_what_the_token_ids_do_not_say_is_refused() -> None:

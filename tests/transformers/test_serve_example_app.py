@@ -23,7 +23,6 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("serve_fastapi", EXAMPLE)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where pydantic looks its annotations up
     spec.loader.exec_module(module)

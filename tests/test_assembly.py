@@ -15,6 +15,7 @@ from tiercache.core.header import file_bytes
 from tiercache.errors import ConfigError, DeviceError
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=64)
+FS = "remote_storage_plugin.fs.a"
 
 
 @pytest.fixture
@@ -69,10 +70,7 @@ def test_driver_that_was_handed_in_has_to_work() -> None:
         ("max_shared_memory_size", {"shared_memory_path": "DIR"}),
         ("max_gds_size", {"gds_path": "DIR", "gds_buffer_size": 16}),
         ("max_hf3fs_size", {"remote_storage_plugins": "hf3fs", "hf3fs_base_path": "DIR"}),
-        (
-            "remote_storage_plugin.fs.a.max_size",
-            {"remote_storage_plugins": "fs.a", "remote_storage_plugin.fs.a.base_path": "DIR"},
-        ),
+        (f"{FS}.max_size", {"remote_storage_plugins": "fs.a", f"{FS}.base_path": "DIR"}),
     ],
 )
 def test_cap_that_holds_no_chunk_is_refused(tmp_path: Path, key: str, values: dict[str, Any]) -> None:

@@ -53,18 +53,9 @@ def run(place: Path, *options: str, programs: tuple[str, ...] = (), tests: str =
     for program in programs:
         (path / program).touch(mode=0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "LONG_TESTS"))}
-    done = subprocess.run(
-        [
-            sys.executable,
-            *["-m", "pytest", "-q", "-p", "tests.needs", "-p", "no:cacheprovider", "--strict-markers"],
-            *options,
-        ],
-        cwd=place,
-        env={**kept, "PATH": str(path), "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-ptests.needs", "-pno:cacheprovider", "--strict-markers", *options]
+    environment = {**kept, "PATH": str(path), "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,16 +42,8 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def shell(place: Path, environment: dict[str, str]) -> Shell:
     def run(command: str, status: int = 0, limit_s: float = 1200, **more: str) -> subprocess.CompletedProcess[str]:
-        found = subprocess.run(
-            ["bash", "-c", command],
-            cwd=place,
-            env=environment | more,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": limit_s}
+        found = subprocess.run(["bash", "-c", command], cwd=place, env=environment | more, check=False, **options)
         assert found.returncode == status, f"$ {command}\n{found.stdout[-4000:]}\n{found.stderr[-4000:]}"
         return found
 

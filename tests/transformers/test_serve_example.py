@@ -42,13 +42,8 @@ def serving(place: Path, ends_by: signal.Signals = signal.SIGINT) -> Iterator[tu
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}
     command = sys.executable, str(EXAMPLE), "--port", str(port), "--directory", str(place / "kv"), "--hot-gb", "0.1"
     with (place / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=place,
-            env=kept | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(place)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        environment = kept | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(place)}
+        process = subprocess.Popen(command, cwd=place, env=environment, stdout=log, stderr=subprocess.STDOUT)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             try:
                 wait_for(client, process)

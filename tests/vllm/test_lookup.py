@@ -19,7 +19,7 @@ from typing import Any, Self, cast
 import msgspec
 import pytest
 
-from tests.memory.test_threads import no_thread_to_be_had
+from tests.memory.test_memory import no_thread_to_be_had
 from tests.vllm.halves import NAMES as ALL_NAMES
 from tests.vllm.halves import Cached
 from tiercache.bridge import CacheThread

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.memory.test_threads import no_thread_to_be_had
+from tests.memory.test_memory import no_thread_to_be_had
 from tests.vllm.halves import Hanging, save_adapter
 from tiercache.core.keys import keys_from_hashes, tenant_of, tenant_tag
 from tiercache.integrations.model_files import identity_of_adapter

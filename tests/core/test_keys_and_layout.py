@@ -53,8 +53,9 @@ def test_partial_tail_has_a_key_of_its_own_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("tokens", "error", "said"),
     [
-        *(([token, 0, 0, 0], OverflowError, "") for token in (-1, 2**32)),
-        *((np.array([token, 0, 0, 0]), OverflowError, "") for token in (-1, 2**40)),
+        ([-1, 0, 0, 0], OverflowError, "negative"),
+        ([2**32, 0, 0, 0], OverflowError, "greater than maximum"),
+        *((np.array([token, 0, 0, 0]), OverflowError, "tokens: ids must be within") for token in (-1, 2**40)),
         (np.zeros((2, 4), dtype=np.int64), ValueError, "vector of integers"),
         (np.zeros(4), ValueError, "float"),
     ],

@@ -205,17 +205,17 @@ def test_the_right_value_has_its_length() -> None:
 @pytest.mark.parametrize(
     ("raw", "got", "said"),
     [
-        (dataclasses.replace(HEADER, key=chunk(2)[0]).pack(), 5000, ""),
-        (dataclasses.replace(HEADER, fingerprint=bytes(16)).pack(), 5000, ""),
-        (dataclasses.replace(HEADER, payload_bytes=4999).pack(), 5000, ""),
-        (dataclasses.replace(HEADER, payload_checksum=1).pack(), 5000, ""),
+        (dataclasses.replace(HEADER, key=chunk(2)[0]).pack(), 5000, "key"),
+        (dataclasses.replace(HEADER, fingerprint=bytes(16)).pack(), 5000, "layout"),
+        (dataclasses.replace(HEADER, payload_bytes=4999).pack(), 5000, "length: expected 4999 bytes, found 5000"),
+        (dataclasses.replace(HEADER, payload_checksum=1).pack(), 5000, "payload checksum"),
         (HEADER.pack()[:70] + bytes([HEADER.pack()[70] ^ 1]) + HEADER.pack()[71:], 5000, "header checksum"),
-        (HEADER.pack(), 4999, ""),
-        *((HEADER.pack()[:left_bytes], 0, "") for left_bytes in (0, 3, 8, 87)),
+        (HEADER.pack(), 4999, "length: expected 5000 bytes, found 4999"),
+        *((HEADER.pack()[:left_bytes], 0, "header: expected 88 bytes") for left_bytes in (0, 3, 8, 87)),
     ],
 )
 def test_a_value_that_is_not_this_chunk_is_corrupt(raw: bytes, got: int, said: str) -> None:
-    with pytest.raises(CorruptChunk, match=said) as caught:
+    with pytest.raises(CorruptChunk, match=f"shelf: {said}") as caught:
         Stepped().verified(KEY, raw, PADDED[:5000], got)
     assert not isinstance(caught.value, NotOurs)
 

@@ -45,6 +45,8 @@ async def test_hanging_daemon_keeps_what_it_may_still_write_to(
             for outcome in await asyncio.gather(*reads, return_exceptions=True):
                 assert isinstance(outcome, TierUnavailable)
         else:
+            # A read may begin after the write.
+            await until(lambda: [each.ended.done() for each in tier.io.engine._unfinished()] == [True] * 3)
             assert not any(read.done() for read in reads), "the slots are the daemon's"
         assert tier.io.engine.in_flight == 3
         assert await all_places_are_free(tier, but=3)

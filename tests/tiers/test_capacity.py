@@ -388,6 +388,26 @@ def test_what_cannot_be_given_back_at_the_end_is_found_by_a_scan(tmp_path: Path)
         assert len(locks(tmp_path)) == 1
 
 
+def test_a_reservation_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writes wait together. The first one charges a step, and the counter cannot be written for the second."""
+    pwrites = iter([os.pwrite])
+    with opened(tmp_path, step=100) as capacity, counter(tmp_path).open() as other, ThreadPoolExecutor(2) as threads:
+        write(capacity, 60)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writes = [threads.submit(write, capacity, 90) for _ in range(2)]
+        while threads_in("_charge") < 2:
+            time.sleep(0)  # lets them run
+        monkeypatch.setattr(os, "pwrite", lambda *call: next(pwrites, fails)(*call))
+        fcntl.flock(other, fcntl.LOCK_UN)
+        failures = [written.exception() for written in writes]
+        assert sorted(map(type, failures), key=str) == [type(None), OSError]
+        assert (capacity.used_bytes, capacity.in_flight_bytes) == (150, 0)
+        with pytest.raises(OSError, match="Input/output error"):
+            capacity.reserve(90)  # 50 of which are left of the step
+        assert (capacity.used_bytes, capacity.in_flight_bytes) == (150, 0)
+        monkeypatch.undo()
+
+
 def test_what_a_failed_call_has_written_is_not_given_back_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may lose the answer to a write that it has done."""
     pwrite = os.pwrite

@@ -47,6 +47,18 @@ def temporaries(root: Path) -> list[Path]:
     return list((root / ".tiercache" / "tmp").glob("*.[0-9]*"))
 
 
+def test_what_cannot_be_published_takes_no_bytes(two: tuple[ChunkFiles, ChunkFiles]) -> None:
+    """A file of another program is where the directory of the chunk should be."""
+    one, _ = two
+    key, payload = chunk(1)
+    Path(one.path(key)).parent.write_bytes(b"")
+    used_bytes = one.capacity.used_bytes
+    with pytest.raises(NotADirectoryError):
+        one.write(key, payload, CHUNK_BYTES)
+    assert temporaries(one.root) == []
+    assert (one.capacity.used_bytes, one.capacity.in_flight_bytes) == (used_bytes, 0)
+
+
 def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[ChunkFiles, ChunkFiles]) -> None:
     one, other = two
     key, payload = chunk(1)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "prefetch_gateway.py"
+from tests.examples import load_example
+
 MODEL = {"num_hidden_layers": 30, "num_key_value_heads": 3, "head_dim": 64}
 """SmolLM2-135M, the model of the demo."""
 
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("prefetch_gateway", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("prefetch_gateway")
 
 
 @pytest.mark.parametrize(("dtype", "number_bytes"), [("bfloat16", 2), ("float32", 4)])

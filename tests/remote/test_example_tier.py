@@ -1,13 +1,12 @@
 """The tiers that show third parties how it is done pass the contract, and serve a cache."""
 
-import importlib.util
 import sqlite3
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.examples import load_example
 from tests.tiers.test_disk import flip
 from tiercache import Config, Layout, TierCache
 from tiercache.core.header import HEADER_BYTES
@@ -18,17 +17,11 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.registry import make_remote
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 @pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def _importable() -> None:
     for name in ("sqlite_tier", "beegfs_tier"):
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
+        load_example(name)
 
 
 class TestSqliteTier(TierContract):

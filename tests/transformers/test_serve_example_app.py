@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
@@ -12,21 +10,17 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.examples import load_example
 from tests.transformers.models import CHUNK_TOKENS, make_model
 from tiercache import Config
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_fastapi.py"
 TEXT = " ".join(f"w{number}" for number in range(2, 2 + 5 * CHUNK_TOKENS))
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serve_fastapi", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where pydantic looks its annotations up
-    spec.loader.exec_module(module)
-    return module
+    return load_example("serve_fastapi")
 
 
 @pytest.fixture(scope="module")

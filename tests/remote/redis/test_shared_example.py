@@ -1,26 +1,19 @@
 """examples/redis_shared.py: what it leaves on a server that stays."""
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.examples import load_example
 from tiercache.demo.server import ServerFailed
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "redis_shared.py"
 
 
 @pytest.fixture
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("redis_shared", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("redis_shared")
 
 
 def test_values_are_removed_after_the_servers_have_ended_also_if_one_fails(

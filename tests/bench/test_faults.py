@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.bench.faults.matrix import FAULTS
-from tests.needs import is_there
+from tests.needs import is_there, needs_fuse
 from tests.readme.blocks import REPOSITORY
 
 CHUNKS = 8
@@ -47,6 +47,25 @@ def test_tiercache_serves_nothing_wrong_and_raises_nothing(cells: Any, fault: st
 )
 def test_tiercache_keeps_every_chunk_whose_file_is_whole(cells: Any, fault: str, hits: int) -> None:
     assert cells[fault, "tiercache"]["hits"] == hits
+
+
+@needs_fuse
+def test_a_failed_load_fails_the_reads_of_every_store(cells: Any) -> None:
+    assert (cells["failed load", "tiercache"]["hits"], cells["failed load", "tiercache"]["missed"]) == (6, 2)
+    assert len(cells["failed load", "plain-files"]["errors"]) == 2
+
+
+@pytest.mark.needs("mount")
+def test_a_full_disk_has_room_for_half_of_the_chunks(cells: Any) -> None:
+    assert 0 < cells["full disk", "tiercache"]["hits"] <= CHUNKS // 2
+    assert cells["full disk", "plain-files"]["errors"]
+
+
+def test_writers_are_killed_in_the_middle(cells: Any) -> None:
+    for store in ("tiercache", "plain-files"):
+        cell = cells["kill -9 in a write", store]
+        assert not cell["note"].startswith("0 of")
+        assert 0 < cell["hits"] < cell["chunks"]
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.startswith("other ")])

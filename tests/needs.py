@@ -23,6 +23,7 @@ import pytest
 
 LONG = "LONG_TESTS" in os.environ
 RDMA_DEVICES = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+LMCACHE_CLI = Path(__file__).parents[1] / "build" / "lmcache-cli"
 _CAP_SYS_ADMIN = 21
 
 
@@ -79,6 +80,10 @@ OTHERS: Mapping[str, tuple[Callable[[], bool], str]] = {
     "no GPU": (lambda: not has_gpu(), "a machine without one"),
     "RDMA": (lambda: bool(RDMA_DEVICES), "an RDMA device"),
     "minutes": (lambda: LONG, "make long-test"),
+    "lmcache-cli": (
+        (LMCACHE_CLI / "lmcache").is_dir,
+        "pip install --no-deps --target build/lmcache-cli lmcache-cli",
+    ),
 }
 """What else a test may need, and how to have it."""
 

@@ -1,8 +1,10 @@
-"""LMCache's benchmark client against servers: what is compared, and what is said without the client."""
+"""Rivals' benchmark clients against servers: what is compared, what clients are asked, and what is said without them."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.bench.vllm import rivals
+from tests.needs import LMCACHE_CLI
 from tiercache.config import Config
+
+MEMORY_GB = 0.5
 
 
 def test_without_the_client_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,15 +24,60 @@ def test_without_the_client_it_says_how_to_get_it(tmp_path: Path, capsys: pytest
     assert "has no lmcache-cli" in result.output + capsys.readouterr().err
 
 
+def test_an_unknown_workload_is_refused_before_a_server_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    result = CliRunner().invoke(rivals.app, ["--workloads", "long-doc-qa,no-such"])
+    assert result.exit_code == 2
+    assert "no-such: expected some of long-doc-qa, " in result.output + capsys.readouterr().err
+
+
 def test_the_servers_have_the_same_room_in_memory_and_differ_in_what_is_compared(tmp_path: Path) -> None:
     settings = rivals._settings(64)
     small = [one for name, one in settings.items() if name != "engine cache that holds all"]
     assert {one.blocks for one in small} == {64} and settings["engine cache that holds all"].blocks > 64
-    offloaded = json.loads(settings["OffloadingConnector"].arguments[-1])["kv_connector_extra_config"]
     for name in ("tiercache", "tiercache, whole chunks", "tiercache, disk"):
-        values = yaml.safe_load(settings[name].config.format(hot_gb=rivals._HOT_GB, directory=tmp_path))
+        values = yaml.safe_load(settings[name].configured(tmp_path, MEMORY_GB))
         config = Config.load(environ={}, overrides=values)
         assert config.chunk_size == 256, "the default"
-        assert config.max_local_cpu_size * 2**30 == offloaded["cpu_bytes_to_use"]
+        assert config.max_local_cpu_size == MEMORY_GB
         assert bool(config.local_disk) == (name == "tiercache, disk")
         assert config.save_unfull_chunk is (False if name == "tiercache, whole chunks" else None)
+
+
+def test_vllms_own_offloading_has_that_room_too_and_each_tier_below_it_a_directory(tmp_path: Path) -> None:
+    below = {}
+    for name, setting in rivals._settings(64).items():
+        if "OffloadingConnector" in name:
+            extra = json.loads(setting.arguments(tmp_path, MEMORY_GB)[-1])["kv_connector_extra_config"]
+            assert extra["cpu_bytes_to_use"] == MEMORY_GB * 2**30
+            below[name] = extra["secondary_tiers"]
+        else:
+            assert setting.arguments(tmp_path, MEMORY_GB) == []
+    assert below["OffloadingConnector"] == []
+    assert below["fs below OffloadingConnector"] == [{"type": "fs", "root_dir": str(tmp_path / "kv")}]
+    (ours,) = below["ours below OffloadingConnector"]
+    assert (ours.pop("type"), ours.pop("module_path")) == ("TierCacheTier", "tiercache.integrations.vllm_offloading")
+    config = Config.load(environ={}, overrides=ours)
+    assert config.local_disk and config.max_local_disk_size == 4
+
+
+@pytest.mark.needs("lmcache-cli")
+@pytest.mark.parametrize("workload", rivals._WORKLOADS)
+def test_lmcaches_client_takes_the_arguments(workload: str, tmp_path: Path) -> None:
+    """It writes down what it would ask, without a server."""
+    command = rivals._command(workload, "http://127.0.0.1:1", Path("demo/model"), 0, tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(LMCACHE_CLI)}
+    subprocess.run([*command, "--export-config", tmp_path / "config.json"], env=environment, check=True)
+    assert json.loads((tmp_path / "config.json").read_text())["workload"] == workload
+
+
+@pytest.mark.parametrize("workload", rivals._SERVE_WORKLOADS)
+def test_vllms_client_takes_the_arguments(workload: str, tmp_path: Path) -> None:
+    serve = pytest.importorskip("vllm.benchmarks.serve")
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = rivals._command(workload, "http://127.0.0.1:1", Path("demo/model"), 0, tmp_path)
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    found = parser.parse_args(command[command.index(rivals._BENCH_SERVE) + 1 :])
+    assert (found.save_result, found.result_dir, found.metric_percentiles) == (True, str(tmp_path), "99")
+    assert found.num_prompts % found.prefix_repetition_num_prefixes == 0, "all prompts are asked"

@@ -6,6 +6,7 @@
 # make docs   the site of docs/, in build/site
 # make bench  ceilings and ours in one run; BENCH='--quick' and the like go to tiercache bench
 # make bench-peers  the same with servers, emulators, engines and LMCache; PEERS='--only redis' says which
+#                   rivals' own benchmark clients: .venv/bin/python -m tests.bench.vllm.rivals; its --help lists servers and workloads
 # make bench-faults  what tiercache, vLLM's fs tier and LMCache make of damaged files, kill -9 and the like; FAULTS='--only tiercache' and the like
 # make torture  whole caches on simulated clocks, threads and devices, with faults; TORTURE='--minutes 5' and the like
 # make gpu-check   the tests and figures of device memory, on a machine with a CUDA GPU; sets nothing up, needs no network

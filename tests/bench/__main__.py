@@ -1,4 +1,7 @@
-"""`python -m tests.bench`: `tiercache bench`, with what needs servers, emulators, engines or a peer; `make bench-peers`."""
+"""`python -m tests.bench`: `tiercache bench`, with what needs servers, emulators, engines or a peer; `make bench-peers`.
+
+`python -m tests.bench.vllm.rivals` runs rivals' own benchmark clients.
+"""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ def test_an_unknown_workload_is_refused_before_a_server_starts(capsys: pytest.Ca
 
 def test_the_servers_have_the_same_room_in_memory_and_differ_in_what_is_compared(tmp_path: Path) -> None:
     settings = rivals._settings(64)
+    assert sum(name.startswith("OffloadingConnector") for name in settings) == 1, "--servers can choose it alone"
     small = [one for name, one in settings.items() if name != "engine cache that holds all"]
     assert {one.blocks for one in small} == {64} and settings["engine cache that holds all"].blocks > 64
     for name in ("tiercache", "tiercache, whole chunks", "tiercache, disk"):

@@ -311,7 +311,7 @@ ENTRIES: dict[str, Entry] = {
     r"python -m tests\.bench\.gpu --cpu": with_options("--parts events", "checks passed"),
     # It starts engines for half an hour. Its parts: tests/bench/test_vllm_offloading.py.
     r"python -m tests\.bench\.vllm\.offloading --pairs \d": with_options("--help"),
-    # It starts six servers. Its parts: tests/bench/test_rivals.py.
+    # It starts a server for each that is compared. Its parts: tests/bench/test_rivals.py.
     rf"python -m tests\.bench\.vllm\.rivals( -{PLAIN})?": with_options("--help"),
     # It starts two servers twice. Its parts: tests/bench/test_rolling.py.
     rf"python -m tests\.bench\.vllm\.rolling( -{PLAIN})?": with_options("--help"),

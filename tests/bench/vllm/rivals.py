@@ -137,7 +137,9 @@ def rivals(
         "build/lmcache-cli"
     ),
     workloads: Annotated[str, typer.Option(help=f"Comma list of: {', '.join(_ALL_WORKLOADS)}.")] = "long-doc-qa",
-    servers: Annotated[str, typer.Option(help="Comma list of beginnings of servers' names; all without it.")] = "",
+    servers: Annotated[
+        str, typer.Option(help=f"Comma list of beginnings of: {'; '.join(_settings(0))}. All without it.")
+    ] = "",
     pairs: Annotated[int, typer.Option(min=1, help="Runs of each server.")] = 3,
     engine_blocks: Annotated[int, typer.Option(min=20, help="Blocks of the small engine cache.")] = 64,
     memory_gb: Annotated[float, typer.Option(min=0.1, help="GB of each memory tier.")] = 1.5,

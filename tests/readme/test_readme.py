@@ -44,7 +44,7 @@ EXCERPTS = REPOSITORY / "tests/replay/excerpts"
 ELSEWHERE = {
     r"make \S+": "tests/readme/test_makefile.py",
     r"python -m sglang\.launch_server .*": "tests/sglang/test_storage.py",
-    r"python -m tests\.bench --only vllm": "tests/vllm/test_bench.py",
+    r"python -m tests\.bench --only vllm --pairs \d": "tests/vllm/test_bench.py",
     r"python -m tests\.replay\.predictions TRACE\.\.\.": "tests/replay/test_predictions.py",
 }
 """Commands that another test runs, as far as it can be run here."""

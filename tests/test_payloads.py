@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.chunks import chunks_of
-from tests.remote.test_example_tier import EXAMPLES
+from tests.examples import EXAMPLES
 from tests.test_cache import CHUNK_BYTES, key, only_below, opened, payload
 from tiercache import TierCache
 from tiercache.core.header import aligned

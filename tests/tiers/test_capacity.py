@@ -97,10 +97,15 @@ def test_steps_shrink_with_the_room_so_that_the_last_bytes_can_be_used(tmp_path:
         assert write(several[0], 400)
 
 
-def threads_in(function: str) -> int:
-    """Count the threads that have called it and have not returned."""
-    stacks = (walk_stack(frame) for frame in sys._current_frames().values())
-    return sum(any(frame.f_code.co_name == function for frame, _ in stack) for stack in stacks)
+def let_enter(function: str, number: int) -> None:
+    """Let other threads run until so many have called `function` and have not returned."""
+
+    def entered() -> int:
+        stacks = (walk_stack(frame) for frame in sys._current_frames().values())
+        return sum(any(frame.f_code.co_name == function for frame, _ in stack) for stack in stacks)
+
+    while entered() < number:
+        time.sleep(0)
 
 
 def test_writes_that_waited_for_the_count_together_reserve_one_step(tmp_path: Path) -> None:
@@ -108,8 +113,7 @@ def test_writes_that_waited_for_the_count_together_reserve_one_step(tmp_path: Pa
     with opened(tmp_path, step=100) as capacity, counter(tmp_path).open() as other, ThreadPoolExecutor(8) as threads:
         fcntl.flock(other, fcntl.LOCK_EX)
         writes = [threads.submit(write, capacity, 10) for _ in range(8)]
-        while threads_in("_charge") < 8:
-            time.sleep(0)  # lets them run
+        let_enter("_charge", 8)
         fcntl.flock(other, fcntl.LOCK_UN)
         assert all(written.result() for written in writes)
         assert counted_in(counter(tmp_path)) == 100
@@ -270,8 +274,7 @@ def test_a_process_whose_lock_file_is_deleted_while_it_waits_for_the_count_gives
         assert write(capacity, 100)
         fcntl.flock(other, fcntl.LOCK_EX)
         deleting = threads.submit(delete, capacity, 100)
-        while not threads_in("lock_within"):
-            time.sleep(0)  # lets it run
+        let_enter("lock_within", 1)
         for lock in locks(tmp_path):
             lock.unlink()
         fcntl.flock(other, fcntl.LOCK_UN)
@@ -395,8 +398,7 @@ def test_a_reservation_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pyt
         write(capacity, 60)
         fcntl.flock(other, fcntl.LOCK_EX)
         writes = [threads.submit(write, capacity, 90) for _ in range(2)]
-        while threads_in("_charge") < 2:
-            time.sleep(0)  # lets them run
+        let_enter("_charge", 2)
         monkeypatch.setattr(os, "pwrite", lambda *call: next(pwrites, fails)(*call))
         fcntl.flock(other, fcntl.LOCK_UN)
         failures = [written.exception() for written in writes]

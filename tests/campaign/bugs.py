@@ -1,11 +1,12 @@
 """A worker with one of the bugs that the campaign must find: the one that the environment names. It is a `--worker`."""
 
 import os
+import signal
 import time
 
 import numpy as np
 
-from tests.torture.campaign.worker import run
+from tests.torture.campaign.worker import Worker, run
 from tiercache.core.keys import ChunkKey
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.tier import FileTier
@@ -15,6 +16,7 @@ __all__ = ["BUG", "run"]
 BUG = "CAMPAIGN_BUG"
 """The environment's name for the bug."""
 _read, _write, _remove, _limit = FileTier.read, FileTier.write, FileTier.remove, ChunkFiles.limit
+_close = Worker._close
 _kept: list[object] = []
 
 
@@ -57,6 +59,19 @@ async def leaks(self: FileTier, key: ChunkKey) -> bool:
     return await _remove(self, key)
 
 
+async def raises_at_the_end(self: Worker) -> None:
+    """Raise in the close after which the process ends."""
+    if self._work is None:
+        raise RuntimeError("the last close fails")
+    await _close(self)
+
+
+async def crashes_at_the_end(self: Worker) -> None:
+    if self._work is None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    await _close(self)
+
+
 match bug := os.environ.get(BUG):
     case "flips_bits":
         FileTier.read = flips_bits  # type: ignore[method-assign]
@@ -66,3 +81,5 @@ match bug := os.environ.get(BUG):
         ChunkFiles.limit = takes_too_much  # type: ignore[method-assign]
     case "keeps_forgotten" | "crashes" | "hangs" | "leaks":
         FileTier.remove = globals()[bug]  # type: ignore[method-assign]
+    case "raises_at_the_end" | "crashes_at_the_end":
+        Worker._close = globals()[bug]  # type: ignore[method-assign]

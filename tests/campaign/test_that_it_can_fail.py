@@ -33,7 +33,9 @@ def found(directory: Path, bug: str, kind: str, seconds: float = SECONDS) -> tup
         ("flips_bits", "wrong bytes", ["disk-", "chunk ", "1 of ", "expected ", "found "]),
         ("loses_chunks", "lost", ["promised"]),
         ("keeps_forgotten", "not forgotten", ["forgotten"]),
-        ("crashes", "process broke", ["ended by itself"]),
+        ("crashes", "process broke", ["ended by itself", "SIGABRT", "in crashes"]),
+        ("raises_at_the_end", "process broke", ["was to end", "status 70", "RuntimeError: the last close fails"]),
+        ("crashes_at_the_end", "process broke", ["was to end", "SIGSEGV", "in crashes_at_the_end"]),
     ],
 )
 def test_defect_is_found_and_its_finding_says_so(tmp_path: Path, bug: str, kind: str, words: list[str]) -> None:

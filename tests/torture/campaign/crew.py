@@ -70,6 +70,7 @@ class Crew:
         )
         process = self._nursery.start(order)
         process.hear = self._hear
+        process.judge = self._judge_end
         self._workers[slot] = process
         return process
 
@@ -79,11 +80,9 @@ class Crew:
             process = self._workers.get(slot)
             if process is not None and process.is_alive:
                 process.drain()
-                if not (patient or process.expected_to_end) and now_s() - process.heard_s > SILENCE_S:
+                if not (patient or process.may_end_with) and now_s() - process.heard_s > SILENCE_S:
                     self._hangs(process, f"has said nothing for {SILENCE_S:.0f} s")
                 continue
-            if process is not None and not process.expected_to_end:
-                self._found("process broke", f"{process.name} ended by itself; see {self.log} and nursery.log")
             self.start(slot).tell(Work())
 
     async def tend_until(self, at_s: float, slots: range, *, patient: bool) -> None:
@@ -99,7 +98,7 @@ class Crew:
     async def end(self, slot: int) -> None:
         """A close as it should be."""
         process = self._workers.pop(slot)
-        process.expected_to_end = True
+        process.may_end_with.add(0)
         process.tell(End())
         if not await process.is_gone(ANSWER_S):
             self._hangs(process, f"did not close within {ANSWER_S:.0f} s")
@@ -108,7 +107,7 @@ class Crew:
     async def ask(self, process: Process, command: Command, kind: type[R]) -> R | None:
         """Its answer. None: there was none in time, or it has ended; that was told."""
         answer = await process.ask(command, kind, ANSWER_S)
-        if answer is None:
+        if answer is None and process.is_alive:
             self._hangs(process, f"did not answer {type(command).__name__} within {ANSWER_S:.0f} s")
         return answer
 
@@ -130,9 +129,16 @@ class Crew:
         for process in self._workers.values():
             process.drain()
 
+    def _judge_end(self, process: Process) -> None:
+        if process.status is None or process.status in process.may_end_with:
+            return
+        when = "was to end, and ended" if process.may_end_with else "ended by itself"
+        how = signal.Signals(-process.status).name if process.status < 0 else f"status {process.status}"
+        self._found("process broke", f"{process.name} {when} with {how}; see {self.log}; {self._nursery.news()}")
+
     def _hangs(self, process: Process, sentence: str) -> None:
         """Where it hangs is written down before it is killed."""
         self._found("process hangs", f"{process.name} {sentence}; its stacks are in {self.log}")
-        process.expected_to_end = True
+        process.may_end_with |= {-signal.SIGKILL, -signal.SIGUSR1}  # the latter before it has a handler
         process.send(signal.SIGUSR1)
         asyncio.get_running_loop().call_later(_STACKS_S, process.send, signal.SIGKILL)

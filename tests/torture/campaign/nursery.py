@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -32,15 +33,16 @@ _LONGEST_ORDER = 1 << 16
 def main() -> None:
     """`python -m tests.torture.campaign.nursery FD MODULE`: fork a worker for each order that comes by the socket.
 
-    An order comes with the worker's end of its own socket; the answer has a pidfd, which means that process and no other.
+    An order comes with the worker's end of its own socket and a pipe for the status with which it ends, as text. The answer
+    has a pidfd, which means that process and no other.
     """
     asking = socket.socket(fileno=int(sys.argv[1]))
     worker = importlib.import_module(sys.argv[2])
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):  # a library of one part; its workers will say so
             importlib.import_module(name)
-    children: dict[int, int] = {}
-    """Pidfds -> pids."""
+    children: dict[int, tuple[int, int]] = {}
+    """Pidfds -> pids and pipes."""
     asking.sendall(b"\n")
     poll = select.poll()
     poll.register(asking, select.POLLIN)
@@ -48,21 +50,23 @@ def main() -> None:
         for ready, _ in poll.poll():
             if ready in children:
                 poll.unregister(ready)
-                pid = children.pop(ready)
+                pid, ending = children.pop(ready)
                 _, status = os.waitpid(pid, 0)
-                if status not in (0, signal.SIGKILL):
-                    print(f"process {pid} ended with the status {status:#x}", file=sys.stderr)
+                with contextlib.suppress(BrokenPipeError):  # the campaign is gone
+                    os.write(ending, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(ending)
                 os.close(ready)
                 continue
-            order, given, _, _ = socket.recv_fds(asking, _LONGEST_ORDER, 1)
+            order, given, _, _ = socket.recv_fds(asking, _LONGEST_ORDER, 2)
             if not order:
                 _end(children)
             pid = os.fork()
             if not pid:
-                _become(worker, order, given[0], [asking.detach(), *children])
+                pipes = [pipe for _, pipe in children.values()]
+                _become(worker, order, given[0], [asking.detach(), given[1], *children, *pipes])
             os.close(given[0])
             child = os.pidfd_open(pid)
-            children[child] = pid
+            children[child] = pid, given[1]
             poll.register(child, select.POLLIN)
             socket.send_fds(asking, [json.dumps(pid).encode()], [child])
 
@@ -82,7 +86,7 @@ def _become(worker: object, order: bytes, connection: int, inherited: list[int])
         os._exit(status)
 
 
-def _end(children: dict[int, int]) -> NoReturn:
+def _end(children: Iterable[int]) -> NoReturn:
     for child in children:
         signal.pidfd_send_signal(child, signal.SIGKILL)
     os._exit(0)

@@ -21,6 +21,8 @@ START_S = 30.0
 DEATH_S = 30.0
 """From kill -9 to the end: what a process has asked a device for is waited for by the kernel."""
 STOP_S = 1.0
+_LONGEST_NEWS = 4000
+"""Characters."""
 
 R = TypeVar("R")
 
@@ -35,6 +37,7 @@ class Nursery:
     def __init__(self, worker: str, log: Path) -> None:
         self._worker = worker
         self._log = log
+        self._told_bytes = 0
 
     def __enter__(self) -> Nursery:
         """Wait until it can fork. Raises NurseryFailed."""
@@ -61,17 +64,28 @@ class Nursery:
     def start(self, order: Order) -> Process:
         """Raises NurseryFailed."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._asking, [packed(order)], [theirs.fileno()])
-                said, given, _, _ = socket.recv_fds(self._asking, 64, 1)
-            except OSError as error:
-                ours.close()
-                raise NurseryFailed(f"no worker can be started: {error}; see {self._log}") from error
-        if not given:
+        ending, write_end = os.pipe()
+        try:
+            socket.send_fds(self._asking, [packed(order)], [theirs.fileno(), write_end])
+            said, given, _, _ = socket.recv_fds(self._asking, 64, 1)
+            if not given:
+                raise ConnectionError("the nursery is gone")
+        except OSError as error:
             ours.close()
-            raise NurseryFailed(f"no worker can be started: the nursery is gone; see {self._log}")
-        return Process(order, int(json.loads(said)), given[0], ours)
+            os.close(ending)
+            raise NurseryFailed(f"no worker can be started: {error}; see {self._log}") from error
+        finally:
+            theirs.close()
+            os.close(write_end)
+        return Process(order, int(json.loads(said)), given[0], ending, ours)
+
+    def news(self) -> str:
+        """What was written to the log since the last call: tracebacks of workers, and what libraries print."""
+        with self._log.open("rb") as log:
+            log.seek(self._told_bytes)
+            written = log.read()
+        self._told_bytes += len(written)
+        return written.decode(errors="replace")[-_LONGEST_NEWS:]
 
     def __exit__(self, *exception: object) -> None:
         """Its children go with it."""
@@ -86,22 +100,28 @@ class Nursery:
 class Process:
     """One worker. Its reports go to `hear`, and the one that `ask` waits for is its result."""
 
-    def __init__(self, order: Order, pid: int, pidfd: int, connection: socket.socket) -> None:
+    def __init__(self, order: Order, pid: int, pidfd: int, ending: int, connection: socket.socket) -> None:
         self.order = order
         self.name = order.name
         self.pid = pid
         self.heard_s = now_s()
-        self.expected_to_end = False
+        self.may_end_with: set[int] = set()
+        """Statuses: 0 when it was told to end, -9 when it is killed. Empty: it must go on."""
+        self.status: int | None = None
+        """Known once it has ended, except when the nursery was gone before: negative for a signal."""
         self.ended = asyncio.Event()
         self.hear: Callable[[Process, Report], None] = lambda process, report: None
+        self.judge: Callable[[Process], None] = lambda process: None
+        """Called when it has ended."""
         self._pidfd = pidfd
+        self._ending = ending
         self._connection = connection
         self._connection.setblocking(False)
         self._rest = b""
         self._waiting: list[tuple[type[Report], asyncio.Future[Report | None]]] = []
         loop = asyncio.get_running_loop()
         loop.add_reader(connection, self._read)
-        loop.add_reader(pidfd, self._end)
+        loop.add_reader(ending, self._end)
 
     @property
     def is_alive(self) -> bool:
@@ -138,7 +158,7 @@ class Process:
 
     async def kill(self) -> bool:
         """kill -9; whether it was gone within `DEATH_S`."""
-        self.expected_to_end = True
+        self.may_end_with.add(-signal.SIGKILL)
         self.send(signal.SIGKILL)
         return await self.is_gone(DEATH_S)
 
@@ -191,12 +211,16 @@ class Process:
     def _end(self) -> None:
         """It is dead: all its threads are gone, and all that it had open is closed."""
         self.drain()
+        status = os.read(self._ending, 16)
+        self.status = int(status) if status else None
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._pidfd)
+        loop.remove_reader(self._ending)
         loop.remove_reader(self._connection)
         self._connection.close()
+        os.close(self._ending)
         os.close(self._pidfd)
         self.ended.set()
         for _, future in self._waiting:
             if not future.done():
                 future.set_result(None)
+        self.judge(self)

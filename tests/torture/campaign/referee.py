@@ -166,7 +166,7 @@ class Referee:
         elif isinstance(said, messages.Broken):
             self._found("process broke", f"{process.name}: {said.what}")
         elif isinstance(said, messages.Refused):
-            process.expected_to_end = True
+            process.may_end_with.add(0)
             if self.place.is_calm:
                 self._found("process broke", f"{process.name} could not open its cache: {said.why}")
 
@@ -210,7 +210,6 @@ class Referee:
                 self._report.recoveries_s[self.place.name] = max(longest_s, now_s() - from_s)
                 return True
             if not process.is_alive:
-                self._found("process broke", f"{process.name} ended by itself")
                 return False
             await asyncio.sleep(0.2)
         process.send(signal.SIGUSR1)

@@ -47,6 +47,12 @@ async def crashes(self: FileTier, key: ChunkKey) -> bool:
     os.abort()
 
 
+async def complains(self: FileTier, key: ChunkKey) -> bool:
+    """Write what a library writes before it goes on as well as it can."""
+    os.write(2, b"a destructor failed\n")
+    return await _remove(self, key)
+
+
 async def hangs(self: FileTier, key: ChunkKey) -> bool:
     """Let the event loop wait for ever in a forget."""
     time.sleep(3600)
@@ -79,7 +85,7 @@ match bug := os.environ.get(BUG):
         FileTier.write = loses_chunks  # type: ignore[method-assign]
     case "takes_too_much":
         ChunkFiles.limit = takes_too_much  # type: ignore[method-assign]
-    case "keeps_forgotten" | "crashes" | "hangs" | "leaks":
+    case "keeps_forgotten" | "crashes" | "complains" | "hangs" | "leaks":
         FileTier.remove = globals()[bug]  # type: ignore[method-assign]
     case "raises_at_the_end" | "crashes_at_the_end":
         Worker._close = globals()[bug]  # type: ignore[method-assign]

@@ -74,7 +74,7 @@ class _Campaign:
     def __init__(self, directory: Path, seconds: float, worker: str, report: Report) -> None:
         self._directory = directory
         self._seconds = seconds
-        self._worker = worker
+        self._nursery = Nursery(worker, directory / "nursery.log")
         self._report = report
         self._referees: dict[str, Referee] = {}
 
@@ -95,6 +95,7 @@ class _Campaign:
         self._report.interrupted = playing.cancelled()
         if not playing.cancelled():
             playing.result()
+        self._judge_news()
         if self._report.interrupted or self._report.failed:
             # Of who was killed it is removed by who begins next, and nobody does.
             for entry in shared_memory_of(self._directory):
@@ -106,8 +107,8 @@ class _Campaign:
         began_s = now_s()
         places = sum(len(PLACES[part]) for part in self._report.parts)
         round_s = min(_ROUND_S, max(_SHORTEST_ROUND_S, self._seconds / places / _ROUNDS_A_PLACE / 2))
-        with Nursery(self._worker, self._directory / "nursery.log") as nursery:
-            async with self._open_referees(nursery):
+        with self._nursery:
+            async with self._open_referees():
                 for played in rounds(self._report.seed, self._report.parts, round_s):
                     if now_s() - began_s + round_s / 2 > self._seconds or not self._referees:
                         break
@@ -125,13 +126,19 @@ class _Campaign:
         except (TimeoutError, OSError, RuntimeError):
             self._report.findings.add("campaign broke", f"{played.place}: {traceback.format_exc()}")
         self._report.rounds += 1
+        self._judge_news()
+
+    def _judge_news(self) -> None:
+        """Workers that do what they should write nothing."""
+        if news := self._nursery.news():
+            self._report.findings.add("process broke", f"nursery.log says: {news}")
 
     @asynccontextmanager
-    async def _open_referees(self, nursery: Nursery) -> AsyncIterator[None]:
+    async def _open_referees(self) -> AsyncIterator[None]:
         try:
             for name in (name for part in self._report.parts for name in PLACES[part]):
                 place = make_place(name, self._directory / name)
-                referee = Referee(place, nursery, self._report, self._directory / f"{name}.log")
+                referee = Referee(place, self._nursery, self._report, self._directory / f"{name}.log")
                 self._referees[name] = referee
                 try:
                     await referee.open()

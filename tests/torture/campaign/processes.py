@@ -81,6 +81,8 @@ class Nursery:
 
     def news(self) -> str:
         """What was written to the log since the last call: tracebacks of workers, and what libraries print."""
+        if not self._log.exists():
+            return ""
         with self._log.open("rb") as log:
             log.seek(self._told_bytes)
             written = log.read()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.campaign import bugs
 from tests.campaign.bugs import BUG
-from tests.torture.campaign import crew, referee
+from tests.torture.campaign import crew, processes, referee
 from tests.torture.campaign.command import run_campaign
 from tests.torture.campaign.processes import NurseryFailed
 from tests.torture.campaign.report import Report
@@ -49,6 +49,15 @@ def test_cap_that_is_exceeded_is_found(tmp_path: Path) -> None:
     most, cap = report.occupied["disk"]
     assert most > 1.2 * cap
     assert str(cap) in said
+
+
+def test_part_in_which_the_files_were_never_counted_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOP_S", 0.0)
+    monkeypatch.setattr(processes, "stands_still", lambda pid: False)
+    report, said = found(tmp_path, "", "not audited", 5.0)
+    assert said.startswith("not audited: disk: "), said
+    skipped = sum(report.audits_skipped.values())
+    assert skipped and f"         0  audits of what the files occupy, {skipped} skipped" in "\n".join(report.lines())
 
 
 def test_leak_of_memory_and_descriptors_is_found(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ class _Campaign:
         self._nursery = Nursery(worker, directory / "nursery.log")
         self._report = report
         self._referees: dict[str, Referee] = {}
+        self._played: set[str] = set()
 
     async def run(self) -> None:
         """Run until the time is up or a signal comes; both close all in the same way."""
@@ -118,11 +119,13 @@ class _Campaign:
                         break
                 for referee in self._referees.values():
                     await referee.end()
+                self._judge_audits()
                 self._judge_growth(now_s() - began_s)
 
     async def _play_round(self, referee: Referee, played: Round) -> None:
         try:
             await referee.play(played)
+            self._played.add(played.place)
         except (TimeoutError, OSError, RuntimeError):
             self._report.findings.add("campaign broke", f"{played.place}: {traceback.format_exc()}")
         self._report.rounds += 1
@@ -149,6 +152,16 @@ class _Campaign:
             yield
         finally:
             await asyncio.gather(*(referee.close() for referee in self._referees.values()))
+
+    def _judge_audits(self) -> None:
+        """What is not looked at cannot be found."""
+        for part in self._report.parts:
+            capped = [name for name in self._played.intersection(PLACES[part]) if self._referees[name].place.cap_bytes]
+            if capped and not any(self._report.audits[name] for name in capped):
+                skipped = sum(self._report.audits_skipped[name] for name in capped)
+                self._report.findings.add(
+                    "not audited", f"{part}: its files were never counted, {skipped} times skipped"
+                )
 
     def _judge_growth(self, seconds: float) -> None:
         for name, referee in self._referees.items():

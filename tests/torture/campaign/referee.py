@@ -121,13 +121,15 @@ class Referee:
         """What the files occupy while nobody does anything."""
         async with self._crew.standing_still() as all_do:
             occupied = await self._call(self.place.occupied) if all_do else None
+        if not all_do:
+            self._report.audits_skipped[self.place.name] += 1
         if occupied is not None:
+            self._report.audits[self.place.name] += 1
             self._count(occupied.counted_bytes)
 
     def _count(self, occupied_bytes: int) -> None:
         cap_bytes = self.place.cap_bytes
         assert cap_bytes is not None
-        self._report.audits += 1
         most, _ = self._report.occupied.get(self.place.name, (0, 0))
         self._report.occupied[self.place.name] = max(most, occupied_bytes), cap_bytes
         if occupied_bytes > cap_bytes + _CAP_SLACK_BYTES:

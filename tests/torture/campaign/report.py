@@ -29,6 +29,7 @@ KINDS = (
     "lost",
     "not forgotten",
     "cap exceeded",
+    "not audited",
     "evicted though there was room",
     "corrupt",
     "not working again",
@@ -56,7 +57,10 @@ class Report:
     looked_twice: int = 0
     """Of those, missed by a deadline or otherwise at the first look."""
     promises: int = 0
-    audits: int = 0
+    audits: Counter[str] = field(default_factory=Counter)
+    """By place: how often its files were counted while all workers stood still."""
+    audits_skipped: Counter[str] = field(default_factory=Counter)
+    """By place: how often a worker did not stop in time for that."""
     occupied: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By place: the most that its files occupied at an audit, and its cap, in bytes."""
     openings_s: list[float] = field(default_factory=list)
@@ -92,7 +96,8 @@ class Report:
             *(f"{count:>10,}  {name}" for name, count in sorted(self.faults.items()) if name != "worker killed"),
             f"{self.promises:>10,}  chunks flushed, {self.verified:,} times looked for by a process that began later"
             f" ({self.looked_twice} of them twice)",
-            f"{self.audits:>10,}  audits of what the files occupy; the most: {self._most_occupied()}",
+            f"{self.audits.total():>10,}  audits of what the files occupy, {self.audits_skipped.total()} skipped"
+            f" ({_counts(self.audits_skipped) or '-'}); the most: {self._most_occupied()}",
             f"            the longest until a place worked again: {_seconds(self.recoveries_s)}",
             f"            the longest operations: {_seconds(dict(_largest(self.longest_s, 4)))}",
             "",

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from tests.torture.campaign.worker import Worker, run
+from tiercache.core.header import Header
 from tiercache.core.keys import ChunkKey
 from tiercache.tiers.files.chunk_files import ChunkFiles
 from tiercache.tiers.files.tier import FileTier
@@ -78,6 +79,10 @@ async def crashes_at_the_end(self: Worker) -> None:
     await _close(self)
 
 
+def trusts_payloads(self: Header, checksum: int) -> None:
+    """Take every payload that has a header for a good one."""
+
+
 match bug := os.environ.get(BUG):
     case "flips_bits":
         FileTier.read = flips_bits  # type: ignore[method-assign]
@@ -87,5 +92,7 @@ match bug := os.environ.get(BUG):
         ChunkFiles.limit = takes_too_much  # type: ignore[method-assign]
     case "keeps_forgotten" | "crashes" | "complains" | "hangs" | "leaks":
         FileTier.remove = globals()[bug]  # type: ignore[method-assign]
+    case "trusts_payloads":
+        Header.check_payload = trusts_payloads  # type: ignore[method-assign]
     case "raises_at_the_end" | "crashes_at_the_end":
         Worker._close = globals()[bug]  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ def found(directory: Path, bug: str, kind: str, seconds: float = SECONDS) -> tup
     ("bug", "kind", "words"),
     [
         ("flips_bits", "wrong bytes", ["disk-", "chunk ", "1 of ", "expected ", "found "]),
+        ("trusts_payloads", "wrong bytes", ["1 of ", "a byte of its file was flipped"]),
         ("loses_chunks", "lost", ["promised"]),
         ("keeps_forgotten", "not forgotten", ["forgotten"]),
         ("crashes", "process broke", ["ended by itself", "SIGABRT", "in crashes"]),

@@ -7,13 +7,14 @@ import contextlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import TypeVar
 
 from tests.torture.campaign import messages
 from tests.torture.campaign.crew import RESIDENT, VISITOR, Crew
 from tests.torture.campaign.messages import Find, Found, Prove, Proved, Rest, Rested, Work, now_s
 from tests.torture.campaign.operations import GET_S
-from tests.torture.campaign.payloads import KEYS_A_LANE, LANES, SLOTS, key_of, number_of
+from tests.torture.campaign.payloads import KEYS_A_LANE, KEYS_A_SLOT, LANES, SLOTS, key_of, number_of
 from tests.torture.campaign.places.base import RECOVERY_S, Place
 from tests.torture.campaign.plan import Fault, Round
 from tests.torture.campaign.processes import Nursery, Process
@@ -46,6 +47,8 @@ class Referee:
         self._calls = Workers(f"campaign-{place.name}", 2)
         self._struck = False
         self._healed_s = 0.0
+        self._damaged = 0
+        """Chunks that the visitor may find damaged."""
 
     async def open(self) -> None:
         """Raises Skipped."""
@@ -157,7 +160,10 @@ class Referee:
             report.operations.update(said.operations)
             for name, took_s in said.longest_s.items():
                 report.longest_s[name] = max(took_s, report.longest_s.get(name, 0.0))
-            if said.corrupt:
+            if process.order.slot == VISITOR and said.corrupt <= self._damaged:
+                self._damaged -= said.corrupt
+                report.damage_found += said.corrupt
+            elif said.corrupt:
                 self._found("corrupt", f"{process.name} found {said.corrupt} chunks that fail verification")
             if said.evicted and self.place.keeps:
                 self._found("evicted though there was room", f"{process.name} evicted {said.evicted} chunks")
@@ -190,6 +196,8 @@ class Referee:
         proof = number_of(RESIDENT, LANES, self._report.rounds % KEYS_A_LANE)
         if not await self._proves(resident, proof):
             return
+        await self._crew.ask(resident, Rest(), Rested)
+        await self._damage(proof)
         visitor = self._crew.start(VISITOR)
         if await visitor.until(messages.Opened, RECOVERY_S) is None:
             self._found("not working again", f"{visitor.name} could not open a cache within {RECOVERY_S:.0f} s")
@@ -197,10 +205,21 @@ class Referee:
             await self._look(visitor, proof)
             await self._proves(visitor, number_of(SLOTS - 1, LANES, 0))
         await self._crew.end(VISITOR)
-        await self._crew.ask(resident, Rest(), Rested)
         if (usage := usage_of(resident.pid, now_s() - self._began_s)) is not None:
             self.samples.append(usage)
         await self._inspect()
+
+    async def _damage(self, proof: int) -> None:
+        """A byte of some chunk but `proof`, while nobody writes: who begins later must miss it, and find all others."""
+        numbers = {key_of(self.place.name, number): number for number in range(SLOTS * KEYS_A_SLOT) if number != proof}
+        random = Random(f"{self._crew.seed}/damage")
+        key = await self._call(self.place.damage, list(numbers), random)
+        self._damaged = int(key is not None)
+        if key is not None:
+            self._promises.note("the campaign:", "a byte of its file was flipped", [numbers[key]], now_s())
+            self._promises.forgetting([numbers[key]])
+            self._promises.forgotten([numbers[key]])
+            self._report.faults[f"{self.place.name}: byte flipped"] += 1
 
     async def _proves(self, process: Process, number: int) -> bool:
         """Whether a put is flushed, soon."""

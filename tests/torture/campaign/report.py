@@ -56,6 +56,8 @@ class Report:
     """Chunks that were promised, and asked for in a process that began later."""
     looked_twice: int = 0
     """Of those, missed by a deadline or otherwise at the first look."""
+    damage_found: int = 0
+    """Chunks that were damaged at rest, and found to be."""
     promises: int = 0
     audits: Counter[str] = field(default_factory=Counter)
     """By place: how often its files were counted while all workers stood still."""
@@ -96,6 +98,7 @@ class Report:
             *(f"{count:>10,}  {name}" for name, count in sorted(self.faults.items()) if name != "worker killed"),
             f"{self.promises:>10,}  chunks flushed, {self.verified:,} times looked for by a process that began later"
             f" ({self.looked_twice} of them twice)",
+            f"{self.damage_found:>10,}  damaged chunks found to be",
             f"{self.audits.total():>10,}  audits of what the files occupy, {self.audits_skipped.total()} skipped"
             f" ({_counts(self.audits_skipped) or '-'}); the most: {self._most_occupied()}",
             f"            the longest until a place worked again: {_seconds(self.recoveries_s)}",

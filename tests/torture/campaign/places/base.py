@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
+
+from tiercache.core.keys import ChunkKey
 
 RECOVERY_S = 45.0
 """So long after a fault a place works again. A breaker that has just failed to close asks again after a pause that was
@@ -69,6 +73,10 @@ class Place(ABC):
     def heal(self) -> None:
         """End what `strike` began."""
         raise NotImplementedError
+
+    def damage(self, keys: Sequence[ChunkKey], random: Random) -> ChunkKey | None:
+        """Flip a byte of one of these chunks, at rest, and return which. None where that cannot be done."""
+        return None
 
     def occupied(self) -> Occupied | None:
         """None where there is nothing to walk through."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from tests.chunks import chunks_of
 from tests.torture.campaign.payloads import CHUNK_BYTES, KEYS_A_SLOT, SLOTS, TOP_DIRECTORIES
 from tests.torture.campaign.places.base import Occupied, Place
-from tiercache.core.header import file_bytes
+from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, file_bytes
+from tiercache.core.keys import ChunkKey
 
 FILE_BYTES = file_bytes(CHUNK_BYTES)
 _BLOCK_BYTES = 4096
@@ -59,6 +62,22 @@ class DirectoryPlace(Place):
             disk_compression=_COMPRESSIONS[slot % len(_COMPRESSIONS)],
             **shared_memory,
         )
+
+    def damage(self, keys: Sequence[ChunkKey], random: Random) -> ChunkKey | None:
+        files = {key: chunks_of(self.chunks) / key.hex()[:2] / key.hex() for key in keys}
+        there = [key for key, file in files.items() if file.exists()]
+        if not there:
+            return None
+        key = random.choice(there)
+        with files[key].open("r+b") as file:
+            header = Header.unpack(file.read(PACKED_BYTES))
+            in_header = random.random() < 0.2
+            at = random.randrange(PACKED_BYTES) if in_header else HEADER_BYTES + random.randrange(header.payload_bytes)
+            file.seek(at)
+            flipped = file.read(1)[0] ^ 1 << random.randrange(8)
+            file.seek(at)
+            file.write(bytes([flipped]))
+        return key
 
     def occupied(self) -> Occupied:
         return occupied(chunks_of(self.chunks))

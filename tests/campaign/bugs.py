@@ -1,5 +1,6 @@
 """A worker with one of the bugs that the campaign must find: the one that the environment names. It is a `--worker`."""
 
+import asyncio
 import os
 import signal
 import time
@@ -54,6 +55,16 @@ async def complains(self: FileTier, key: ChunkKey) -> bool:
     return await _remove(self, key)
 
 
+async def drops_an_error(self: FileTier, key: ChunkKey) -> bool:
+    """Let a task fail for which nobody waits."""
+
+    async def fail() -> None:
+        raise RuntimeError("nobody waits for this")
+
+    asyncio.get_running_loop().create_task(fail())
+    return await _remove(self, key)
+
+
 async def hangs(self: FileTier, key: ChunkKey) -> bool:
     """Let the event loop wait for ever in a forget."""
     time.sleep(3600)
@@ -90,7 +101,7 @@ match bug := os.environ.get(BUG):
         FileTier.write = loses_chunks  # type: ignore[method-assign]
     case "takes_too_much":
         ChunkFiles.limit = takes_too_much  # type: ignore[method-assign]
-    case "keeps_forgotten" | "crashes" | "complains" | "hangs" | "leaks":
+    case "keeps_forgotten" | "crashes" | "complains" | "drops_an_error" | "hangs" | "leaks":
         FileTier.remove = globals()[bug]  # type: ignore[method-assign]
     case "trusts_payloads":
         Header.check_payload = trusts_payloads  # type: ignore[method-assign]

@@ -36,6 +36,7 @@ def found(directory: Path, bug: str, kind: str, seconds: float = SECONDS) -> tup
         ("keeps_forgotten", "not forgotten", ["forgotten"]),
         ("crashes", "process broke", ["ended by itself", "SIGABRT", "in crashes"]),
         ("complains", "process broke", ["nursery.log", "a destructor failed"]),
+        ("drops_an_error", "process broke", ["never retrieved", "RuntimeError: nobody waits for this"]),
         ("raises_at_the_end", "process broke", ["was to end", "status 70", "RuntimeError: the last close fails"]),
         ("crashes_at_the_end", "process broke", ["was to end", "SIGSEGV", "in crashes_at_the_end"]),
     ],

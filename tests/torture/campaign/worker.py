@@ -63,7 +63,9 @@ def run(order: bytes, connection: socket.socket) -> None:
     log = open(told.log, "a", buffering=1)  # noqa: SIM115 - until the end
     form = f"%(asctime)s {told.name} %(name)s: %(message)s"
     logging.basicConfig(stream=log, level=logging.WARNING, format=form, force=True)
-    faulthandler.enable()  # into the nursery's log, with what else is written of an end
+    # Into the nursery's log, where anything is a finding:
+    logging.getLogger("asyncio").addHandler(logging.StreamHandler())
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, log, all_threads=True)
     if told.place == "hf3fs":
         from tests.hf3fs_emulator import install

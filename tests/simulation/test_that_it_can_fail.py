@@ -1,8 +1,9 @@
 """A cache that is wrong on purpose is found out, and what is said of it is enough to see why."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.torture.simulation import seeds
 from tests.torture.simulation.plan import Operation
 from tests.torture.simulation.run import Outcome, run_seed
 from tests.torture.simulation.seeds import failure_of
+from tiercache.cache import TierCache
 from tiercache.memory.slots import SlotPool
 from tiercache.tiers.cpu import CpuTier
 
@@ -41,6 +43,52 @@ def test_pages_that_are_given_up_in_use(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(SlotPool, "_places", lambda pool, slots: places(pool, range(pool.reserved)))
     _, failure = _first_failure()
     assert "torn" in str(failure) or "wrong bytes" in str(failure)
+
+
+async def _for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def _leave_a_task(cache: TierCache) -> None:
+    cache.__dict__.setdefault("left", set()).add(asyncio.create_task(_for_ever()))
+
+
+def _leave_one_task(cache: TierCache) -> None:
+    if "left" not in vars(cache):
+        _leave_a_task(cache)
+
+
+def _leave_a_timer(cache: TierCache) -> None:
+    asyncio.get_running_loop().call_later(1e6, print)
+
+
+@pytest.mark.parametrize(
+    ("leave", "at_close", "said"),
+    [
+        (_leave_one_task, False, "a closed cache left behind: {'tasks and timers'"),
+        (_leave_a_timer, False, "a closed cache left behind: {'tasks and timers'"),
+        (_leave_a_task, True, "so many tasks of a kind go on: {'_for_ever'"),
+    ],
+    ids=["a task", "a timer", "tasks that the close ends"],
+)
+def test_what_lookups_leave_on_the_loop(
+    leave: Callable[[TierCache], None], at_close: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up, close = TierCache.lookup_keys, TierCache.close
+
+    async def look_up_and_leave(self: TierCache, keys: Any) -> Any:
+        leave(self)
+        return await look_up(self, keys)
+
+    async def close_and_end(self: TierCache, *arguments: Any) -> Any:
+        for task in vars(self).get("left", ()) if at_close else ():
+            task.cancel()
+        return await close(self, *arguments)
+
+    monkeypatch.setattr(TierCache, "lookup_keys", look_up_and_leave)
+    monkeypatch.setattr(TierCache, "close", close_and_end)
+    _, failure = _first_failure()
+    assert said in str(failure)
 
 
 def test_few_operations_are_left_of_a_failing_seed(monkeypatch: pytest.MonkeyPatch) -> None:

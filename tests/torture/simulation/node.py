@@ -37,6 +37,8 @@ _UNMAPPED_S = 0.1
 """When a thread has unmapped what was leased until now."""
 _CLOSE_S = 1.2
 """What a close may take beyond its time-out: half a second for what hangs, and the same for what it leaves behind."""
+_MOST_ALIKE = 4
+"""Tasks of one kind that an idle cache has: one for each directory, at most."""
 _LENT_S = 60.0
 """How long a 3FS daemon may hold memory of a detached tier after the last fault, which cannot be attached meanwhile. A late
 answer takes up to 15 s."""
@@ -292,6 +294,9 @@ class Node:
     def check_idle(self) -> None:
         check_idle(self.cache, self.calls.leases)
         check_fittings(self.cache)
+        kinds = Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
+        if many := {kind: count for kind, count in kinds.items() if count > _MOST_ALIKE}:
+            raise Violation(f"nothing is under way, and so many tasks of a kind go on: {many}")
 
     def check_reads(self) -> None:
         """Check that each chunk that a tier has read is a hit or kept, unless it was forgotten meanwhile."""

@@ -13,6 +13,7 @@ from tests.torture.simulation.plan import Operation
 from tests.torture.simulation.run import Outcome, run_seed
 from tests.torture.simulation.seeds import failure_of
 from tiercache.cache import TierCache
+from tiercache.core.header import Header
 from tiercache.memory.slots import SlotPool
 from tiercache.tiers.cpu import CpuTier
 
@@ -43,6 +44,12 @@ def test_pages_that_are_given_up_in_use(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(SlotPool, "_places", lambda pool, slots: places(pool, range(pool.reserved)))
     _, failure = _first_failure()
     assert "torn" in str(failure) or "wrong bytes" in str(failure)
+
+
+def test_files_of_which_only_the_headers_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Header, "check_payload", lambda self, checksum: None)
+    _, failure = _first_failure()
+    assert "wrong bytes" in str(failure) or "torn" in str(failure)
 
 
 async def _for_ever() -> None:

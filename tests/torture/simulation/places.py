@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
 import struct
 from collections.abc import Collection, Iterable
@@ -24,6 +25,9 @@ _PENDING = re.compile(r"([0-9a-f]{32})\.(0|[1-9]\d*)")
 _COUNT = struct.Struct("<8sQ")
 _COUNTED = b"TIERLEDG"
 _BLOCK_BYTES = 4096
+_ROTTEN = 2
+_SHORTEST_BYTES = 8
+"""Of a payload."""
 
 
 @dataclass
@@ -143,6 +147,13 @@ class Place:
                 f"{self.disk.root}: expected a count of {found.occupied_bytes} bytes and {unused_bytes} that are reserved, "
                 f"found {found.counted_bytes}"
             )
+
+    def rot(self, chance: random.Random) -> None:
+        """A bit of two chunks changes on the device, in the header or in the payload."""
+        chunks = self.look().chunks
+        for key in chance.sample(sorted(chunks), min(_ROTTEN, len(chunks))):
+            at = chance.choice((chance.randrange(PACKED_BYTES), HEADER_BYTES + chance.randrange(_SHORTEST_BYTES)))
+            chunks[key].whole()[at] ^= 1 << chance.randrange(8)
 
     def check_left(self, known: Iterable[bytes]) -> None:
         """When the last cache is closed: chunks that are known, and the few files that belong to the directory."""

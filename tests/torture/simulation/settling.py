@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 from collections import Counter
 
 from tests.torture.simulation.aftermath import (
@@ -106,6 +107,9 @@ async def _reopened(stage: Stage) -> None:
         for place in stage.of_files:
             place.cap_bytes //= 2
             place.kept_from_s = float("inf")
+    chance = random.Random(f"rot {stage.world.seed}")
+    for place in stage.of_files:
+        place.rot(chance)
     stage.start(0, stage.config(0, share=stage.share / 2 if lowered else stage.share, servers=False))
     node = stage.nodes[0]
     await stage.started(node)

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from rich.console import Console
 
 from tests.torture.simulation.command import Torture, torture_command
+from tests.torture.simulation.run import run_seed
 from tiercache.tiers.cpu import CpuTier
 
 
@@ -34,8 +36,20 @@ def test_one_seed_with_all_that_happens_in_it_is_the_same_each_time() -> None:
 def test_json() -> None:
     found = json.loads(torture("--seeds", 2, "--jobs", 1, "--from", 7, "--json").stdout)
     assert (found["seeds"], found["failed"], found["failure"]) == (2, [], None)
-    assert found["operations"] >= 600
+    outcomes = [run_seed(7), run_seed(8)]
+    assert found["operations"] == sum(len(outcome.begun) for outcome in outcomes)
+    assert sum(len(outcome.operations) for outcome in outcomes) > found["operations"] > 300
     assert found["chunks"] > found["operations"]
+
+
+def test_operations_that_never_begin_are_not_counted() -> None:
+    outcome = run_seed(7)
+    begun = Counter(operation.kind for operation in outcome.begun)
+    ended = Counter[str]()
+    for name, count in outcome.counts.items():
+        if (kind := name.split()[0]) not in ("fault", "state") or name == "fault":
+            ended[kind] += count
+    assert begun == ended
 
 
 def test_minutes_end_it() -> None:

@@ -226,6 +226,7 @@ class Node:
         began_s = loop.time()
         self.expected.running += 1
         self.expected.begun += 1
+        self.stage.begun.append(operation)
         changes = self.expected.changes
         said = "nothing"
         try:

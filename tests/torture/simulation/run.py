@@ -34,6 +34,9 @@ class Outcome:
     seed: int
     setting: Setting
     operations: list[Operation]
+    """As planned."""
+    begun: list[Operation]
+    """Those that have begun: who comes to a cache that is not open, or has many callers, goes away again."""
     failure: BaseException | None
     """Without the frames in which it was raised: they would keep all of the run."""
     digest: str
@@ -49,8 +52,8 @@ class Outcome:
 
     @property
     def chunks(self) -> int:
-        """Operations, counted for each chunk."""
-        return sum(max(1, len(operation.keys)) for operation in self.operations)
+        """Operations that have begun, counted for each chunk."""
+        return sum(max(1, len(operation.keys)) for operation in self.begun)
 
 
 def run_seed(
@@ -145,8 +148,8 @@ def _outcome(stage: Stage, operations: list[Operation]) -> Outcome:
         stage.coverage.end(node.cache)
     counts.update({f"state {name}": count for name, count in stage.coverage.states.items()})
     return Outcome(
-        world.seed, stage.setting, operations, failure, stage.hash.hexdigest(), world.steps, world.now_s, counts,
-        stage.trace[-_TRACE_LINES:],
+        world.seed, stage.setting, operations, stage.begun, failure, stage.hash.hexdigest(), world.steps, world.now_s,
+        counts, stage.trace[-_TRACE_LINES:],
     )  # fmt: skip
 
 
@@ -160,6 +163,7 @@ async def _direct(stage: Stage, operations: Sequence[Operation]) -> None:
         happens = getattr(happenings, operation.kind, None)
         if happens is not None:
             stage.note(str(operation))
+            stage.begun.append(operation)
             stage.counts[operation.kind] += 1
             await happens(operation)
         else:

@@ -181,7 +181,7 @@ def run_batch(seeds: Sequence[int], own: Own = OURS) -> Batch:
         began_s = time.process_time()
         outcome = run_limited(seed, own.setting_of(seed))
         batch.seeds += 1
-        batch.operations += len(outcome.operations)
+        batch.operations += len(outcome.begun)
         batch.chunks += outcome.chunks
         batch.cpu_s += time.process_time() - began_s
         batch.counts.update(outcome.counts)

@@ -23,7 +23,7 @@ from tests.torture.simulation.machine import Machine, disks_of, place_of
 from tests.torture.simulation.node import Node
 from tests.torture.simulation.oracle import Truth, Violation
 from tests.torture.simulation.places import Place
-from tests.torture.simulation.plan import CHUNK_BYTES, FILE_BYTES, Setting, cap_bytes
+from tests.torture.simulation.plan import CHUNK_BYTES, FILE_BYTES, Operation, Setting, cap_bytes
 from tests.torture.simulation.process import Process
 from tests.torture.simulation.remote import Server
 from tests.torture.simulation.system import ROOT, System, changed
@@ -90,6 +90,7 @@ class Stage:
         self.nodes: dict[int, Node] = {}
         self.all_nodes: list[Node] = []
         self.numbers = 1
+        self.begun: list[Operation] = []
         self.counts: Counter[str] = Counter()
         self.coverage = Coverage()
         self.trace: list[str] = []

@@ -52,6 +52,13 @@ def test_files_of_which_only_the_headers_are_verified(monkeypatch: pytest.Monkey
     assert "wrong bytes" in str(failure) or "torn" in str(failure)
 
 
+def test_prefetches_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetch = TierCache.prefetch
+    monkeypatch.setattr(TierCache, "prefetch", lambda self, keys, **named: prefetch(self, [], **named))
+    _, failure = _first_failure()
+    assert "nothing hinders a prefetch" in str(failure)
+
+
 async def _for_ever() -> None:
     await asyncio.Event().wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 
@@ -29,6 +30,7 @@ _RECOUNTED_S = 30.0
 """How long a process may keep all from writing for the sake of a recount, and a scan."""
 _SWEPT_S = 6.0
 """How long an instance may keep a file mapped that another one has removed."""
+_PREFETCHED_S = 2.0
 _LISTED_S = 120.0
 _NOTICED_S = 10.0
 """How long a 3FS tier may take to notice that its daemon died, and to make new rings."""
@@ -254,6 +256,7 @@ async def check_reopened(
         place.is_certain, place.kept_from_s = True, 0.0
         place.check(loop.time())
     check_directories(node, places, faultless=True, alone=True)
+    first: int | None = None
     for name, tier in file_tiers(node.cache):
         for directory in tier.directories.all:
             place = place_of(directory, places)
@@ -262,7 +265,23 @@ async def check_reopened(
                 good = (place.disk.root, file.number) not in spoilt and is_good(raw, file)
                 if len(tier.directories.all) == 1 and node.cache.tiers[0].name == name:
                     await _read(node, key, there=True) if good else await _read_bad(node, key, place, file)
+                    if good and first is None:
+                        first = key
+                        await _prefetch(node, key)
     check_directories(node, places, faultless=False, alone=True)
+
+
+async def _prefetch(node: Node, key: int) -> None:
+    """Nothing hinders a hint for one chunk that was just read from its tier: soon it is at hand."""
+    if not node.cache.ahead.promotes:
+        return
+    node.cache.clear_hot()
+    handle = node.cache.prefetch([node.keys[key]], deadline=0.0, ttl=_PREFETCHED_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PREFETCHED_S / 2):
+            await handle
+    if not node.cache.parts.reader.has_at_hand(node.keys[key]):
+        raise Violation(f"key {key}: nothing hinders a prefetch, and the chunk is not at hand: {handle.progress}")
 
 
 async def _read_bad(node: Node, key: int, place: Place, file: File) -> None:

@@ -36,14 +36,13 @@ def test_one_seed_with_all_that_happens_in_it_is_the_same_each_time() -> None:
 def test_json() -> None:
     found = json.loads(torture("--seeds", 2, "--jobs", 1, "--from", 7, "--json").stdout)
     assert (found["seeds"], found["failed"], found["failure"]) == (2, [], None)
-    outcomes = [run_seed(7), run_seed(8)]
-    assert found["operations"] == sum(len(outcome.begun) for outcome in outcomes)
-    assert sum(len(outcome.operations) for outcome in outcomes) > found["operations"] > 300
+    assert 300 < found["operations"] < 600
     assert found["chunks"] > found["operations"]
 
 
 def test_operations_that_never_begin_are_not_counted() -> None:
     outcome = run_seed(7)
+    assert len(outcome.begun) < len(outcome.operations)
     begun = Counter(operation.kind for operation in outcome.begun)
     ended = Counter[str]()
     for name, count in outcome.counts.items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tracemalloc
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,18 @@ async def test_what_is_removed_is_kept_for_nobody(cache: TierCache) -> None:
     assert cache.statistics().slots_free == free
     account = cache.statistics().prefetch["hints"]
     assert account.promoted_bytes == account.used_bytes + account.wasted_bytes == 20 * LAYOUT.chunk_bytes
+
+
+async def test_memory_of_a_closed_cache_is_not_kept_for_a_hint_that_still_holds(tmp_path: Path) -> None:
+    async def hint_and_close() -> weakref.ref[Any]:
+        async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
+            await cache.store(TOKENS, [payload_of(number) for number in range(12)])
+            await cache.prefetch(cache.keys(TOKENS)[:1], deadline=0.0, ttl=3600.0)
+        return weakref.ref(cache.cpu.pool)
+
+    kept = await hint_and_close()
+    gc.collect()
+    assert kept() is None, "a timer of the loop kept its memory"
 
 
 async def test_a_closed_cache_pins_nothing(tmp_path: Path) -> None:

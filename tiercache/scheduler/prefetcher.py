@@ -310,6 +310,8 @@ class Prefetcher:
 
     def _pump_at(self, time_s: float) -> None:
         """Pump at `time_s` of the loop, once for all events until then."""
+        if self._closed:  # a timer would keep the whole cache until then
+            return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(time_s, self.pump)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _SHUFFLED = 4
 """One seed in so many runs callbacks in an order by seed."""
-_PUMP = "bound method Prefetcher.pump "
-"""A closed prefetcher sets its timer once more where a hint has not expired. A known defect: goes when that is mended."""
 
 
 _Base: Any = asyncio.AbstractEventLoop
@@ -183,7 +181,7 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         """Tasks that have not ended, and timers that are set, but for those of the simulation."""
         timers = [timer._callback for _, _, timer in self._timers if timer._callback is not None]
         tiercaches = [call for call in timers if not getattr(call, "__module__", "").startswith("tests.torture.")]
-        return [repr(each) for each in (*asyncio.all_tasks(self), *tiercaches) if _PUMP not in repr(each)]
+        return [repr(each) for each in (*asyncio.all_tasks(self), *tiercaches)]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -821,7 +821,7 @@ class Reader:
             return []
         left_s = deadline_s + _CANCEL_S - asyncio.get_running_loop().time()
         done, _ = await asyncio.wait(asked, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
-        return [(asked.pop(task), task.result()) for task in done]
+        return [(asked.pop(task), task.result()) for task in list(asked) if task in done]
 
     def _unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Return the keys that are not known to be in a healthy tier."""

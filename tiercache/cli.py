@@ -88,7 +88,7 @@ def stat(directory: Directory, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(directory: Directory, as_json: AsJson = False) -> None:
-    """Check every chunk. Bad chunks are deleted, and the exit status is 1."""
+    """Check every chunk. Bad chunks are deleted; the exit status is 1 if any was bad or unreadable."""
     from tiercache.commands.verify import verify_command
 
     raise typer.Exit(verify_command(directory, as_json))

@@ -305,7 +305,8 @@ class Stage:
         problems = {
             "threads": [name for name in strands if not name.startswith(twin.STREAM_THREAD)],  # those are the accelerator's
             "descriptors": self.calls.descriptors_of(node.process),
-            "tasks and timers": loop.left(),
+            # What hung made a start fail, and its loop has not run since.
+            "tasks and timers": [] if node.state == "failed" else loop.left(),
             "errors of nobody": loop.errors,
             **self.machine.left_by(node.process),
         }

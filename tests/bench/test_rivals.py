@@ -32,16 +32,17 @@ def test_an_unknown_workload_is_refused_before_a_server_starts(capsys: pytest.Ca
 
 def test_the_servers_have_the_same_room_in_memory_and_differ_in_what_is_compared(tmp_path: Path) -> None:
     settings = rivals._settings(64)
+    assert not any("," in name for name in settings), "--servers separates them by commas"
     assert sum(name.startswith("OffloadingConnector") for name in settings) == 1, "--servers can choose it alone"
     small = [one for name, one in settings.items() if name != "engine cache that holds all"]
     assert {one.blocks for one in small} == {64} and settings["engine cache that holds all"].blocks > 64
-    for name in ("tiercache", "tiercache, whole chunks", "tiercache, disk"):
+    for name in ("tiercache", "tiercache without tails", "tiercache above a disk"):
         values = yaml.safe_load(settings[name].configured(tmp_path, MEMORY_GB))
         config = Config.load(environ={}, overrides=values)
         assert config.chunk_size == 256, "the default"
         assert config.max_local_cpu_size == MEMORY_GB
-        assert bool(config.local_disk) == (name == "tiercache, disk")
-        assert config.save_unfull_chunk is (False if name == "tiercache, whole chunks" else None)
+        assert bool(config.local_disk) == (name == "tiercache above a disk")
+        assert config.save_unfull_chunk is (False if name == "tiercache without tails" else None)
 
 
 def test_vllms_own_offloading_has_that_room_too_and_each_tier_below_it_a_directory(tmp_path: Path) -> None:

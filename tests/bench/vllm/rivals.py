@@ -125,8 +125,8 @@ def _settings(engine_blocks: int) -> dict[str, _Setting]:
         "fs below OffloadingConnector": _Setting(engine_blocks, offloads_to=("fs",)),
         "ours below OffloadingConnector": _Setting(engine_blocks, offloads_to=("tiercache",)),
         "tiercache": _Setting(engine_blocks, _OURS),
-        "tiercache, whole chunks": _Setting(engine_blocks, f"{_OURS}save_unfull_chunk: false\n"),
-        "tiercache, disk": _Setting(engine_blocks, _OURS_ON_DISK),
+        "tiercache without tails": _Setting(engine_blocks, f"{_OURS}save_unfull_chunk: false\n"),
+        "tiercache above a disk": _Setting(engine_blocks, _OURS_ON_DISK),
         "engine cache that holds all": _Setting(256),
     }
 
@@ -177,7 +177,7 @@ def rivals(
 
 def _started(stack: ExitStack, name: str, setting: _Setting, directory: Path, memory_gb: float) -> Side:
     print(f"starting {name}", file=sys.stderr)
-    place = directory / name.replace(" ", "-").replace(",", "")
+    place = directory / name.replace(" ", "-")
     place.mkdir()
     config = place / "tiercache.yaml" if setting.config else None
     if config is not None:

@@ -1,18 +1,30 @@
 """What is decided by the seed, and how the referee reckons: pure functions."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import islice
 from math import inf
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
+from tests.torture.campaign.messages import Missed, Mouth
+from tests.torture.campaign.operations import Lane, Tally
 from tests.torture.campaign.payloads import CHUNK_BYTES, KEYS_A_SLOT, SLOTS, difference, key_of, payload_of
 from tests.torture.campaign.plan import PARTS, PLACES, rounds
 from tests.torture.campaign.promises import Promises
 from tests.torture.campaign.usage import SOAK_S, Usage, growth, usage_of
+from tests.torture.campaign.worker import LAYOUT
+from tiercache.cache import TierCache
+from tiercache.config import Config
 
 EVERYTHING = range(SLOTS * KEYS_A_SLOT)
 
@@ -138,3 +150,27 @@ def test_a_process_that_has_ended_and_was_not_waited_for_uses_nothing() -> None:
     process.wait()
     assert usage_of(process.pid, 0.0) is None
     assert usage_of(os.getpid(), 0.0) is not None
+
+
+@pytest.mark.parametrize("probed_meanwhile", [True, False])
+async def test_a_miss_while_another_read_probes_a_tier_is_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probed_meanwhile: bool
+) -> None:
+    sizes = {"chunk_size": 16, "max_local_cpu_size": 0.01, "max_local_disk_size": 0.01}
+    config = Config.load(environ={}, overrides=sizes | {"local_disk": str(tmp_path)})
+    said: list[object] = []
+    mouth = SimpleNamespace(say=said.append)
+    async with TierCache.open(config, LAYOUT) as cache:
+        (reader,) = cache.parts.reader.tiers
+        lane = Lane("disk", 0, 0, cache, Random(1), cast(Mouth, mouth), Tally())
+
+        async def get(key: bytes, *, deadline_s: float) -> AsyncIterator[None]:
+            """A miss. The breaker is closed again before its caller runs."""
+            yield
+            reader.breaker.succeeded(asyncio.get_running_loop().time())
+
+        monkeypatch.setattr(cache, "get", asynccontextmanager(get))
+        if probed_meanwhile:
+            reader.breaker.trip(asyncio.get_running_loop().time())
+        await lane.get_one()
+    assert [type(one) for one in said] == ([] if probed_meanwhile else [Missed])

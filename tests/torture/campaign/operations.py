@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -67,6 +68,15 @@ class Tally:
     def took(self, name: str, seconds: float) -> None:
         self.operations[name] += 1
         self.longest_s[name] = max(seconds, self.longest_s.get(name, 0.0))
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Of an operation."""
+
+    at_s: float
+    closed: bool
+    """All breakers were closed."""
 
 
 class Lane:
@@ -132,10 +142,9 @@ class Lane:
         return True
 
     async def get_one(self) -> None:
-        number = self._anybodys()
-        since_s = now_s()
+        number, since = self._anybodys(), self._now()
         if not await self.find(number, self._random.random() * _LONGEST_HOLD_S if self._random.random() < 0.2 else 0.0):
-            self._missed(number, since_s, "get")
+            self._missed(number, since, "get")
 
     async def find(self, number: int, hold_s: float = 0.0) -> bool:
         """Get a chunk and verify it, again after it was held for a while; whether it was there."""
@@ -151,19 +160,19 @@ class Lane:
 
     async def get_prefix(self) -> None:
         numbers = self._prompt(*self._anywhere())
-        keys, since_s = self._keys(numbers), now_s()
+        keys, since = self._keys(numbers), self._now()
         buffers = [np.zeros(len(payload_of(key)), np.uint8) for key in keys]
         delivered = await self._cache.get_into(keys, buffers, deadline_s=GET_S)
         for number, buffer in zip(numbers[:delivered], buffers, strict=False):
             self._verify(number, buffer)
         if delivered < len(numbers):
-            self._missed(numbers[delivered], since_s, "get")
+            self._missed(numbers[delivered], since, "get")
 
     async def look_up(self) -> None:
-        numbers, since_s = self._prompt(*self._anywhere()), now_s()
+        numbers, since = self._prompt(*self._anywhere()), self._now()
         hit = await self._cache.lookup_keys(self._keys(numbers))
         if hit.chunks < len(numbers):
-            self._missed(numbers[hit.chunks], since_s, "lookup")
+            self._missed(numbers[hit.chunks], since, "lookup")
 
     async def prefetch(self) -> None:
         keys = self._keys(self._prompt(*self._anywhere()))
@@ -205,16 +214,20 @@ class Lane:
         if what is not None:
             self._mouth.say(Wrong(number, what))
 
-    def _missed(self, number: int, since_s: float, by: str) -> None:
-        after_s = now_s() - since_s
+    def _missed(self, number: int, since: _Start, by: str) -> None:
+        after_s = now_s() - since.at_s
         if after_s >= GET_S / 2:
             return  # what was given up at a deadline says nothing about what is there
         said = self._cache.statistics()
-        if set(said.breakers.values()) != {"closed"}:
+        # Before, too: while one read probes a tier that is well again, others miss, and then its breaker is closed.
+        if not since.closed or set(said.breakers.values()) != {"closed"}:
             self._tally.operations["misses beside a breaker"] += 1  # that it closes again is what `Prove` asks for
             return
         found = f"after {after_s:.3f} s, {said.slots_free} slots free, {said.reader}"
-        self._mouth.say(Missed(number, since_s, by, found))
+        self._mouth.say(Missed(number, since.at_s, by, found))
+
+    def _now(self) -> _Start:
+        return _Start(now_s(), set(self._cache.parts.reader.breakers().values()) == {"closed"})
 
     def _given_up(self) -> int:
         """Chunks that were put and will not be in the tier, for whatever reason it counts."""

@@ -1,4 +1,4 @@
-"""What is decided by the seed, and how the referee reckons: pure functions."""
+"""What is decided by the seed, and how workers and the referee reckon."""
 
 import asyncio
 import os

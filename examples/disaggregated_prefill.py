@@ -1,6 +1,6 @@
 """A proxy in front of an engine that computes prompts and an engine that generates; both share a tier.
 
-    export TIERCACHE_CONFIG_FILE=examples/configs/redis.yaml   # both need the same, with save_unfull_chunk: true
+    export TIERCACHE_CONFIG_FILE=examples/configs/redis.yaml   # both need the same
     vllm serve MODEL --port 8001 --kv-transfer-config '{"kv_connector": "TierCacheConnector", "kv_role": "kv_producer", ...}'
     vllm serve MODEL --port 8002 --kv-transfer-config '{"kv_connector": "TierCacheConnector", "kv_role": "kv_consumer", ...}'
     python examples/disaggregated_prefill.py --prefill http://host-a:8001 --decode http://host-b:8002

@@ -26,7 +26,6 @@ from tiercache.signals import ended_by_signals
 
 CONFIG = """\
 chunk_size: 256
-save_unfull_chunk: true
 local_cpu: true
 max_local_cpu_size: 1.0
 max_hf3fs_size: 2.0

@@ -414,38 +414,9 @@ async def test_statistics_in_a_thread_while_the_loop_goes_on(tmp_path: Path) -> 
         assert all(await asyncio.gather(*reads)) and next(steps) > 100
 
 
-# Chunks that stay in the hot cache, or leave it alone
+# Chunks that leave the hot cache alone
 
 TWO = [key(1), key(2)]
-
-
-@pytest.mark.parametrize("admission", ["all", "second_touch"])
-async def test_no_tier_below_gets_a_hot_only_chunk(tmp_path: Path, admission: str) -> None:
-    async with opened(tmp_path, flash_admission=admission) as cache:
-        for _ in range(2):
-            assert await cache.put_many(TWO, [payload(1), payload(2)], prefix=True, hot_only=TWO[1:]) == 2
-            assert await reads(cache, 1, 2)
-        assert (await cache.flush()).complete
-        (disk,) = cache.tiers
-        assert [disk.contains(each) for each in TWO] == [True, False]
-        cache.clear_hot()
-        assert await cache.lookup_each(TWO) == [True, False]
-
-
-async def test_a_put_without_hot_only_gives_a_hot_only_chunk_to_the_tiers(tmp_path: Path) -> None:
-    async with opened(tmp_path) as cache:
-        for hot_only in (TWO, TWO[1:]):
-            assert await cache.put_many(TWO, [payload(1), payload(2)], hot_only=hot_only) == 2
-        await only_below(cache)
-        assert await cache.lookup_each(TWO) == [True, False]
-
-
-async def test_of_two_puts_at_once_the_one_without_hot_only_counts(tmp_path: Path) -> None:
-    async with opened(tmp_path) as cache:
-        puts = [cache.put_many(TWO, [payload(1), payload(2)], hot_only=hot_only) for hot_only in (TWO, ())]
-        assert await asyncio.gather(*puts) == [2, 2]
-        await only_below(cache)
-        assert await cache.lookup_each(TWO) == [True, True]
 
 
 async def test_chunks_leave_the_hot_cache_alone(tmp_path: Path) -> None:

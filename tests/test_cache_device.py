@@ -95,15 +95,6 @@ async def test_a_tenants_tensors_stay_within_his_quota_and_cost_nobody_else(open
         assert cache.lookup_hot(quiet) == 8 and await gets(cache, driver, quiet[:8], tensors[:8])
 
 
-async def test_a_put_without_hot_only_stores_a_hot_only_tensor(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
-    async with opened(local_disk=(str(tmp_path / "kv"),), max_local_disk_size=0.01) as cache:
-        for hot_only in ([key(1)], []):
-            assert await cache.put_many([key(1)], chunks(driver, range(1)), hot_only=hot_only) == 1
-        assert (await cache.flush()).complete
-        cache.clear_hot()
-        assert await cache.lookup_each([key(1)]) == [True]
-
-
 async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, driver: TwinDriver) -> None:
     async with opened() as cache:
         source, late = chunks(driver, range(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from _thread import get_ident
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from operator import itemgetter
@@ -212,7 +212,7 @@ class TierCache:
 
     async def put_many(
         self, keys: Sequence[ChunkKey], payloads: Sequence[Any], *, after: Event | None = None,
-        deadline_s: float | None = None, prefix: bool = False, hot_only: Collection[ChunkKey] = (),
+        deadline_s: float | None = None, prefix: bool = False,
     ) -> int:  # fmt: skip
         """Store many chunks as `put` does, and return how many were stored or there already. Repeated keys count once.
 
@@ -220,8 +220,7 @@ class TierCache:
         event `after` (by default: after the work given to the calling thread's current stream), and are read until this
         returns. With `local_cpu: false` and only device tiers they never reach the host; chunks that full queues skip
         (`on_queue_full`) also count as stored. `prefix` says that the chunks follow one another, which eviction
-        uses. The chunks of `hot_only` stay in the hot cache: no other tier gets them, until a put without it. Raises
-        LayoutError for device memory of the wrong layout.
+        uses. Raises LayoutError for device memory of the wrong layout.
         """
         parts = self._in_use()
         check_one_each(keys, payloads, "payload")
@@ -233,12 +232,12 @@ class TierCache:
         stored = 0
         if host:
             in_order = prefix and not chunks
-            stored = await self.put_from(host, deadline_s=deadline_s, prefix=in_order, hot_only=hot_only)
+            stored = await self.put_from(host, deadline_s=deadline_s, prefix=in_order)
         if chunks and parts.on_device is not None:
             with parts.closing:
                 event = _event(parts.on_device, after)
                 until_s = self._until_s(deadline_s)
-                stored += await parts.on_device.put(chunks, event, until_s, hot_only, prefix=prefix)
+                stored += await parts.on_device.put(chunks, event, until_s, prefix=prefix)
             parts.advisor.stored(map(_KEY_OF, chunks))
             if prefix:
                 parts.cpu.link(keys)
@@ -250,13 +249,12 @@ class TierCache:
         *,
         deadline_s: float | None = None,
         prefix: bool = False,
-        hot_only: Collection[ChunkKey] = (),
     ) -> int:
         """Store chunks that callables fill in: (key, payload length in bytes, source).
 
         Each source gets a uint8 vector of that length on a worker thread. Returns how many chunks became hot or were: in a
-        put of more than the hot cache holds, later chunks evict earlier ones. `prefix`, `hot_only`, the deadline and
-        repeated keys are as for `put_many`.
+        put of more than the hot cache holds, later chunks evict earlier ones. `prefix`, the deadline and repeated
+        keys are as for `put_many`.
 
         Chunks become hot in batches, in order: at most an eighth of the arena and 32 MiB each, and less if a slot has
         to be waited for, since a put does not hold filled slots during the wait. Two batches are copied at a time. A
@@ -271,7 +269,7 @@ class TierCache:
             if not 0 < length <= chunk_bytes:
                 self._check_length(length)
         with parts.closing:
-            stored = await parts.ingest.put(items, self._wait_s(deadline_s), prefix=prefix, hot_only=hot_only)
+            stored = await parts.ingest.put(items, self._wait_s(deadline_s), prefix=prefix)
         parts.advisor.stored(map(_KEY_OF, items))
         return stored
 

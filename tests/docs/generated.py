@@ -113,7 +113,7 @@ DIFFERS = {
     "gds_backend": "`hipfile` is refused",
     "remote_serde": "only `naive`: other serdes of LMCache lose bits. `compression` of a remote tier is bit-exact",
     "numa_mode": "`manual` has no effect and is named in a warning; the number of a node is ours",
-    "save_unfull_chunk": "false in LMCache; true: in all tiers. With windows or `kv_head_parts` hits are whole chunks",
+    "save_unfull_chunk": "false in LMCache. With windows or `kv_head_parts` hits are whole chunks",
     "lookup_timeout_ms": "a late lookup returns what it has found by then; no tier delays the others",
     "weka_path": "LMCache 0.5.6 detects WekaFS under `gds_path`; both are accepted",
     "reserve_local_cpu_size": "applied once, when the configuration is read, with a warning",

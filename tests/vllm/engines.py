@@ -74,7 +74,6 @@ def tiercache_settings(directory: Path, **settings: Any) -> dict[str, Any]:
         "lookup_timeout_ms": 60_000,
         "blocking_timeout_secs": 60,
         "chunk_size": CHUNK_TOKENS,
-        "save_unfull_chunk": True,
         "max_local_cpu_size": 0.25,
         "local_disk": str(directory),
         "max_local_disk_size": 1.0,

@@ -82,7 +82,7 @@ def test_proxy_before_two_servers(tmp_path: Path) -> None:
     with ExitStack() as stack:
         redis = stack.enter_context(servers.running(tmp_path))
         config.write_text(
-            "chunk_size: 64\nsave_unfull_chunk: true\nmax_local_cpu_size: 0.2\nremote_storage_plugins: [redis]\n"
+            "chunk_size: 64\nmax_local_cpu_size: 0.2\nremote_storage_plugins: [redis]\n"
             f"extra_config:\n  remote_storage_plugin.redis.url: redis://127.0.0.1:{redis.port}\n"
         )
         prefill, decode = started(stack, "prefill", "kv_producer"), started(stack, "decode", "kv_consumer")

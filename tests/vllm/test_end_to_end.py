@@ -170,7 +170,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remote]:
 def test_another_engine_hits_remote_storage(remote: Remote, model: str, prompts: list[str], oracle: Answers) -> None:
     """It lies below the CPU tier, and is all that the two engines share."""
     name, extra, environment = remote
-    settings = {"chunk_size": CHUNK_TOKENS, "save_unfull_chunk": True, "max_local_cpu_size": 0.25}
+    settings = {"chunk_size": CHUNK_TOKENS, "max_local_cpu_size": 0.25}
     settings |= {"extra_config": extra, "remote_storage_plugins": [name], "max_hf3fs_size": 1.0}
     engine, generate, statistics = engine_of(model, settings), ["generate", prompts], ["statistics"]
     steps = [generate, ["flush"], ["clear_hot"], generate, statistics]

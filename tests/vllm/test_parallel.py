@@ -84,7 +84,7 @@ def test_two_ranks_with_one_head_store_it_once_in_redis_and_a_rank_alone_reads_i
 
     model = tiny_model(tmp_path / "model", "llama", num_key_value_heads=1)
     with servers.running(tmp_path) as server:
-        settings: dict[str, Any] = {"chunk_size": CHUNK_TOKENS, "save_unfull_chunk": True, "max_local_cpu_size": 0.02}
+        settings: dict[str, Any] = {"chunk_size": CHUNK_TOKENS, "max_local_cpu_size": 0.02}
         settings["remote_storage_plugins"] = ["redis.shared"]
         settings["extra_config"] = {"remote_storage_plugin.redis.shared.url": f"redis://127.0.0.1:{server.port}"}
         found, _ = drive_named(ranks_of(model, settings), [*COMPUTED, CLEARED, ("redis", GENERATE), STATISTICS])

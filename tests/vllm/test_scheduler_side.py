@@ -295,7 +295,7 @@ def test_cold_prompt_is_saved_chunk_by_chunk_as_it_is_computed(engine: Engine) -
 
 
 def test_a_tail_is_replaced_by_what_it_becomes(made: Make) -> None:
-    engine = made(geometry=BlockGeometry.for_chunk_size(64, TOKENS, None))
+    engine = made(geometry=BlockGeometry.for_chunk_size(64, TOKENS, save_tails=True))
     request = engine.arrives(4 * TOKENS + 2 * TOKENS + 1)
     assert engine.enters(request) == (0, False)
     work = engine.steps((request, request.num_tokens))
@@ -304,7 +304,7 @@ def test_a_tail_is_replaced_by_what_it_becomes(made: Make) -> None:
     engine.reports(work)
     engine.ends(request)
     tail = engine.keys(NAMES[5])
-    assert engine.ask(engine.thread.cache.put_many(tail, [b"x" * 4096], hot_only=tail))
+    assert engine.ask(engine.thread.cache.put_many(tail, [b"x" * 4096]))
     engine.puts(NAMES[3])
     follows = engine.arrives(9 * TOKENS, "next")
     assert engine.enters(follows) == (6 * TOKENS, False)

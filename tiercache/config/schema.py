@@ -72,7 +72,7 @@ class ConfigFields:
     save_unfull_chunk: bool | None = _key(
         Optional(Switch()),
         None,
-        "store the partial chunk at the end of a prompt; unset: vLLM's connector does, in the hot cache only",
+        "store the partial chunk at the end of a prompt; unset: vLLM's connector does",
     )
     enable_async_loading: bool = _key(
         Switch(), False, "load hot chunks beside engine steps, as other chunks always are"

@@ -51,7 +51,7 @@ class Resident:
     """A chunk in a slot of the hot cache."""
 
     __slots__ = (
-        "children", "hot", "hot_only", "key", "leases", "parent", "payload_bytes", "queued_rank", "rank", "slot",
+        "children", "hot", "key", "leases", "parent", "payload_bytes", "queued_rank", "rank", "slot",
         "unleased_children",
     )  # fmt: skip
 
@@ -61,8 +61,6 @@ class Resident:
         self.payload_bytes = payload_bytes
         self.hot = True
         """True while a lookup finds the chunk."""
-        self.hot_only = False
-        """True if no tier below is to get the chunk."""
         self.leases = 0
         """Number of leases; 0 means that the chunk may be evicted."""
         self.parent: Resident | None = None

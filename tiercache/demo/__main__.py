@@ -21,7 +21,6 @@ from tiercache.signals import ended_by_signals
 CONFIG = """\
 # Written by the demo. Keys are LMCache's; `tiercache config explain` says what each of them does.
 chunk_size: 256
-save_unfull_chunk: true
 local_cpu: true
 max_local_cpu_size: 1.0
 local_disk: "{directory}"

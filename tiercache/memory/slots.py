@@ -392,8 +392,6 @@ class Leased(Protocol):
     """Sum of `ONE[purpose]` over all leases; 0 means that the memory may be reused."""
     hot: bool
     """True while a lookup finds the chunk."""
-    hot_only: bool
-    """True if no tier below is to get the chunk."""
 
 
 class LeaseOwner(ABC):
@@ -464,11 +462,6 @@ class Lease:
     def findable(self) -> bool:
         """True while a lookup finds the chunk, that is, until its removal."""
         return self._held().hot
-
-    @property
-    def hot_only(self) -> bool:
-        """True if no tier below is to get the chunk."""
-        return self._held().hot_only
 
     @property
     def on_device(self) -> bool:

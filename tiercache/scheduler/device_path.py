@@ -9,7 +9,7 @@ batches on a stream, and each batch is awaited once; its memory is not reused be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -78,7 +78,6 @@ class DevicePath:
         chunks: Sequence[tuple[ChunkKey, DevicePayload]],
         after: Event | None,
         deadline_s: float,
-        hot_only: Collection[ChunkKey] = (),
         *,
         prefix: bool = False,
     ) -> int:
@@ -96,7 +95,7 @@ class DevicePath:
         times = self.cpu.access_for_put([key for key, _ in chunks], prefix=prefix)
         tasks = [
             asyncio.ensure_future(
-                self._put_batch(chunks[start : start + size], epoch, times, after, began_s, deadline_s, hot_only)
+                self._put_batch(chunks[start : start + size], epoch, times, after, began_s, deadline_s)
             )
             for start in range(0, len(chunks), size)
         ]
@@ -111,7 +110,6 @@ class DevicePath:
         after: Event | None,
         began_s: float,
         deadline_s: float,
-        hot_only: Collection[ChunkKey],
     ) -> int:
         batch = _Batch()
         copying: list[asyncio.Future[None]] = []
@@ -123,7 +121,7 @@ class DevicePath:
         try:
             try:
                 for key, payload in chunks:
-                    await self._admit(key, payload, batch, deadline_s, hot_only=key in hot_only)
+                    await self._admit(key, payload, batch, deadline_s)
                 if batch.storing:
                     copying.append(self.device.run(self.device.storing, self._enqueue_put, batch, after))
                     await self.device.ended(copying[0])
@@ -141,24 +139,20 @@ class DevicePath:
         for chunk in batch.storing:
             length = chunk.payload.payload_bytes
             if chunk.hot is not None:
-                stays, time = chunk.key in hot_only, times[chunk.key]
-                batch.leases.append(
-                    self.cpu.publish(chunk.key, chunk.hot, length, Purpose.WRITE, time=time, hot_only=stays)
-                )
+                time = times[chunk.key]
+                batch.leases.append(self.cpu.publish(chunk.key, chunk.hot, length, Purpose.WRITE, time=time))
             if chunk.staged is not None:
                 batch.staged.append(self.staging.publish(chunk.key, chunk.staged, length, Purpose.WRITE))
         stored = batch.present + len(batch.storing)
         await self._fan_out.offer(batch.leases, began_s, deadline_s, batch.staged)
         return stored
 
-    async def _admit(
-        self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float, *, hot_only: bool
-    ) -> None:
+    async def _admit(self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float) -> None:
         """Reserve the slots for a chunk that the cache lacks.
 
         A chunk without slots by the deadline is counted as skipped.
         """
-        hot, staged = self.cpu.lease_again(key, hot_only=hot_only), self.staging.lease(key, writes=True)
+        hot, staged = self.cpu.lease(key, writes=True), self.staging.lease(key, writes=True)
         if hot is not None:
             batch.leases.append(hot)
         if staged is not None:
@@ -167,7 +161,7 @@ class DevicePath:
             batch.present += 1
             return
         wants_host = self.cpu.keep or any(not writer.tier.offers(key) for writer in self._host_writers)
-        wants_device = not hot_only and any(not writer.tier.offers(key) for writer in self._device_writers)
+        wants_device = any(not writer.tier.offers(key) for writer in self._device_writers)
         if not wants_host and not wants_device:
             batch.present += 1
             return

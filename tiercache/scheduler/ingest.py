@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +38,6 @@ class _Put:
     """The parent of each chunk, if the chunks are a prefix."""
     times: Mapping[ChunkKey, int]
     """The time of each chunk's access, which decreases along a prefix."""
-    hot_only: Collection[ChunkKey] = ()
     stored: int = 0
     skipped: int = 0
 
@@ -81,9 +80,7 @@ class Ingest:
         """
         return max(1, min(self.cpu.most_slots // 8, max(1, _BATCH_BYTES // self.cpu.pool.slot_bytes)))
 
-    async def put(
-        self, items: Sequence[Item], wait_s: float, *, prefix: bool = False, hot_only: Collection[ChunkKey] = ()
-    ) -> int:
+    async def put(self, items: Sequence[Item], wait_s: float, *, prefix: bool = False) -> int:
         """Store chunks as `TierCache.put_from` does, and return how many of them are in the cache.
 
         `wait_s` limits the whole call.
@@ -96,7 +93,6 @@ class Ingest:
             began_s + wait_s,
             dict(zip(keys[1:], keys, strict=False)) if prefix else {},
             self.cpu.access_for_put(keys, prefix=prefix),
-            hot_only,
         )
         try:
             await self._put_all(items, put)
@@ -161,7 +157,7 @@ class Ingest:
         try:
             for key, length, source in items:
                 if not self.cpu.tombstones.forgot(key, put.epoch):
-                    if (lease := self.cpu.lease_again(key, hot_only=key in put.hot_only)) is not None:
+                    if (lease := self.cpu.lease(key, writes=True)) is not None:
                         batch.leases.append(lease)
                     elif key in slots:
                         batch.fills[key] = (slots.pop(key), length, source)
@@ -227,8 +223,7 @@ class Ingest:
             fills = {key: fill for key, fill in fills.items() if key not in forgotten}
         put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot chunks may have been forgotten meanwhile
         for key, (slot, length, _) in fills.items():
-            parent, time, stays = put.parents.get(key), put.times.get(key), key in put.hot_only
-            leases.append(cpu.publish(key, slot, length, WRITE, parent, time, hot_only=stays))
+            leases.append(cpu.publish(key, slot, length, WRITE, put.parents.get(key), put.times.get(key)))
         batch.published = True
         if leases:
             await self._fan_out.offer(leases, put.began_s, put.deadline_s)

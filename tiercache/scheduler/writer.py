@@ -452,7 +452,7 @@ class FanOut:
     async def offer(
         self, leases: Sequence[Lease], began_s: float, deadline_s: float, staged: Sequence[Lease] = ()
     ) -> None:
-        """Queue chunks for every tier that lacks them, except `hot_only` ones. Consumes the leases, also when cancelled.
+        """Queue chunks for every tier that lacks them. Consumes the leases, also when cancelled.
 
         Each writer gets its own lease: on device memory if a chunk is `staged` there and the tier writes from it. All
         writers are offered everything before any wait, and full queues are awaited concurrently, until `deadline_s` of
@@ -462,7 +462,9 @@ class FanOut:
         nearest = list({lease.key: lease for lease in (*leases, *staged)}.values()) if staged else leases
         try:
             for writer in self.writers:
-                for lease in filter(self._is_written, nearest if writer.tier.serves_device else leases):
+                for lease in nearest if writer.tier.serves_device else leases:
+                    if not self._keeps(lease.key):
+                        continue
                     if writer.tier.offers(lease.key):
                         writer.tier.used([lease.key])
                     elif (own := lease.sibling()) is not None and (writer in waiting or not writer.enqueue_nowait(own)):
@@ -488,13 +490,8 @@ class FanOut:
         for writer in self.writers:
             for key in filter(self._keeps, writer.tier.used(keys)):
                 own = cpu.lease(key, writes=True)
-                if own is not None and own.hot_only:
-                    own.release()
-                elif own is not None and not writer.enqueue_nowait(own):
+                if own is not None and not writer.enqueue_nowait(own):
                     writer.skip(deque([own]))
-
-    def _is_written(self, lease: Lease) -> bool:
-        return not lease.hot_only and self._keeps(lease.key)
 
     def continued(self, keys: Sequence[ChunkKey]) -> None:
         """Tell the tiers that a continued session needs `keys`."""

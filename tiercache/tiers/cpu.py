@@ -223,13 +223,6 @@ class CpuTier(LeaseOwner, Tier):
             return None
         return self.begin_lease(entry, WRITE) if writes else self.serve(entry, READ, counted=counted)
 
-    def lease_again(self, key: ChunkKey, *, hot_only: bool) -> Lease | None:
-        """Return a writer's lease on a resident chunk that is put again, or None. It stays `hot_only` if this put is."""
-        lease = self.lease(key, writes=True)
-        if lease is not None and not hot_only:
-            self._entries[key].hot_only = False
-        return lease
-
     def pin(self, key: ChunkKey) -> Lease | None:
         """Pin a resident chunk for a future reader, or return None. Not an access."""
         entry = self._entries.get(key)
@@ -342,14 +335,11 @@ class CpuTier(LeaseOwner, Tier):
         purpose: Purpose,
         parent: ChunkKey | None = None,
         time: int | None = None,
-        *,
-        hot_only: bool = False,
     ) -> Lease:
         """Publish a filled slot as the chunk `key`, and return a lease of that purpose.
 
-        `parent` is the previous chunk in its prefix, `time` the time of its access. No tier below gets a chunk all of
-        whose puts were `hot_only`. If the key is resident by now, the first copy stays and the slot is freed: leases on
-        the first copy continue, and equal keys have equal bytes.
+        `parent` is the previous chunk in its prefix, `time` the time of its access. If the key is resident by now,
+        the first copy stays and the slot is freed: leases on the first copy continue, and equal keys have equal bytes.
         """
         quotas = self._quotas
         if quotas is not None and purpose is PREFETCH:
@@ -358,13 +348,10 @@ class CpuTier(LeaseOwner, Tier):
         if entry is not None:
             self.budget.give_back(purpose)
             self._free(slot)
-            if purpose is WRITE and not hot_only:
-                entry.hot_only = False
             lease = self.begin_lease(entry, purpose)
             self.wait_queue.serve()
             return lease
         entry = Resident(key, slot, payload_bytes)
-        entry.hot_only = hot_only
         entry.leases = ONE[purpose]
         if quotas is not None:
             quotas.own(slot, tenant_of(key))

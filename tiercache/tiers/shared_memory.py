@@ -101,7 +101,6 @@ class Mapped:
     """
 
     __slots__ = ("hot", "inode", "key", "leases", "length_bytes", "memory", "payload_bytes", "unlinked")
-    hot_only = False
 
     def __init__(self, key: ChunkKey, memory: np.ndarray, payload_bytes: int, inode: Inode) -> None:
         self.key = key

@@ -23,7 +23,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -531,26 +531,21 @@ class Mover:
         keys: Sequence[ChunkKey],
         transfers: Sequence[BlockTransfer],
         deadline_s: float,
-        hot_only: Collection[ChunkKey] = (),
     ) -> Move:
-        """Store blocks as chunks. In device memory they are read after the work that the engine has enqueued by now.
-
-        `hot_only` is as for `TierCache.put_many`.
-        """
+        """Store blocks as chunks. In device memory they are read after the work that the engine has enqueued by now."""
         move, cache = Move(self.driver, thread, len(transfers)), thread.cache
         chunks = [self._chunk(move, transfer) for transfer in transfers]
 
         def put_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
             if self.driver is None:
                 items = [(keys[one], self._payload_bytes(transfers[one]), chunks[one]) for one in positions]
-                return cache.put_from(items, deadline_s=deadline_s, prefix=not window, hot_only=hot_only)
+                return cache.put_from(items, deadline_s=deadline_s, prefix=not window)
             return cache.put_many(
                 [keys[one] for one in positions],
                 [chunks[one] for one in positions],
                 after=move.after,
                 deadline_s=deadline_s,
                 prefix=not window,
-                hot_only=hot_only,
             )
 
         move.begin(lambda: self._by_group(transfers, put_group))

@@ -71,7 +71,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine = str(transfer.engine_id)
         self._groups = find_groups(vllm_config, kv_cache_config)
         block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)
-        saves_tails = _saves_tails(self._config, transfer.kv_role)
+        saves_tails = self._config.save_unfull_chunk is not False
         self._geometry = BlockGeometry.for_chunk_size(self._config.chunk_size, block_tokens, saves_tails, self._groups)
         if (parts := head_parts(vllm_config, self._groups, self._config.kv_head_parts)) is not None:
             self._geometry = in_parts(self._geometry, self._groups, parts)
@@ -295,12 +295,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
-
-
-def _saves_tails(config: Config, role: str) -> bool | None:
-    """Return `save_unfull_chunk`; unset means False where no later request of this engine would find a tail."""
-    unset = config.save_unfull_chunk is None
-    return False if unset and (role != "kv_both" or not config.local_cpu) else config.save_unfull_chunk
 
 
 # Inside a MultiConnector, vLLM looks up the class of the figures by its name alone.

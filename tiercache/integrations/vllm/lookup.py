@@ -157,19 +157,23 @@ async def locate(
     found = found[: len(full_chunks(1, geometry)) * chunks]
     found += keys_of(cache.namespace, names_of(windows, names, geometry), geometry)
     match = Match(tokens_by_tier=tokens).shortened(chunks * geometry.blocks_per_chunk, geometry)
-    longest_tail = min(len(names) - match.blocks, geometry.blocks_per_chunk - 1) if geometry.save_tails else 0
-    for length in range(longest_tail, 0, -1):
-        tail = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
-        if geometry.hot_tails and not cache.lookup_hot(tail):
-            continue
-        hit = await cache.lookup_keys(tail, deadline_s=max(0.0, until_s - loop.time()), counts=False)
-        if hit.chunks:
-            found += tail
-            match.blocks += length
-            for tier, count in hit.by_tier.items():
-                match.tokens_by_tier[tier] = match.tokens_by_tier.get(tier, 0) + count * length * geometry.block_tokens
-            break
+    if geometry.save_tails:
+        after = names[match.blocks : match.blocks + geometry.blocks_per_chunk - 1]
+        tails = keys_of(cache.namespace, after, geometry)
+        there = await cache.lookup_each(tails, deadline_s=max(0.0, until_s - loop.time()))
+        blocks = max((number for number, is_there in enumerate(there, 1) if is_there), default=0)
+        if blocks and await _lengthen(match, blocks, tails[blocks - 1], cache, geometry):
+            found.append(tails[blocks - 1])
     return match, found
+
+
+async def _lengthen(match: Match, blocks: int, key: ChunkKey, cache: ServedCache, geometry: BlockGeometry) -> bool:
+    """Add the first blocks of a chunk that is known without I/O. Return False if there is none."""
+    hit = await cache.lookup_keys([key], deadline_s=0.0, counts=False)
+    match.blocks += blocks * hit.chunks
+    for tier, chunks in hit.by_tier.items():
+        match.tokens_by_tier[tier] = match.tokens_by_tier.get(tier, 0) + chunks * blocks * geometry.block_tokens
+    return hit.chunks > 0
 
 
 class LookupServer:
@@ -190,8 +194,7 @@ class LookupServer:
         """Loads may be synchronous, so chunks are held for them."""
         self._siblings = None
         if geometry.plain and geometry.blocks_per_chunk > 1:
-            most = min(_MOST_SIBLINGS, 2 * cache.cpu.pool.count)
-            self._siblings = Siblings(geometry.blocks_per_chunk, most, tails=geometry.save_tails)
+            self._siblings = Siblings(geometry.blocks_per_chunk, _MOST_SIBLINGS, tails=geometry.save_tails)
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
@@ -227,20 +230,22 @@ class LookupServer:
     async def _add_sibling(
         self, siblings: Siblings, names: Sequence[bytes], match: Match, found: list[ChunkKey]
     ) -> None:
-        """Make a match longer if the first blocks after its whole chunks are those of another request's chunk in RAM."""
+        """Make a match longer if the first blocks after its whole chunks are those of another request's chunk.
+
+        A chunk that has to be read is used only for at least half of its blocks.
+        """
         cache, geometry = self.thread.cache, self._geometry
         whole = geometry.whole_chunks(match.blocks)
         for blocks, sibling in siblings.like(names[whole:]):
             if blocks <= match.blocks - whole:
                 break
-            keys = keys_of(cache.namespace, [sibling.name], geometry)
-            if cache.parts.reader.has_at_hand(keys[0]):
-                tiers = (await cache.lookup_keys(keys, counts=False)).by_tier
-                tokens = match.shortened(whole, geometry).tokens_by_tier
-                for tier in tiers:
-                    tokens[tier] = tokens.get(tier, 0) + blocks * geometry.block_tokens
-                match.blocks, match.tokens_by_tier, match.sibling = whole + blocks, tokens, sibling
-                found[whole // geometry.blocks_per_chunk :] = keys
+            (key,) = keys_of(cache.namespace, [sibling.name], geometry)
+            longer = match.shortened(whole, geometry)
+            if 2 * blocks < sibling.chunk_blocks and not cache.parts.reader.has_at_hand(key):
+                continue
+            if await _lengthen(longer, blocks, key, cache, geometry):
+                match.blocks, match.tokens_by_tier, match.sibling = longer.blocks, longer.tokens_by_tier, sibling
+                found[whole // geometry.blocks_per_chunk :] = [key]
                 break
         siblings.add(names)
 

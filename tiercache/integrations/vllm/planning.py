@@ -73,8 +73,6 @@ class BlockGeometry:
     blocks_per_chunk: int
     save_tails: bool = False
     """Store tails. Needs a plain geometry."""
-    hot_tails: bool = False
-    """Tails stay in the hot cache: no tier below gets them."""
     groups: tuple[KvGroup, ...] = ()
     """The default is one group that keeps every token."""
     parts: HeadParts | None = None
@@ -82,12 +80,12 @@ class BlockGeometry:
 
     @classmethod
     def for_chunk_size(
-        cls, chunk_tokens: int, block_tokens: int, save_tails: bool | None, groups: tuple[KvGroup, ...] = ()
+        cls, chunk_tokens: int, block_tokens: int, save_tails: bool, groups: tuple[KvGroup, ...] = ()
     ) -> BlockGeometry:
         """Round `chunk_tokens` to whole blocks, at least one. With recurrent states a chunk is one block.
 
         Chunks are halved until the shortest window holds one, at most to `_LEAST_PART`: a group with a shorter window
-        stores only the chunk's end, and the rest of its slot stays empty. `save_tails` None: tails stay in the hot cache.
+        stores only the chunk's end, and the rest of its slot stays empty.
         """
         blocks = 1 if any(group.recurrent for group in groups) else max(1, round(chunk_tokens / block_tokens))
         least = max(1, blocks // _LEAST_PART)
@@ -95,8 +93,7 @@ class BlockGeometry:
         while shortest is not None and blocks > least and blocks * block_tokens > shortest:
             blocks //= 2
         geometry = cls(block_tokens, blocks, groups=groups)
-        saves = save_tails is not False and geometry.plain
-        return replace(geometry, save_tails=saves, hot_tails=saves and save_tails is None)
+        return replace(geometry, save_tails=save_tails and geometry.plain)
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -231,7 +228,7 @@ def suffix_of(group: int, geometry: BlockGeometry) -> bytes:
 def in_parts(geometry: BlockGeometry, groups: Sequence[KvGroup], parts: HeadParts) -> BlockGeometry:
     """Return the geometry with every one of `groups` cut into a rank's parts."""
     cut = tuple(replace(group, part=part) for group in groups for part in range(parts.here))
-    return replace(geometry, groups=cut, save_tails=False, hot_tails=False, parts=parts)
+    return replace(geometry, groups=cut, save_tails=False, parts=parts)
 
 
 def keys_of(namespace: bytes, names: Sequence[bytes], geometry: BlockGeometry) -> list[ChunkKey]:

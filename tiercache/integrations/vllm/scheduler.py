@@ -300,7 +300,7 @@ class SchedulerSide:
         """Return True if more was announced (`tiercache.expect_tokens`) than found, and there is time to look again."""
         now_s = time.monotonic()
         expected = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1) // self.geometry.block_tokens
-        if not self.geometry.save_tails or self.geometry.hot_tails:
+        if not self.geometry.save_tails:
             expected = self.geometry.whole_chunks(expected)
         if match.failed or match.blocks >= expected:
             return False

@@ -266,11 +266,7 @@ class WorkerSide:
         keys = keys_of(self._namespace, [transfer.name for transfer in save.transfers], self.geometry)
         if save.to_be_forgotten:
             self._turns.stores(save.request_id, keys)
-        tails = []
-        if self.geometry.hot_tails:
-            full = self.geometry.blocks_per_chunk
-            tails = [key for key, transfer in zip(keys, save.transfers, strict=True) if transfer.chunk_blocks < full]
-        move = self.mover.put(self.thread, keys, save.transfers, wait_s, tails)
+        move = self.mover.put(self.thread, keys, save.transfers, wait_s)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
         self._saving.append(_Saving(save, until_s, move, blocks))
         tokens = self._tokens_of(save.transfers)

@@ -283,7 +283,7 @@ def test_a_lookup_under_way_when_its_worker_closes_is_a_miss(engine: str, monkey
     assert answer_of(late) == Match(failed=True)
 
 
-@pytest.mark.parametrize(("geometry", "questions"), [(GEOMETRY, 2), (GROUPS, 3)])
+@pytest.mark.parametrize(("geometry", "questions"), [(GEOMETRY, 3), (GROUPS, 3)])
 def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry, questions: int) -> None:
     """A tier that is asked for tails, or for windows with gaps, takes all of the time that it is given."""
     asked: list[float] = []
@@ -295,6 +295,9 @@ def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry, q
             asked.append(deadline_s)
             await asyncio.sleep(deadline_s)
             return Hit(len(keys) - 1, 0, {})
+
+        def lookup_hot(self, keys: Sequence[bytes]) -> int:
+            return 0
 
         async def lookup_each(self, keys: Sequence[bytes], *, deadline_s: float) -> list[bool]:
             asked.append(deadline_s)
@@ -310,6 +313,22 @@ def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry, q
     with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
         assert runner.run(takes_s()) == pytest.approx(3.0, abs=0.1)
     assert len(asked) == questions and asked[0] == 3.0
+
+
+@pytest.mark.parametrize(("hot", "again", "waits"), [(2, False, False), (2, True, True), (1, False, True)])
+def test_no_tier_is_asked_for_a_tail_of_a_request_that_is_hot(engine: str, hot: int, again: bool, waits: bool) -> None:
+    """Unless it is looked up again, as one is whose tokens were announced."""
+    with Worker(engine, 0, 4 * hot) as worker:
+        asked: list[float] = []
+        lookup_each = worker.thread.cache.lookup_each
+
+        async def noted(keys: Sequence[Any], *, deadline_s: float) -> list[bool]:
+            asked.append(deadline_s)
+            return await lookup_each(keys, deadline_s=deadline_s)
+
+        worker.thread.cache.lookup_each = noted  # type: ignore[method-assign, assignment]
+        assert worker.ask(worker.server.find(NAMES, "r", again=again)).blocks == 4 * hot
+        assert [deadline_s > 0 for deadline_s in asked] == ([False, True] if waits else [False])
 
 
 def test_what_a_step_asks_is_one_message_to_each_worker(

@@ -87,6 +87,15 @@ async def test_slots_of_the_arena_are_registered_and_used_themselves(server: fak
         assert len(server.values[NAME]) == 88 and len(server.values[f"{NAME}:payload"]) == CHUNK_BYTES
 
 
+async def test_keys_with_gaps_are_asked_for_by_themselves(tier: InfiniStoreTier) -> None:
+    """By a process that stored none of them."""
+    keys = [chunk(number)[0] for number in range(1, 16)]
+    for number in (6, 9):
+        assert await tier.write(*chunk(number), CHUNK_BYTES)
+    async with open_tier(make_tier()) as other:
+        assert await other.probe_each(keys) == [number in (6, 9) for number in range(1, 16)]
+
+
 async def test_a_header_without_its_payload_is_a_miss(server: fake.Server, tier: InfiniStoreTier) -> None:
     assert await tier.write(KEY, PAYLOAD, 5000)
     del server.values[f"{NAME}:payload"]

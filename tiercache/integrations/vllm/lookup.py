@@ -128,7 +128,8 @@ async def locate(
 
     The keys are those of the full chunks, then of the longest tail. For groups with a window only the chunks that the hit
     needs are looked up. `names` has one name per block. All questions together take at most `lookup_timeout_ms`; chunks that
-    a tier has not reported by then count as missing. `counts` says that this is the first question about a request.
+    a tier has not reported by then count as missing. `counts` says that this is the first question about a request: if
+    all of its whole chunks are hot, no tier is asked for a tail that is not known.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + cache.config.lookup_timeout_ms / 1000
@@ -160,20 +161,32 @@ async def locate(
     if geometry.save_tails:
         after = names[match.blocks : match.blocks + geometry.blocks_per_chunk - 1]
         tails = keys_of(cache.namespace, after, geometry)
-        there = await cache.lookup_each(tails, deadline_s=max(0.0, until_s - loop.time()))
-        blocks = max((number for number, is_there in enumerate(there, 1) if is_there), default=0)
-        if blocks and await _lengthen(match, blocks, tails[blocks - 1], cache, geometry):
-            found.append(tails[blocks - 1])
+        there = await cache.lookup_each(tails, deadline_s=0.0)
+        all_hot = len(found) > 0 and cache.lookup_hot(found) == len(names) // geometry.blocks_per_chunk
+        if not any(there) and not (all_hot and counts):
+            there = await cache.lookup_each(tails, deadline_s=max(0.0, until_s - loop.time()))
+        for blocks in range(len(tails), 0, -1):
+            if there[blocks - 1] and await _lengthen(match, blocks, found, tails[blocks - 1], cache, geometry):
+                found.append(tails[blocks - 1])
+                break
     return match, found
 
 
-async def _lengthen(match: Match, blocks: int, key: ChunkKey, cache: ServedCache, geometry: BlockGeometry) -> bool:
-    """Add the first blocks of a chunk that is known without I/O. Return False if there is none."""
-    hit = await cache.lookup_keys([key], deadline_s=0.0, counts=False)
-    match.blocks += blocks * hit.chunks
-    for tier, chunks in hit.by_tier.items():
-        match.tokens_by_tier[tier] = match.tokens_by_tier.get(tier, 0) + chunks * blocks * geometry.block_tokens
-    return hit.chunks > 0
+async def _lengthen(
+    match: Match, blocks: int, found: Sequence[ChunkKey], key: ChunkKey, cache: ServedCache, geometry: BlockGeometry
+) -> bool:
+    """Add the first blocks of a chunk after those `found`, if it is known without I/O. Return False if it is not.
+
+    All are asked for, since a tier may be worth asking for all of them and not for one.
+    """
+    before, after = [await cache.lookup_keys(keys, deadline_s=0.0, counts=False) for keys in (found, [*found, key])]
+    if after.chunks <= len(found):
+        return False
+    match.blocks += blocks
+    for tier, chunks in after.by_tier.items():
+        added = (chunks - before.by_tier.get(tier, 0)) * blocks * geometry.block_tokens
+        match.tokens_by_tier[tier] = match.tokens_by_tier.get(tier, 0) + added
+    return True
 
 
 class LookupServer:
@@ -194,7 +207,8 @@ class LookupServer:
         """Loads may be synchronous, so chunks are held for them."""
         self._siblings = None
         if geometry.plain and geometry.blocks_per_chunk > 1:
-            self._siblings = Siblings(geometry.blocks_per_chunk, _MOST_SIBLINGS, tails=geometry.save_tails)
+            most = min(_MOST_SIBLINGS, 2 * cache.cpu.pool.count)
+            self._siblings = Siblings(geometry.blocks_per_chunk, most, tails=geometry.save_tails)
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
@@ -232,7 +246,7 @@ class LookupServer:
     ) -> None:
         """Make a match longer if the first blocks after its whole chunks are those of another request's chunk.
 
-        A chunk that has to be read is used only for at least half of its blocks.
+        A chunk that has to be read is used only if at least half of its blocks make the match longer.
         """
         cache, geometry = self.thread.cache, self._geometry
         whole = geometry.whole_chunks(match.blocks)
@@ -240,12 +254,14 @@ class LookupServer:
             if blocks <= match.blocks - whole:
                 break
             (key,) = keys_of(cache.namespace, [sibling.name], geometry)
-            longer = match.shortened(whole, geometry)
-            if 2 * blocks < sibling.chunk_blocks and not cache.parts.reader.has_at_hand(key):
+            more, first = whole + blocks - match.blocks, found[: whole // geometry.blocks_per_chunk]
+            reads = 2 * more >= sibling.chunk_blocks and any(tier.offers(key) for tier in cache.tiers)
+            if not reads and not cache.parts.reader.has_at_hand(key):
                 continue
-            if await _lengthen(longer, blocks, key, cache, geometry):
+            longer = match.shortened(whole, geometry)
+            if await _lengthen(longer, blocks, first, key, cache, geometry):
                 match.blocks, match.tokens_by_tier, match.sibling = longer.blocks, longer.tokens_by_tier, sibling
-                found[whole // geometry.blocks_per_chunk :] = [key]
+                found[:] = [*first, key]
                 break
         siblings.add(names)
 

@@ -220,6 +220,11 @@ class InfiniStoreTier(RemoteTier):
         last = await self._ask(ask)
         return [position <= last for position in range(len(names))]
 
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        for key in keys:  # one at a time, since `_exist` is right for prefixes only
+            await self.probe([key])
+        return [self.contains(key) for key in keys]
+
     async def _delete(self, key: ChunkKey) -> bool:
         connection = self._connected()
         name = self._name(key)

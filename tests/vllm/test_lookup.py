@@ -315,10 +315,15 @@ def test_all_questions_of_a_lookup_share_one_deadline(geometry: BlockGeometry, q
     assert len(asked) == questions and asked[0] == 3.0
 
 
-@pytest.mark.parametrize(("hot", "again", "waits"), [(2, False, False), (2, True, True), (1, False, True)])
-def test_no_tier_is_asked_for_a_tail_of_a_request_that_is_hot(engine: str, hot: int, again: bool, waits: bool) -> None:
-    """Unless it is looked up again, as one is whose tokens were announced."""
-    with Worker(engine, 0, 4 * hot) as worker:
+@pytest.mark.parametrize(
+    ("blocks", "again", "waits"),
+    [(8, False, False), (8, True, True), (9, True, True), (11, True, False), (5, False, False), (4, False, True)],
+)
+def test_no_tier_is_asked_for_a_tail_of_a_request_that_is_hot(
+    engine: str, blocks: int, again: bool, waits: bool
+) -> None:
+    """Unless it is looked up again, as one is whose tokens were announced, and a longer tail may be there."""
+    with Worker(engine, 0, blocks) as worker:
         asked: list[float] = []
         lookup_each = worker.thread.cache.lookup_each
 
@@ -327,8 +332,29 @@ def test_no_tier_is_asked_for_a_tail_of_a_request_that_is_hot(engine: str, hot: 
             return await lookup_each(keys, deadline_s=deadline_s)
 
         worker.thread.cache.lookup_each = noted  # type: ignore[method-assign, assignment]
-        assert worker.ask(worker.server.find(NAMES, "r", again=again)).blocks == 4 * hot
+        assert worker.ask(worker.server.find(NAMES, "r", again=again)).blocks == blocks
         assert [deadline_s > 0 for deadline_s in asked] == ([False, True] if waits else [False])
+
+
+def test_a_tail_counts_once_if_another_tier_is_worth_asking_with_it() -> None:
+    """Each tier is judged by the number of chunks that are asked of it, and here one more makes the disk worthwhile."""
+
+    class Cache:
+        config, namespace = Config(), b"n" * 8
+
+        async def lookup_keys(self, keys: Sequence[bytes], *, deadline_s: float, counts: bool) -> Hit:
+            disk = 2 if len(keys) == 2 and deadline_s == 0 else 0
+            return Hit(1 if deadline_s else len(keys), 0, {"cpu": 0, "disk": disk, "fs": 1 - disk // 2})
+
+        async def lookup_each(self, keys: Sequence[bytes], *, deadline_s: float) -> list[bool]:
+            return [False, False, True]
+
+        def lookup_hot(self, keys: Sequence[bytes]) -> int:
+            return 0
+
+    match, found = asyncio.run(lookup.locate(cast(ServedCache, Cache()), NAMES, GEOMETRY, counts=True))
+    assert (match.blocks, len(found)) == (7, 2)
+    assert match.tokens_by_tier == {"cpu": 0, "disk": 48, "fs": 64}
 
 
 def test_what_a_step_asks_is_one_message_to_each_worker(

@@ -128,8 +128,8 @@ async def locate(
 
     The keys are those of the full chunks, then of the longest tail. For groups with a window only the chunks that the hit
     needs are looked up. `names` has one name per block. All questions together take at most `lookup_timeout_ms`; chunks that
-    a tier has not reported by then count as missing. `counts` says that this is the first question about a request: if
-    all of its whole chunks are hot, no tier is asked for a tail that is not known.
+    a tier has not reported by then count as missing. `counts` says that this is the first question about a request. Then
+    tiers are asked for tails only if none is known, and not all whole chunks are hot; later, if a longer one may be there.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + cache.config.lookup_timeout_ms / 1000
@@ -163,7 +163,8 @@ async def locate(
         tails = keys_of(cache.namespace, after, geometry)
         there = await cache.lookup_each(tails, deadline_s=0.0)
         all_hot = len(found) > 0 and cache.lookup_hot(found) == len(names) // geometry.blocks_per_chunk
-        if not any(there) and not (all_hot and counts):
+        asks = not any(there) and not all_hot if counts else not all(there[-1:])
+        if asks:
             there = await cache.lookup_each(tails, deadline_s=max(0.0, until_s - loop.time()))
         for blocks in range(len(tails), 0, -1):
             if there[blocks - 1] and await _lengthen(match, blocks, found, tails[blocks - 1], cache, geometry):
@@ -183,9 +184,8 @@ async def _lengthen(
     if after.chunks <= len(found):
         return False
     match.blocks += blocks
-    for tier, chunks in after.by_tier.items():
-        added = (chunks - before.by_tier.get(tier, 0)) * blocks * geometry.block_tokens
-        match.tokens_by_tier[tier] = match.tokens_by_tier.get(tier, 0) + added
+    tier = max(after.by_tier, key=lambda name: after.by_tier[name] - before.by_tier.get(name, 0))
+    match.tokens_by_tier[tier] = match.tokens_by_tier.get(tier, 0) + blocks * geometry.block_tokens
     return True
 
 

@@ -12,6 +12,7 @@ server does not report the length of a value, so the header's length is used to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import mmap
@@ -212,10 +213,10 @@ class InfiniStoreTier(RemoteTier):
         names = [self._name(key) for key in keys]
 
         def ask() -> int:
-            try:
-                return int(connection.get_match_last_index(names))
-            except Exception:  # "can't find a match", or no answer, in which case the next call fails as well
-                return 0 if connection.check_exist(names[0]) else -1
+            with contextlib.suppress(Exception):  # "can't find a match", or no answer, and then the next call fails
+                if len(names) > 1:
+                    return int(connection.get_match_last_index(names))
+            return 0 if connection.check_exist(names[0]) else -1
 
         last = await self._ask(ask)
         return [position <= last for position in range(len(names))]

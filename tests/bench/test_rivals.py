@@ -66,10 +66,28 @@ def test_vllms_own_offloading_has_that_room_too_and_each_tier_below_it_a_directo
 @pytest.mark.parametrize("workload", rivals._WORKLOADS)
 def test_lmcaches_client_takes_the_arguments(workload: str, tmp_path: Path) -> None:
     """It writes down what it would ask, without a server."""
-    command = rivals._command(workload, "http://127.0.0.1:1", Path("demo/model"), 0, tmp_path)
+    command = rivals._command(workload, "http://127.0.0.1:1", Path("demo/model"), 0, LMCACHE_CLI, tmp_path)
     environment = os.environ | {"PYTHONPATH": str(LMCACHE_CLI)}
     subprocess.run([*command, "--export-config", tmp_path / "config.json"], env=environment, check=True)
     assert json.loads((tmp_path / "config.json").read_text())["workload"] == workload
+
+
+def test_the_older_program_of_lmcache_is_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = CliRunner().invoke(rivals.app, ["--client", str(tmp_path), "--workloads", "multi-round-qa"])
+    assert result.exit_code == 2
+    assert "has no multi_round_qa/multi-round-qa.py" in result.output + capsys.readouterr().err
+
+
+def test_the_older_programs_rows_become_figures(tmp_path: Path) -> None:
+    rows = [f"1500,{number / 10},{number},{number + 0.5}" for number in range(1, 12)]
+    (tmp_path / "summary.csv").write_text("\n".join(["prompt_tokens,ttft,launch_time,finish_time", *rows]))
+    found = rivals._qa_results(tmp_path / "summary.csv")
+    assert found == {
+        "mean_ttft_ms": pytest.approx(600),
+        "p99_ttft_ms": pytest.approx(1090),
+        "elapsed_time": pytest.approx(10.5),
+        "successful_requests": 11,
+    }
 
 
 @pytest.mark.parametrize("workload", rivals._SERVE_WORKLOADS)
@@ -77,7 +95,7 @@ def test_vllms_client_takes_the_arguments(workload: str, tmp_path: Path) -> None
     serve = pytest.importorskip("vllm.benchmarks.serve")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    command = rivals._command(workload, "http://127.0.0.1:1", Path("demo/model"), 0, tmp_path)
+    command = rivals._command(workload, "http://127.0.0.1:1", Path("demo/model"), 0, LMCACHE_CLI, tmp_path)
     parser = FlexibleArgumentParser()
     serve.add_cli_args(parser)
     found = parser.parse_args(command[command.index(rivals._BENCH_SERVE) + 1 :])

@@ -1,13 +1,14 @@
 """`python -m tests.bench.vllm.rivals`: the workloads of rivals' own benchmark clients against servers with and without us.
 
-All but one are workloads of LMCache's client, which is installed apart, since it has the name of LMCache's package:
+Most are workloads of LMCache's client, which is installed apart, since it has the name of LMCache's package:
 
     pip install --no-deps --target build/lmcache-cli lmcache-cli
     pip install openai sortedcontainers matplotlib
 
-`prefix-repetition` is one of `vllm bench serve`. All servers run at the same time with the same threads and are asked in
-turn; all need more than 24 GB, so `--servers` chooses. LMCache's client asks the same in each run but for the order,
-so the servers are started anew for each.
+`multi-round-qa` is LMCache's older program: the folder `benchmarks/multi_round_qa` of the source distribution `lmcache`,
+copied into `build/lmcache-cli`. It needs pandas. `prefix-repetition` is one of `vllm bench serve`. All servers run at the
+same time with the same threads and are asked in turn; all need more than 24 GB, so `--servers` chooses. LMCache's client
+asks the same in each run but for the order, so the servers are started anew for each.
 
 The prompts of `kv-tier-pressure` and `prefix-suffix-tuner` have 0.8 and 0.9 GB of KV in bfloat16, so `--memory-gb 0.5` makes
 them read from a disk, where there is one.
@@ -16,6 +17,7 @@ them read from a disk, where there is one.
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import subprocess
@@ -25,6 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import mean, quantiles
 from typing import Annotated, Any
 
 import typer
@@ -82,7 +85,14 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-_ALL_WORKLOADS = (*_WORKLOADS, *_SERVE_WORKLOADS)
+_QA = "multi-round-qa"
+_QA_PROGRAM = "multi_round_qa/multi-round-qa.py"
+_QA_ARGUMENTS = (
+    *("--num-users", "8", "--num-rounds", "6", "--qps", "0.8", "--time", "60"),
+    *("--shared-system-prompt", "500", "--user-history-prompt", "1000", "--answer-len", "20"),
+)
+_QA_SUMMARY = "multi_round_qa.csv"
+_ALL_WORKLOADS = (*_WORKLOADS, *_SERVE_WORKLOADS, _QA)
 _OURS = "max_local_cpu_size: {hot_gb}\n"
 _OURS_ON_DISK = _OURS + f'local_disk: "{{directory}}"\nmax_local_disk_size: {_DISK_GB}\n'
 _FIGURES = {
@@ -151,9 +161,13 @@ def rivals(
         raise typer.Exit(
             complain(f"--workloads: {', '.join(sorted(unknown))}: expected some of {', '.join(_ALL_WORKLOADS)}")
         )
-    if not _SERVE_WORKLOADS.keys() >= set(chosen) and not (client / "lmcache" / "cli").is_dir():
+    if _WORKLOADS.keys() & set(chosen) and not (client / "lmcache" / "cli").is_dir():
         raise typer.Exit(
             complain(f"--client: {client} has no lmcache-cli; pip install --no-deps --target {client} lmcache-cli")
+        )
+    if _QA in chosen and not (client / _QA_PROGRAM).is_file():
+        raise typer.Exit(
+            complain(f"--client: {client} has no {_QA_PROGRAM}, which is in LMCache's source distribution")
         )
     require_installed()
     wanted = tuple(servers.split(",")) if servers else ("",)
@@ -217,13 +231,15 @@ async def _run(figures: Figures, side: Side, workload: str, seed: int, client: P
 
 def _ask(side: Side, workload: str, seed: int, client: Path, directory: Path) -> dict[str, Any]:
     """Run the client; return its results by the names that LMCache's has for them."""
-    command = _command(workload, side.server.url, prepare_model(), seed, directory)
+    command = _command(workload, side.server.url, prepare_model(), seed, client, directory)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if workload in _WORKLOADS:
+    if workload not in _SERVE_WORKLOADS:
         environment |= {"PYTHONPATH": str(client.resolve()), "LMCACHE_DISABLE_BANNER": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     if run.returncode:
         raise ServerFailed(f"the client of {workload} ended with status {run.returncode}: {run.stderr[-2000:]}")
+    if workload == _QA:
+        return _qa_results(directory / _QA_SUMMARY)
     found: dict[str, Any] = json.loads((directory / _SUMMARY).read_text())
     if workload in _WORKLOADS:
         results: dict[str, Any] = found["results"]
@@ -233,8 +249,28 @@ def _ask(side: Side, workload: str, seed: int, client: Path, directory: Path) ->
     return found | {"elapsed_time": found["duration"], "successful_requests": found["completed"]}
 
 
-def _command(workload: str, url: str, model: Path, seed: int, directory: Path) -> list[str]:
-    """Return a command that writes the client's results to _SUMMARY in `directory`."""
+def _qa_results(summary: Path) -> dict[str, float]:
+    """Return the results of multi-round-qa by LMCache's names. It writes a row for each answer, with times in seconds."""
+    with summary.open() as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    ttfts_ms = [row["ttft"] * 1e3 for row in rows]
+    return {
+        "mean_ttft_ms": mean(ttfts_ms),
+        "p99_ttft_ms": quantiles(ttfts_ms, n=100, method="inclusive")[98],
+        "elapsed_time": max(row["finish_time"] for row in rows) - min(row["launch_time"] for row in rows),
+        "successful_requests": len(rows),
+    }
+
+
+def _command(workload: str, url: str, model: Path, seed: int, client: Path, directory: Path) -> list[str]:
+    """Return a command that writes the client's results to _SUMMARY, or _QA_SUMMARY, in `directory`."""
+    if workload == _QA:
+        return [
+            *(sys.executable, str(client / _QA_PROGRAM), "--base-url", f"{url}/v1", "--model", str(model)),
+            # Users of another run are others, with other prompts.
+            *("--init-user-id", str(1000 * seed), "--output", str(directory / _QA_SUMMARY)),
+            *_QA_ARGUMENTS,
+        ]
     if workload in _WORKLOADS:
         return [
             *(sys.executable, "-m", "lmcache.cli.main", "bench", "engine", "--engine-url", url, "--model", str(model)),

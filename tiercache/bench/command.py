@@ -40,22 +40,12 @@ def _prefetch(figures: Figures, plan: Plan) -> None:
         asyncio.run(measure_prefetch(figures, plan, chunk_bytes))
 
 
-def _loop(figures: Figures, plan: Plan) -> None:
-    asyncio.run(measure_loop(figures, plan))
-    try:
-        import uvloop
-    except ImportError:
-        return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(measure_loop(figures, plan, "loop.uvloop"))
-
-
 PARTS: dict[str, Measure] = {
     "core": lambda figures, plan: asyncio.run(measure_core(figures, plan)),
     "cpu": lambda figures, plan: asyncio.run(measure_cpu(figures, plan)),
     "disk": _disk,
     "prefetch": _prefetch,
-    "loop": _loop,
+    "loop": lambda figures, plan: asyncio.run(measure_loop(figures, plan)),
     "restart": lambda figures, plan: asyncio.run(measure_restart(figures, plan)),
 }
 """Parts that need only this machine."""

@@ -26,9 +26,8 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
 
     A batch has `source_bytes`, like a prompt of 32 k tokens with chunks of 256 tokens and 2 MiB. A sample covers all
     batches of a pair. `cpu.put_gbps`: `put_from` into a full hot cache, which evicts meanwhile. `ceiling.memcpy_gbps`:
-    numpy.copyto of the same payloads into as much pre-faulted memory, in as many threads;
-    `ceiling.memcpy_1_thread_gbps`: in a single thread. `cpu.get_gbps`: `get_into` of hot chunks.
-    `ceiling.memcpy_out_gbps`: numpy.copyto in that direction.
+    numpy.copyto of the same payloads into as much pre-faulted memory, in as many threads. `cpu.get_gbps`: `get_into` of
+    hot chunks. `ceiling.memcpy_out_gbps`: numpy.copyto in that direction.
     """
     sources = payloads(plan.sizes.source_bytes, _CHUNK_BYTES)
     targets = np.ones_like(sources)
@@ -42,9 +41,6 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
         threads = cache.cpu.copiers.threads
         await cache.put_from(items_of(new_keys(cache.cpu.pool.count), sources))
         keys: list[list[ChunkKey]] = []
-
-        async def copy_in_1_thread(batch: int) -> float:
-            return memcpy(rows[batch], sources, 1)
 
         async def copy_in(batch: int) -> float:
             return memcpy(rows[batch], sources, threads)
@@ -64,7 +60,6 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
             return time.perf_counter() - began
 
         ways_in = {
-            "ceiling.memcpy_1_thread_gbps": copy_in_1_thread,
             "ceiling.memcpy_gbps": copy_in,
             "cpu.put_gbps": put,
         }

@@ -38,8 +38,7 @@ async def measure_disk(
     The tier writes with twice as many; plain files gain nothing from that. Deletions between measurements are synced
     before the next. `disk.put_durable_gbps`: from the caller's memory until `flush` reports that all is written: copy,
     checksum, file with fdatasync, name. `disk.put_not_durable_gbps`: the same with `disk_durability: none`.
-    `disk.get_cold_gbps`: `warm` of chunks that are in no memory: read, verify, insert. `disk.get_into_cold_gbps`:
-    `get_into` of such chunks, with a copy to the caller. Ceilings: see `FileCeiling`.
+    `disk.get_cold_gbps`: `warm` of chunks that are in no memory: read, verify, insert. Ceilings: see `FileCeiling`.
 
     `writes` are measured in turn with the durable writes, and `reads` with the reads into memory.
     """
@@ -80,7 +79,6 @@ async def measure_disk(
             keys[:] = new_keys(count)
             await in_turn(pair, write_plain, write_ours, *writes)
             await in_turn(pair, read_plain, read_ours, *reads)
-            figures.add(f"disk.get_into_cold_gbps.{size}", await _get_into(cache, keys, sources))
             await cache.forget(keys)
             await asyncio.to_thread(os.sync)
             await in_turn(pair, write_plain_not_durable, write_ours_not_durable)
@@ -107,15 +105,3 @@ async def _warm(cache: TierCache, keys: list[bytes], chunk_bytes: int) -> float:
     began = time.perf_counter()
     assert await cache.warm(keys) == len(keys)
     return len(keys) * chunk_bytes / (time.perf_counter() - began) / 1e9
-
-
-async def _get_into(cache: TierCache, keys: list[bytes], sources: np.ndarray) -> float:
-    """Read chunks into the memory of their payloads, and check the first payload afterwards."""
-    make_cold(cache, keys)
-    first = sources[0].copy()
-    places = [sources[number % len(sources)] for number in range(len(keys))]
-    began = time.perf_counter()
-    assert await cache.get_into(keys, places) == len(keys)
-    took = time.perf_counter() - began
-    assert np.array_equal(first, sources[0])
-    return float(len(keys) * sources.shape[1] / took / 1e9)

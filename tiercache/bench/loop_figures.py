@@ -17,13 +17,13 @@ _CHUNK_BYTES = 2 * MIB
 _BEAT_S = 0.001
 
 
-async def measure_loop(figures: Figures, plan: Plan, prefix: str = "loop") -> None:
+async def measure_loop(figures: Figures, plan: Plan) -> None:
     """Measure the lag of a timer that is due every millisecond: p99 and max of each run.
 
     `lag_*`: while puts saturate the disk: half an arena of chunks in the write queue, single puts waiting for room.
     `ceiling_lag_*`: while as many threads write plain files, without a cache, and wake the loop after each: the lag due
     to the machine itself. (A loop that is woken before a timer is due waits again, in whole milliseconds, rounded up.
-    An undisturbed loop does not, so it is not a fair reference.) `idle_lag_p99_ms`: while nothing happens.
+    An undisturbed loop does not, so it is not a fair reference.)
     """
     count = plan.count(_CHUNK_BYTES)
     sources = payloads(plan.sizes.source_bytes, _CHUNK_BYTES)
@@ -40,17 +40,15 @@ async def measure_loop(figures: Figures, plan: Plan, prefix: str = "loop") -> No
 
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, lambda: None)
         for pair in range(plan.pairs):
-            plan.progress(f"{prefix}, run {pair + 1} of {plan.pairs}")
-            idle = await lags(asyncio.sleep(0.2))
-            figures.add(f"{prefix}.idle_lag_p99_ms", p99(idle) * 1e3)
+            plan.progress(f"loop, run {pair + 1} of {plan.pairs}")
             await asyncio.to_thread(ceiling.remove)
             plain = await lags(asyncio.to_thread(ceiling.write, durable=True, written=wake))
-            figures.add(f"{prefix}.ceiling_lag_p99_ms", p99(plain) * 1e3)
-            figures.add(f"{prefix}.ceiling_lag_max_ms", plain[-1] * 1e3)
+            figures.add("loop.ceiling_lag_p99_ms", p99(plain) * 1e3)
+            figures.add("loop.ceiling_lag_max_ms", plain[-1] * 1e3)
             keys = new_keys(count)
             busy = await lags(saturate(keys))
-            figures.add(f"{prefix}.lag_p99_ms", p99(busy) * 1e3)
-            figures.add(f"{prefix}.lag_max_ms", busy[-1] * 1e3)
+            figures.add("loop.lag_p99_ms", p99(busy) * 1e3)
+            figures.add("loop.lag_max_ms", busy[-1] * 1e3)
             await cache.forget(keys)
     ceiling.close()
 

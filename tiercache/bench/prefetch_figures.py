@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 
 from tiercache.bench.ceilings import FileCeiling
 from tiercache.bench.figures import Figures
@@ -21,15 +20,14 @@ from tiercache.bench.workload import (
 )
 from tiercache.cache import TierCache
 
-REQUESTS = (1, 8)
+_REQUESTS = 8
 _DEMANDS = 8
 
 
 async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
-    """Measure `prefetch.disk_gbps.*`, `prefetch.demand_*_ms` and `prefetch.read_ms`.
+    """Measure `prefetch.disk_gbps.*` and `prefetch.demand_*_ms`.
 
-    `prefetch.disk_gbps.*.r8`: eight concurrent prefetches, of chunks that are in no memory, until all are hot.
-    `prefetch.disk_gbps.*.r1`: the same with one prefetch. `prefetch.read_ms`: the mean time of one of its reads.
+    `prefetch.disk_gbps.*`: eight concurrent prefetches, of chunks that are in no memory, until all are hot.
     `prefetch.demand_alone_ms`: a get of such a chunk while nothing else happens. `prefetch.demand_during_ms`: the same
     while a prefetch is in flight.
     """
@@ -51,25 +49,21 @@ async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> No
         async def read_plain() -> None:
             figures.add(f"ceiling.prefetch_read_gbps.{size}", ceiling.read())
 
-        async def prefetch(requests: int) -> None:
+        async def prefetch() -> None:
             make_cold(cache, keys)
             began = time.perf_counter()
-            handles = [cache.prefetch(keys[number::requests]) for number in range(requests)]
+            handles = [cache.prefetch(keys[number::_REQUESTS]) for number in range(_REQUESTS)]
             found = [await handle for handle in handles]
             took = time.perf_counter() - began
             assert sum(progress.promoted for progress in found) == count, found
-            figures.add(f"prefetch.disk_gbps.{size}.r{requests}", count * chunk_bytes / took / 1e9)
-            if requests == 1:
-                places = cache.tiers[0].traits.prefetch_concurrency or cache.tiers[0].traits.read_concurrency
-                figures.add(f"prefetch.read_ms.{size}", took / count * places * 1e3)
+            figures.add(f"prefetch.disk_gbps.{size}", count * chunk_bytes / took / 1e9)
 
         for pair in range(plan.pairs):
             plan.progress(f"prefetching, {size}, pair {pair + 1} of {plan.pairs}")
-            await in_turn(pair, read_plain, *(partial(prefetch, requests) for requests in REQUESTS))
+            await in_turn(pair, read_plain, prefetch)
             await _measure_demand(figures, cache, keys, size)
     ceiling.close()
-    for requests in REQUESTS:
-        figures.compare(f"prefetch.disk_gbps.{size}.r{requests}", f"ceiling.prefetch_read_gbps.{size}")
+    figures.compare(f"prefetch.disk_gbps.{size}", f"ceiling.prefetch_read_gbps.{size}")
     figures.compare(f"prefetch.demand_during_ms.{size}", f"prefetch.demand_alone_ms.{size}")
 
 

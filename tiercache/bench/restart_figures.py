@@ -9,7 +9,6 @@ import time
 import numpy as np
 
 from tiercache.bench.figures import Figures
-from tiercache.bench.loop_figures import lags, p99
 from tiercache.bench.workload import MIB, Plan, config_of, layout_of, new_keys
 from tiercache.cache import TierCache
 from tiercache.core.header import file_bytes
@@ -24,8 +23,7 @@ async def measure_restart(figures: Figures, plan: Plan) -> None:
 
     All but a few files are sparse: indexing reads names and sizes, never payloads. Directory entries are in the
     kernel's caches, as after a restart of the process. Meanwhile chunks are read from the disk one after another:
-    `restart.slowest_get_ms`, `restart.lag_*_ms`. `lookup.disk_keys_per_s`: `cache.lookup_keys` of chunks that are only
-    on disk.
+    `restart.slowest_get_ms`. `lookup.disk_keys_per_s`: `cache.lookup_keys` of chunks that are only on disk.
     """
     place = plan.directory / "restart"
     files = plan.sizes.files
@@ -50,24 +48,17 @@ async def measure_restart(figures: Figures, plan: Plan) -> None:
         assert isinstance(disk, DiskTier)
         index_complete = disk.scanned()
         slowest = 0.0
-
-        async def serve() -> None:
-            nonlocal slowest
-            scanning = asyncio.ensure_future(index_complete)
-            while not scanning.done():
-                for key in served:
-                    asked = time.perf_counter()
-                    async with cache.get(key) as lease:
-                        assert lease is not None
-                    slowest = max(slowest, time.perf_counter() - asked)
-                cache.clear_hot()
-                await asyncio.wait([scanning], timeout=0.01)
-
-        late = await lags(serve())
+        scanning = asyncio.ensure_future(index_complete)
+        while not scanning.done():
+            for key in served:
+                asked = time.perf_counter()
+                async with cache.get(key) as lease:
+                    assert lease is not None
+                slowest = max(slowest, time.perf_counter() - asked)
+            cache.clear_hot()
+            await asyncio.wait([scanning], timeout=0.01)
         figures.add("restart.index_100k_s", time.perf_counter() - began)
         figures.add("restart.slowest_get_ms", slowest * 1e3)
-        figures.add("restart.lag_p99_ms", p99(late) * 1e3)
-        figures.add("restart.lag_max_ms", late[-1] * 1e3)
         assert disk.statistics().resident == files, disk.statistics()
         asked_for = keys[: plan.sizes.lookups]
         for _ in range(plan.pairs):

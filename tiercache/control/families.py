@@ -191,14 +191,3 @@ FAMILIES = (
         ("size",),
     ),
 )
-
-Samples = dict[tuple[str, ...], Any]
-
-
-def samples_of(figures: Figures) -> Samples:
-    """Return all figures of a cache by name, without the prefix "tiercache_", and labels."""
-    return {
-        (family.name.removeprefix("tiercache_"), *labels): value
-        for family in FAMILIES
-        for labels, value in family.rows(figures)
-    }

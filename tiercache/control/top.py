@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercache.control.client import Fleet
-from tiercache.control.families import Figures, Samples, samples_of
+from tiercache.control.families import Figures, distribution_of
 from tiercache.control.messages import ControlError, Statistics
 from tiercache.core.breaker import BreakerState
 from tiercache.tables import fitting, show_figures
@@ -111,9 +111,7 @@ def _tenants(name: str, figures: Figures) -> Table:
     table = _columns(f"{name}: tenants", ("tier", "tenant", "holds MB", "chunks", "evicted"))
     for tier, values in figures["statistics"]["tiers"].items():
         for tenant, held in list(values["tenants"].items())[:_MOST_TENANTS]:
-            table.add_row(
-                tier, tenant, f"{held['held_bytes'] / 1e6:,.1f}", f"{held['chunks']:,}", f"{held['evicted']:,}"
-            )
+            table.add_row(tier, tenant, _megabytes(held["held_bytes"]), f"{held['chunks']:,}", f"{held['evicted']:,}")
     return table
 
 
@@ -124,61 +122,48 @@ def _columns(title: str, headers: Iterable[str], caption: str | None = None) -> 
     return table
 
 
-class _TierFigures:
-    """Cells about a tier, from the figures in /metrics now and at the last refresh. A total without a figure is 0."""
-
-    def __init__(self, tier: str, now: Samples, then: Samples, elapsed_s: float) -> None:
-        self._tier = tier
-        self._now = now
-        self._then = then
-        self._elapsed_s = elapsed_s
-
-    def total(self, *names: str) -> int:
-        return sum(int(self._now.get((name, self._tier), 0)) for name in names)
-
-    def count(self, *names: str) -> str:
-        return f"{self.total(*names):,}" if (names[0], self._tier) in self._now else ""
-
-    def megabytes(self, name: str) -> str:
-        return f"{self.total(name) / 1e6:,.1f}"
-
-    def rate(self, name: str) -> str:
-        then = self._then.get((name, self._tier))
-        return (
-            f"{(self.total(name) - then) / 1e6 / self._elapsed_s:,.1f}" if then is not None and self._elapsed_s else ""
-        )
-
-    def mean_ms(self, name: str) -> str:
-        seconds, then = self._now.get((name, self._tier)), self._then.get((name, self._tier))
-        came = seconds.since(then) if seconds is not None and then is not None else seconds
-        return f"{1000 * came.sum / came.count:.2f}" if came is not None and came.count else ""
-
-    def breaker(self, name: str) -> str:
-        return next((state.value for state in BreakerState if self._now.get((name, self._tier, state.value))), "")
-
-
 def rows_of(figures: Figures, before: Figures | None, elapsed_s: float) -> Iterator[tuple[str, ...]]:
     """Yield a row for each tier, in the order of the cascade. A hit rate counts chunks that no tier above had."""
-    now, then = samples_of(figures), {} if before is None else samples_of(before)
-    tiers = {tier: _TierFigures(tier, now, then, elapsed_s) for tier in figures["statistics"]["tiers"]}
-    asked = now["reader_misses",] + sum(tier.total("hits") for tier in tiers.values())
-    for name, tier in tiers.items():
-        hits = tier.total("hits")
+    now, then = figures["statistics"], {} if before is None else before["statistics"]
+    hits = now["reader"]["hits"]
+    asked = now["reader"]["misses"] + sum(hits.get(name, 0) for name in now["tiers"])
+    for name, tier in now["tiers"].items():
+        reads, writer = now["reads"].get(name, {}), now["writers"].get(name, {})
+        old_tier, old_reads, old_writer = (then.get(part, {}).get(name, {}) for part in ("tiers", "reads", "writers"))
+        hit = hits.get(name, 0)
+        failed = reads.get("failed", 0) + writer.get("dropped", 0) + writer.get("skipped", 0)
         yield (
             name,
-            f"{hits:,}",
-            f"{100 * hits / asked:.1f}" if asked else "",
-            tier.megabytes("tier_read_bytes"),
-            tier.rate("tier_read_bytes"),
-            tier.mean_ms("read_seconds"),
-            tier.megabytes("tier_written_bytes"),
-            tier.rate("tier_written_bytes"),
-            tier.mean_ms("write_seconds"),
-            tier.count("writer_queued", "writer_writing"),
-            tier.count("tier_evicted"),
-            f"{tier.total('read_failures', 'writer_dropped', 'writer_skipped'):,}",
-            tier.megabytes("tier_occupied_bytes"),
-            tier.breaker("breaker"),
-            tier.breaker("write_breaker"),
+            f"{hit:,}",
+            f"{100 * hit / asked:.1f}" if asked else "",
+            _megabytes(tier["read_bytes"]),
+            _megabytes_per_s(tier["read_bytes"], old_tier.get("read_bytes"), elapsed_s),
+            _mean_ms(reads, old_reads),
+            _megabytes(tier["written_bytes"]),
+            _megabytes_per_s(tier["written_bytes"], old_tier.get("written_bytes"), elapsed_s),
+            _mean_ms(writer, old_writer),
+            f"{writer['queued'] + writer['writing']:,}" if writer else "",
+            f"{tier['evicted']:,}",
+            f"{failed:,}",
+            _megabytes(tier["occupied_bytes"]),
+            now["breakers"].get(name, ""),
+            writer.get("breaker", ""),
         )
-        asked -= hits
+        asked -= hit
+
+
+def _megabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e6:,.1f}"
+
+
+def _megabytes_per_s(now_bytes: int, then_bytes: int | None, elapsed_s: float) -> str:
+    return "" if then_bytes is None or not elapsed_s else _megabytes((now_bytes - then_bytes) / elapsed_s)
+
+
+def _mean_ms(now: Figures, then: Figures) -> str:
+    """Return the mean of the durations in `now["seconds"]` that came after `then`."""
+    if not now:
+        return ""
+    seconds = distribution_of(now["seconds"])
+    came = seconds.since(distribution_of(then["seconds"])) if then else seconds
+    return f"{1000 * came.sum / came.count:.2f}" if came.count else ""

@@ -147,7 +147,6 @@ def replay(
     flash: Annotated[str, typer.Option(help="Sizes of the flash tier, as for the hot cache; 0: none.")] = "0",
     policy: Annotated[str, typer.Option(help="Eviction from RAM: LRU,FIFO,LFU,MRU.")] = "LRU",
     admission: Annotated[str, typer.Option(help="What flash takes: all,second_touch,live_session.")] = "all",
-    gib_per_day: Annotated[str, typer.Option(help="The governor of flash writes; 0: none.")] = "0",
     prefetch: Annotated[str, typer.Option(help="none, or hints,sessions; + joins them.")] = "none",
     hint_lead_s: Annotated[float, typer.Option(min=0, help="Programs announce a turn so long before.")] = 10.0,
     hint_error: Annotated[float, typer.Option(min=0, max=1, help="By what part of that time they are wrong.")] = 0.0,
@@ -187,17 +186,12 @@ def replay(
         flash_read_bytes_per_s=flash_gb_per_s * 1e9,
         engines=engines,
     )
-    try:
-        daily = [float(part) for part in _list(gib_per_day)]
-    except ValueError:
-        raise typer.BadParameter(f"--gib-per-day: expected numbers, found {gib_per_day!r}") from None
     options = Options(
         traces,
         ram=_list(sweep),
         flash=_list(flash),
         policies=_list(policy),
         admissions=_list(admission),
-        gib_per_day=daily,
         prefetch=_list(prefetch),
         bounds=bounds,
         measure_from=measure_from,

@@ -42,12 +42,6 @@ def test_flash_with_admissions_and_announcements(tmp_path: Path) -> None:
     assert rows["LRU, all, hints"]["precision"] > 0.8
 
 
-def test_a_governor_in_gib_a_day(tmp_path: Path) -> None:
-    free, governed = replayed(tmp_path, "--sweep", "5%", "--flash", "all", "--gib-per-day", "0,100", "--no-bounds")
-    assert governed["flash_written_blocks"] + governed["governed_blocks"] >= free["flash_written_blocks"]
-    assert governed["flash_written_blocks"] < free["flash_written_blocks"]
-
-
 def test_bad_lines_are_named_and_the_exit_status_says_so(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(EXCERPT.read_text() + "{oops\n")
@@ -82,8 +76,6 @@ def test_bad_lines_are_named_if_no_line_is_good(tmp_path: Path) -> None:
         (["--plot", "picture.foo"], "--plot: expected a name that ends in .png, .svg, .pdf, found picture.foo"),
         (["--real", ".", "--plot", "picture.png"], "--real: no picture is made of it; expected no --plot"),
         (["--sweep", ","], "--sweep: expected at least one value, found none"),
-        (["--gib-per-day", "nan"], "--gib-per-day: expected numbers from 0 on, found nan"),
-        (["--gib-per-day", "-1"], "--gib-per-day: expected numbers from 0 on, found -1"),
         (["--prefetch", "none+hints"], "--prefetch: none goes with no other, found 'none+hints'"),
     ],
 )

@@ -88,11 +88,6 @@ def test_live_sessions_are_written_with_their_newest_turn() -> None:
     assert figures.flash_written_blocks == 3
 
 
-def test_the_governor_refuses_what_is_too_much() -> None:
-    figures = simulated([request(0, "abcd")], ram=8, flash=None, flash_bytes_per_day=2 * BLOCK * 25)
-    assert (figures.flash_written_blocks, figures.governed_blocks) == (2, 2)
-
-
 SESSION = [request(0, "ab", "s"), request(5, "xy", "other"), request(20, "abc", "s")]
 
 

@@ -38,7 +38,6 @@ class Options:
     flash: list[str]
     policies: list[str]
     admissions: list[str]
-    gib_per_day: list[float]
     prefetch: list[str]
     bounds: bool
     measure_from: float
@@ -159,17 +158,15 @@ def _variants(options: Options, ram_blocks: int, flash_blocks: int | None) -> It
     with_flash = flash_blocks != 0
     for policy in options.policies:
         for admission in options.admissions if with_flash else ["all"]:
-            for gib_per_day in options.gib_per_day if with_flash else [0.0]:
-                for prefetch in options.prefetch if with_flash else ["none"]:
-                    yield replace(
-                        options.base,
-                        ram_blocks=ram_blocks,
-                        flash_blocks=flash_blocks,
-                        policy=policy.upper(),
-                        admission=admission,
-                        flash_bytes_per_day=gib_per_day * 2**30,
-                        prefetch=() if prefetch == "none" else tuple(prefetch.split("+")),
-                    )
+            for prefetch in options.prefetch if with_flash else ["none"]:
+                yield replace(
+                    options.base,
+                    ram_blocks=ram_blocks,
+                    flash_blocks=flash_blocks,
+                    policy=policy.upper(),
+                    admission=admission,
+                    prefetch=() if prefetch == "none" else tuple(prefetch.split("+")),
+                )
 
 
 def _simulated(
@@ -186,8 +183,6 @@ def _name(options: Options, setting: Setting) -> str:
     if setting.flash_blocks != 0:
         if len(options.admissions) > 1 or setting.admission != "all":
             parts.append(setting.admission)
-        if setting.flash_bytes_per_day:
-            parts.append(f"{setting.flash_bytes_per_day / 2**30:g} GiB/day")
         if setting.prefetch:
             parts.append("+".join(setting.prefetch))
     return ", ".join(parts)
@@ -198,12 +193,11 @@ def _needs_unique(options: Options) -> bool:
 
 
 def _check(options: Options) -> None:
-    lists: dict[str, list[Any]] = {
+    lists = {
         "--sweep": options.ram,
         "--flash": options.flash,
         "--policy": options.policies,
         "--admission": options.admissions,
-        "--gib-per-day": options.gib_per_day,
         "--prefetch": options.prefetch,
     }
     for option, values in lists.items():
@@ -220,9 +214,6 @@ def _check(options: Options) -> None:
     for name in options.prefetch:
         if "none" in (parts := name.split("+")) and len(parts) > 1:
             raise SettingError(f"--prefetch: none goes with no other, found {name!r}")
-    for gib_per_day in options.gib_per_day:
-        if not 0 <= gib_per_day < float("inf"):
-            raise SettingError(f"--gib-per-day: expected numbers from 0 on, found {gib_per_day:g}")
     if options.real is not None and any(len(values) != 1 for values in lists.values()):
         raise SettingError("--real: expected one setting, found lists of sizes, policies, admissions or prefetches")
     if options.real is not None and options.plot_file is not None:

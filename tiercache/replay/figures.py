@@ -41,8 +41,6 @@ class Figures:
     """Blocks that demand, not prefetch, inserted into RAM in the whole run: the writes of a single cache of this size."""
     flash_written_blocks: int = 0
     """Blocks written to flash in the whole run."""
-    governed_blocks: int = 0
-    """Blocks in the whole run that were admitted and then refused by the write limit."""
     accounts: dict[str, Account] = field(default_factory=dict)
     """Prefetched bytes by predictor."""
     all_requests: int = 0

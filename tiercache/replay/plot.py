@@ -67,10 +67,9 @@ def _writes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
             continue
         total = row.ram_blocks + row.flash_blocks
         sizes[total] = (row.ram_gib or 0) + (row.flash_gib or 0)
-        name = row.admission if row.governed_blocks is None else f"{row.admission}, governed"
         point = row.flash_written_blocks / 1000, 100 * row.hit
-        if point[1] > best[total].get(name, (0.0, -1.0))[1]:
-            best[total][name] = point
+        if point[1] > best[total].get(row.admission, (0.0, -1.0))[1]:
+            best[total][row.admission] = point
     names = sorted({name for points in best.values() for name in points})
     for total in sorted(best):
         panel.plot(*zip(*sorted(best[total].values()), strict=True), label=f"{sizes[total]:,.0f} GiB in all")

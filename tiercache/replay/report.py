@@ -33,7 +33,6 @@ class Row:
     inserted_blocks: int | None = None
     flash_written_blocks: int | None = None
     flash_written_tib_per_day: float | None = None
-    governed_blocks: int | None = None
     ready: float | None = None
     precision: float | None = None
     recall: float | None = None
@@ -81,7 +80,6 @@ def row_of(
         figures.inserted_blocks if setting.ram_blocks else None,
         figures.flash_written_blocks if with_flash else None,
         written_bytes / 2**40 * DAY_S / figures.span_s if with_flash and figures.span_s else None,
-        figures.governed_blocks if setting.flash_bytes_per_day else None,
         figures.ready if with_flash else None,
         used / settled if settled else None,
         used / wanted if figures.accounts and wanted else None,

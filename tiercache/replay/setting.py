@@ -40,7 +40,6 @@ class Setting:
     flash_blocks: int | None = 0
     policy: str = "LRU"
     admission: str = "all"
-    flash_bytes_per_day: float = 0.0
     prefetch: tuple[str, ...] = ()
     """Predictors to use: `hints`, `sessions` or both."""
     prefetch_share: float = 0.5

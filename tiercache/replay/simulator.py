@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from tiercache.core.admission import Admission, Governor
+from tiercache.core.admission import Admission
 from tiercache.core.eviction import LeafLru, Resident
 from tiercache.core.index import CappedIndex, prefix_in
 from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant, tenant_of, tenant_tag
@@ -96,7 +96,6 @@ class Simulator:
             quota_bytes = (setting.flash_blocks or 0) * self.block_bytes // 2 if setting.quotas else 0
             self.flash = CappedIndex(quota_bytes)
         self.admission = Admission(setting.admission)
-        self.governor = Governor(setting.flash_bytes_per_day)
         self._flash_cap_bytes = None if setting.flash_blocks is None else setting.flash_blocks * self.block_bytes
         self._flash_free_s = 0.0
         self._engines = [0.0] * hardware.engines
@@ -209,8 +208,8 @@ class Simulator:
                 self.ram.unpin(key)
             self.programs.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
         self._note_uses(request, found)
-        self._deliver(keys, 0, found, request.time_s)
-        self._put(keys, found, request.time_s)
+        self._deliver(keys, 0, found)
+        self._put(keys, found)
 
     def _found(self, keys: list[ChunkKey], hot: int) -> int:
         """Return the length of the contiguous prefix in both tiers together."""
@@ -268,7 +267,7 @@ class Simulator:
         for key in request.keys:
             admission.used(key)
 
-    def _deliver(self, keys: list[ChunkKey], begin: int, end: int, now_s: float) -> None:
+    def _deliver(self, keys: list[ChunkKey], begin: int, end: int) -> None:
         """Deliver one batched get."""
         entries, part = self.ram.entries, keys[begin:end]
         time = self.ram.access(part)
@@ -281,9 +280,9 @@ class Simulator:
                 return  # it was written at its put, and is not written again after its eviction
             # Do not write blocks that insertions for this same request evicted.
             for key in [key for key in part if key not in self.flash and key in entries]:
-                self._write(key, self.flash, now_s)
+                self._write(key, self.flash)
 
-    def _put(self, keys: list[ChunkKey], begin: int, now_s: float) -> None:
+    def _put(self, keys: list[ChunkKey], begin: int) -> None:
         """Put the computed blocks one by one."""
         time = self.ram.access(keys[begin:])
         for place, key in enumerate(keys[begin:], begin):
@@ -291,7 +290,7 @@ class Simulator:
             self._into_ram(key, parent, time - (place - begin), in_order=True)
             if self.flash is not None:
                 self.flash.touch(key)
-                self._write(key, self.flash, now_s)
+                self._write(key, self.flash)
         self.ram.link(keys)
 
     def _into_ram(
@@ -303,12 +302,9 @@ class Simulator:
         self.ram.add(key, parent, time, in_order=in_order)
         self.figures.inserted_blocks += 1
 
-    def _write(self, key: ChunkKey, flash: CappedIndex, now_s: float) -> None:
+    def _write(self, key: ChunkKey, flash: CappedIndex) -> None:
         """Offer a block to flash, which may have it already or refuse it."""
         if key in flash or not self.admission.admits(key):
-            return
-        if not self.governor.allows(self.block_bytes, now_s):
-            self.figures.governed_blocks += 1
             return
         self._add_to(flash, key)
         self.figures.flash_written_blocks += 1

@@ -151,7 +151,7 @@ def _check(setting: Setting, known: Survey, options: RealOptions) -> None:
         )
     if setting.prefetch not in ((), ("hints",)):
         raise SettingError(f"--real: expected --prefetch none or hints, found {'+'.join(setting.prefetch)}")
-    if setting.flash_bytes_per_day or setting.hint_error:
-        raise SettingError("--real: expected neither --gib-per-day nor --hint-error")
+    if setting.hint_error:
+        raise SettingError("--real: expected no --hint-error")
     assert known.unique_blocks is not None
     check_room(setting, options.chunk_bytes, known.unique_blocks, options.directory)

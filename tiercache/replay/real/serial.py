@@ -62,15 +62,15 @@ class OneByOne(Simulator):
         hot = self.ram.prefix(keys)
         found = self._found(keys, hot)
         self._note_uses(request, found)
-        self._deliver(keys, 0, hot, now_s)
+        self._deliver(keys, 0, hot)
         loaded, place = 0, hot
         while place < found and (keys[place] in self.ram or (self.flash is not None and keys[place] in self.flash)):
             loaded += keys[place] not in self.ram
-            self._deliver([keys[place]], 0, 1, now_s)
+            self._deliver([keys[place]], 0, 1)
             self.ram.link(keys[max(0, place - 1) : place + 1])
             place += 1
         for position in range(place, len(keys)):
-            self._put(keys[position : position + 1], 0, now_s)
+            self._put(keys[position : position + 1], 0)
             self.ram.link(keys[max(0, position - 1) : position + 1])
         self.ram.link(keys)
         self._count(request, place, loaded, now_s, now_s)

@@ -132,6 +132,8 @@ def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
             "remote_storage_plugin.hf3fs.a.base_path: expected at least one path, found ' , '",
         ),
         ("hf3fs_base_path: /mnt/3fs/3fs-virt/a", "hf3fs_base_path: expected a directory for files"),
+        ("chunk_size: 16\nchunk_size: 32", "chunk_size and chunk_size are the same key with different values: 16 ("),
+        ("extra_config: {use_odirect: true, use_odirect: false}", "are the same key with different values: True ("),
         ("reserve_local_cpu_size: 1000000000", "reserve_local_cpu_size: expected less than the "),
     ],
 )
@@ -156,8 +158,6 @@ def test_several_problems_are_reported_together(problem_of) -> None:
         ("a: 1\n b: 2\n", "line 2: not valid YAML: mapping values are not allowed here"),
         ("chunk_size: [1\n", "not valid YAML"),
         ("a: 1\n\tb: 2\n", "line 2: not valid YAML: found character '\\t' that cannot start any token"),
-        ("chunk_size: 16\nlocal_cpu: true\nchunk_size: 32\n", "line 3: chunk_size is already given in line 1"),
-        ("extra_config:\n  use_odirect: true\n  use_odirect: false\n", "line 3: use_odirect is already given in line 2"),
         (b"chunk_size: 16\nlocal_disk: /\xff\n", "line 2: expected UTF-8 text, found byte 0xff"),
         ("chunk_size: \x01", "not valid YAML"),
         ("a: 1\n---\nb: 2\n", "not valid YAML"),

@@ -101,7 +101,7 @@ def test_neither_is_what_stands_in_another_place(load_text, text: str) -> None:
         "tenant_salt: [Hush]",
         "extra_config: [Hush]",
         "tenant_salt: Hush\n extra_config: Hush",
-        "tenant_salt: &a Hush\ntenant_salt: Hush",
+        "tenant_salt: &a Hush\ntenant_salt: Hush2",
         "valkey_passwort: Hush",
         "valkey_password: *Hush",
         "valkey_password: !Hush 1",

@@ -97,7 +97,6 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
             return
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}, line {root.start_mark.line + 1}: expected a mapping of keys to values")
-        _refuse_duplicates(path, root)
         loader.flatten_mapping(root)
         for key_node, value_node in root.value:
             if key_node.value == "extra_config" and isinstance(value_node, yaml.MappingNode):
@@ -131,23 +130,6 @@ def _yaml_setting(path: Path, loader: Any, key_node: Any, value_node: Any) -> Se
         # YAML has types of its own, and a value may look like a date without being valid, have thousands of digits, or be
         # none of the type that its tag names.
         raise ConfigError(f"{path}, line {line}: the value of {name} cannot be read") from None
-
-
-def _refuse_duplicates(path: Path, node: Any) -> None:
-    """Raise ConfigError if a key is given twice, which YAML forbids and PyYAML accepts."""
-    import yaml
-
-    seen: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        if isinstance(key_node, yaml.ScalarNode):
-            line = key_node.start_mark.line + 1
-            if key_node.value in seen:
-                raise ConfigError(
-                    f"{path}, line {line}: {key_node.value} is already given in line {seen[key_node.value]}"
-                )
-            seen[key_node.value] = line
-        if isinstance(value_node, yaml.MappingNode):
-            _refuse_duplicates(path, value_node)
 
 
 def environment_settings(environ: Mapping[str, str], prefix: str) -> list[Setting]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 
 import pytest
@@ -42,19 +41,3 @@ def test_clock_stands_while_threads_compute(timeout_s: float) -> None:
 
     with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
         assert runner.run(main()) == 0.0
-
-
-def test_clock_stands_while_what_is_busy_says_so() -> None:
-    answered = threading.Event()
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        loop.busy = lambda: not answered.is_set()
-        timer = threading.Timer(0.2, answered.set)
-        timer.start()
-        async with asyncio.timeout(1.0):
-            await asyncio.to_thread(answered.wait)
-        timer.join()
-
-    with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
-        runner.run(main())

@@ -6,7 +6,6 @@ import asyncio
 import os
 import selectors
 import threading
-from collections.abc import Callable
 from typing import Any
 
 _GRACE_S = 0.03
@@ -15,16 +14,15 @@ _BEGAN_S = 1_000.0
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    def __init__(self, is_busy: Callable[[], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now_s = _BEGAN_S
-        self._is_busy = is_busy
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None or timeout <= 0:
             return super().select(timeout)
         events = super().select(min(timeout, _GRACE_S))
-        if events or not _others_wait() or self._is_busy():
+        if events or not _others_wait():
             return events
         events = super().select(0)  # a thread may have reported since
         if not events:
@@ -62,12 +60,11 @@ class JumpingClockLoop(asyncio.SelectorEventLoop):
     """Use with `asyncio.Runner(loop_factory=JumpingClockLoop)`. Timers fire in order, at once.
 
     The clock is purely virtual: real time does not move it, however slow the machine is. It stands still while threads
-    compute or use a disk, and while `busy` returns True. A test sets `busy` if threads wait for another process.
+    compute or use a disk.
     """
 
     def __init__(self) -> None:
-        self.busy: Callable[[], bool] = lambda: False
-        self._jumping = _JumpingSelector(lambda: self.busy())
+        self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
 
     def time(self) -> float:

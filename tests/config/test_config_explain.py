@@ -117,7 +117,7 @@ def test_the_command_prints_json_and_nothing_else(tmp_path: Path, capsys: pytest
     explained = json.loads(capsys.readouterr().out)
     assert explained["values"]["chunk_size"]["value"] == 16
     assert "enable_p2p" in explained["warnings"][0]
-    assert explained["arena_bytes"] == 5 * 2**30
+    assert explained["tiers"][0]["cap_bytes"] == 5 * 2**30
 
 
 def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

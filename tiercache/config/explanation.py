@@ -45,16 +45,12 @@ class Explanation:
     values: tuple[ExplainedValue, ...]
     tiers: tuple[PlannedTier, ...]
     warnings: tuple[str, ...]
-    arena_bytes: int
-    disk_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return {
             "values": {value.key: value.to_dict() for value in self.values},
             "tiers": [tier.to_dict() for tier in self.tiers],
-            "arena_bytes": self.arena_bytes,
-            "disk_bytes": self.disk_bytes,
             "warnings": list(self.warnings),
         }
 
@@ -69,13 +65,7 @@ def explain(config: Config) -> Explanation:
     for name, value in sorted((remotes | dict(config.remote_settings)).items()):
         meaning = "a setting of that remote tier" if name in remotes else "a setting of all remote tiers of a type"
         values.append(ExplainedValue(name, shown_setting(name, value), config.origins.get(name), meaning))
-    return Explanation(
-        values=tuple(values),
-        tiers=plan_of(config),
-        warnings=config.warnings,
-        arena_bytes=config.arena_bytes,
-        disk_bytes=config.disk_bytes,
-    )
+    return Explanation(tuple(values), plan_of(config), config.warnings)
 
 
 def shown_setting(name: str, value: Any) -> Any:

@@ -8,7 +8,7 @@ chunks are leased at that moment, and eviction would vary from run to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from tiercache.cache import TierCache
@@ -96,8 +96,6 @@ async def play_serial(
         measured, expected = found.measured.since(before[0]), found.simulated.since(before[1])
         if measured != expected and not found.differs:
             found.differs = f"request {found.requests}: measured {measured}, simulated {expected}"
-    if not found.differs:
-        found.differs = _residents_differ(cache, simulator)
     return found
 
 
@@ -156,18 +154,3 @@ def simulated(simulator: Simulator) -> Counts:
 async def _flushed(cache: TierCache) -> None:
     if not (await cache.flush()).complete:
         raise ReplayFailed("the disk tier did not write what it was given within a minute")
-
-
-def _residents_differ(cache: TierCache, simulator: Simulator) -> str:
-    """Return a sentence if cache and simulator hold different chunks at the end; empty if they do not."""
-    known = cache.statistics()
-    tiers: list[tuple[str, Collection[ChunkKey], Callable[[ChunkKey], bool], int]] = []
-    tiers.append(("RAM", simulator.ram.entries, cache.cpu.contains, known.tiers["cpu"].resident))
-    disk = disk_of(cache)
-    if simulator.flash is not None and disk is not None:
-        tiers.append(("flash", simulator.flash.keys, disk.contains, known.tiers[DISK].resident))
-    for name, entries, contains, resident in tiers:
-        missing = sum(not contains(key) for key in entries)
-        if missing or resident != len(entries):
-            return f"at the end, {name} holds {resident} chunks, simulated {len(entries)}, of which {missing} are missing"
-    return ""

@@ -15,9 +15,7 @@ import typer
 from tests.bench.compression_figures import measure_compression
 from tests.bench.disk_figures import measure_disk_and_peer
 from tests.bench.hf3fs_figures import measure_hf3fs
-from tests.bench.mooncake_figures import measure_mooncake
 from tests.bench.redis_figures import measure_redis
-from tests.bench.s3_figures import measure_s3
 from tests.bench.shared_memory_figures import measure_shared_memory
 from tests.bench.vllm.goals import compared_with_goals
 from tests.bench.vllm.installed import require_installed
@@ -47,9 +45,7 @@ def others(peer_python: Path | None, chunks: Path | None) -> dict[str, Measure]:
         "compression": lambda figures, plan: asyncio.run(measure_compression(figures, plan, chunks)),
         "shared_memory": lambda figures, plan: asyncio.run(measure_shared_memory(figures, plan)),
         "hf3fs": lambda figures, plan: asyncio.run(measure_hf3fs(figures, plan, peer_python)),
-        "mooncake": lambda figures, plan: asyncio.run(measure_mooncake(figures, plan)),
         "redis": lambda figures, plan: asyncio.run(measure_redis(figures, plan)),
-        "s3": lambda figures, plan: asyncio.run(measure_s3(figures, plan)),
         "vllm": _vllm,
     }
 

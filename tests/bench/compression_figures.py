@@ -12,7 +12,7 @@ import numpy as np
 from tests.bench.lanes import in_lanes
 from tests.bench.link import Link
 from tests.bench.redis_figures import redis_server
-from tests.bench.s3_figures import s3_options, s3_server
+from tests.bench.s3_store import s3_options, s3_server
 from tests.servers.s3 import BUCKET, weed
 from tiercache.bench.figures import Figures
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys

@@ -14,7 +14,6 @@ import typer
 
 from tests.bench.compression_figures import measure_compression
 from tests.bench.disk_figures import measure_disk_and_peer
-from tests.bench.hf3fs_figures import measure_hf3fs
 from tests.bench.redis_figures import measure_redis
 from tests.bench.shared_memory_figures import measure_shared_memory
 from tests.bench.vllm.goals import compared_with_goals
@@ -44,7 +43,6 @@ def others(peer_python: Path | None, chunks: Path | None) -> dict[str, Measure]:
         "disk": lambda figures, plan: asyncio.run(measure_disk_and_peer(figures, plan, peer_python)),
         "compression": lambda figures, plan: asyncio.run(measure_compression(figures, plan, chunks)),
         "shared_memory": lambda figures, plan: asyncio.run(measure_shared_memory(figures, plan)),
-        "hf3fs": lambda figures, plan: asyncio.run(measure_hf3fs(figures, plan, peer_python)),
         "redis": lambda figures, plan: asyncio.run(measure_redis(figures, plan)),
         "vllm": _vllm,
     }

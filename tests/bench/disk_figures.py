@@ -16,7 +16,7 @@ SETTINGS = ("disk_default", "disk_odirect", "fs_odirect", "native_odirect")
 async def measure_disk_and_peer(figures: Figures, plan: Plan, peer_python: Path | None) -> None:
     for chunk_bytes in CHUNK_SIZES:
         size = size_name(chunk_bytes)
-        with peer_of(peer_python, plan, "disk", chunk_bytes, plan.count(chunk_bytes), plan.directory / "peer") as peer:
+        with peer_of(peer_python, plan, chunk_bytes, plan.count(chunk_bytes), plan.directory / "peer") as peer:
 
             async def write() -> None:
                 for setting in SETTINGS:

@@ -7,7 +7,7 @@ import os
 import selectors
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -93,12 +93,10 @@ def running(command: list[str] | None) -> Iterator[Peer]:
             process.kill()
 
 
-def peer_of(
-    python: Path | None, plan: Plan, part: str, chunk_bytes: int, count: int, place: Path, variables: Sequence[str] = ()
-) -> AbstractContextManager[Peer]:
-    """Return the running peer for a part of the benchmark. `python` has LMCache; None measures nothing."""
+def peer_of(python: Path | None, plan: Plan, chunk_bytes: int, count: int, place: Path) -> AbstractContextManager[Peer]:
+    """Return the running peer. `python` has LMCache; None measures nothing."""
     if python is None:
         return running(None)
-    plan.progress(f"starting LMCache ({part})")
-    program = ["env", *variables, str(python), str(Path(__file__).with_name("peer_lmcache.py"))]
-    return running([*program, part, str(chunk_bytes), str(count), str(place)])
+    plan.progress("starting LMCache")
+    program = [str(python), str(Path(__file__).with_name("peer_lmcache.py"))]
+    return running([*program, str(chunk_bytes), str(count), str(place)])

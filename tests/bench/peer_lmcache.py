@@ -1,10 +1,9 @@
 """LMCache 0.5.6 without a GPU, one measurement at a time. Runs with a Python that has lmcache and torch, not tiercache.
 
-    python peer_lmcache.py disk|hf3fs CHUNK_BYTES COUNT DIRECTORY
+    python peer_lmcache.py CHUNK_BYTES COUNT DIRECTORY
 
 Commands come by line on stdin, an answer is one line of JSON on stdout: {what: GB/s or 1/s, ...} or {"error": ...}.
-Commands: disk: `put SETTING`, `get SETTING`. hf3fs: `write`, `read`; its directory is the
-mount, and the emulator's modules are on PYTHONPATH.
+Commands: `put SETTING`, `get SETTING`.
 
 `put_not_durable` ends when the chunks are visible, `put` when every file is synced as well, in four threads: LMCache itself
 never syncs. A get starts after the files were dropped from the page cache.
@@ -12,7 +11,6 @@ never syncs. A get starts after the files were dropped from the page cache.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import json
 import os
@@ -27,23 +25,18 @@ from pathlib import Path
 from typing import Any
 
 _SOURCE_BYTES = 256 << 20
-_IN_FLIGHT = 16
-_SHAPES = {2 << 20: (8, 2, 256, 2, 128), 8 << 20: (32, 2, 256, 2, 128), 32 << 20: (32, 2, 256, 8, 128)}
+_SHAPES = {2 << 20: (8, 2, 256, 2, 128), 32 << 20: (32, 2, 256, 8, 128)}
 """Chunk bytes -> layers, K and V, tokens, heads, head size, in bfloat16."""
 
 
-def main(part: str, chunk_bytes: int, count: int, directory: Path) -> None:
+def main(chunk_bytes: int, count: int, directory: Path) -> None:
     # LMCache logs to stdout: what it says there must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import torch
 
     torch.set_num_threads(1)
-    make: dict[str, Callable[[], Any]] = {
-        "disk": lambda: Disk(chunk_bytes, count, directory),
-        "hf3fs": lambda: Hf3fs(chunk_bytes, count, directory),
-    }
-    peer = make[part]()
+    peer = Disk(chunk_bytes, count, directory)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         what, *arguments = line.split()
@@ -282,82 +275,6 @@ class _Native:
         assert all(completion[1] for completion in done), done
 
 
-class Hf3fs:
-    """The connector to 3FS. All chunks are asked for at once; its threads take one each at a time."""
-
-    def __init__(self, chunk_bytes: int, count: int, mount: Path) -> None:
-        import torch
-        from lmcache.v1.config import LMCacheEngineConfig
-        from lmcache.v1.metadata import LMCacheMetadata
-        from lmcache.v1.storage_backend.connector import ConnectorContext
-        from lmcache.v1.storage_backend.connector.hf3fs_adapter import HF3fsConnectorAdapter
-        from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
-
-        self._chunk_bytes, self._count = chunk_bytes, count
-        layers, _, tokens, heads, head_size = _SHAPES[chunk_bytes]
-        self._shape = torch.Size([2, layers, tokens, heads * head_size])
-        self._dtype = torch.bfloat16
-        extra: dict[str, Any] = {
-            "hf3fs_mount_point": str(mount),
-            "remote_storage_plugin.hf3fs.primary.base_path": f"{mount}/lmcache",
-        }
-        gigabytes = (2 * _IN_FLIGHT + 4) * chunk_bytes / 2**30 + 0.1
-        config = LMCacheEngineConfig.from_defaults(chunk_size=tokens, max_local_cpu_size=gigabytes, extra_config=extra)
-        metadata = LMCacheMetadata(
-            model_name="bench", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
-            kv_dtype=torch.bfloat16, kv_shape=(layers, 2, tokens, heads, head_size), role="worker",
-        )  # fmt: skip
-        self._cpu = LocalCPUBackend(config, metadata, "cpu")
-        self._loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self._loop)
-        context = ConnectorContext("plugin://hf3fs.primary", self._loop, self._cpu, config, metadata, "hf3fs.primary")
-        self._connector = HF3fsConnectorAdapter().create_connector(context)
-        self._sources = [self._allocate() for _ in range(_IN_FLIGHT)]
-        self._keys: list[Any] = []
-        self._made = 0
-
-    def _allocate(self) -> Any:
-        from lmcache.v1.memory_management import MemoryFormat
-
-        memory = self._cpu.allocate(self._shape, self._dtype, MemoryFormat.KV_2LTD)
-        memory.tensor.view(dtype=memory.tensor.dtype).normal_()
-        return memory
-
-    def write(self) -> float:
-        from lmcache.utils import CacheEngineKey
-
-        for key in self._keys:
-            self._connector.remove_sync(key)
-        self._keys = [CacheEngineKey("bench", 1, 0, self._made + n, self._dtype) for n in range(self._count)]
-        self._made += self._count
-        left = iter(self._keys)
-
-        async def lane(source: Any) -> None:
-            for key in left:
-                await self._connector.put(key, source)
-
-        return self._timed([lane(source) for source in self._sources])
-
-    def read(self) -> float:
-        left = iter(self._keys)
-
-        async def lane() -> None:
-            for key in left:
-                memory = await self._connector.get(key)
-                assert memory is not None
-                memory.ref_count_down()
-
-        return self._timed([lane() for _ in range(_IN_FLIGHT)])
-
-    def _timed(self, lanes: list[Any]) -> float:
-        async def all_lanes() -> None:
-            await asyncio.gather(*lanes)
-
-        began = time.perf_counter()
-        self._loop.run_until_complete(all_lanes())
-        return self._count * self._chunk_bytes / (time.perf_counter() - began) / 1e9
-
-
 def _files(place: Path) -> list[Path]:
     return [path for path in place.rglob("*") if path.is_file()]
 
@@ -379,4 +296,4 @@ def _nothing(*arguments: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -109,18 +109,3 @@ def test_shared_memory_of_another_process_is_measured_beside_the_own_hot_cache(t
     assert found["shared_memory.get_gbps"]["ratios"]["shared_memory.hot_get_gbps"] > 0
     assert found["shared_memory.first_get_gbps"]["median"] > 0
     assert found["shared_memory.leases_per_s"]["ratios"]["shared_memory.hot_leases_per_s"] > 0
-
-
-@pytest.mark.uses("fuse3")
-def test_3fs_is_measured_as_fast_as_memory_and_at_the_pace_of_a_cluster(tmp_path: Path) -> None:
-    _, found = measured(tmp_path, "hf3fs")
-    for size in ("2MiB", "8MiB", "32MiB"):
-        for way in ("read", "write"):
-            for memory in ("arena", "buffers"):
-                for kind, suffix in (("", ".d4"), ("", ".d16"), ("paced.", "")):
-                    ours = found[f"hf3fs.{kind}{way}_{memory}_gbps.{size}{suffix}"]
-                    beside = f"ceiling.{kind}ring_{way}_gbps.{size}{suffix}"
-                    assert found[beside]["median"] > 0
-                    assert ours["ratios"][beside] > 0
-                    assert found[f"hf3fs.lag_p99_ms.{kind}{way}_{memory}"]["median"] >= 0
-    assert found["ceiling.paced.ring_read_gbps.2MiB"]["median"] < 3.2, "no faster than the link"

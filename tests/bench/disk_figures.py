@@ -20,12 +20,8 @@ async def measure_disk_and_peer(figures: Figures, plan: Plan, peer_python: Path 
 
             async def write() -> None:
                 for setting in SETTINGS:
-                    peer.add(
-                        figures,
-                        f"put {setting}",
-                        put=(f"{setting}.put_durable_gbps.{size}", f"disk.put_durable_gbps.{size}"),
-                        put_not_durable=(f"{setting}.put_not_durable_gbps.{size}", f"disk.put_not_durable_gbps.{size}"),
-                    )
+                    name = f"put_durable_gbps.{size}"
+                    peer.add(figures, f"put {setting}", put=(f"{setting}.{name}", f"disk.{name}"))
 
             async def read() -> None:
                 for setting in SETTINGS:

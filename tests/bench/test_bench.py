@@ -43,7 +43,7 @@ NAMES = """
     index.bytes_per_entry index.admit_p99_us loop.lag_p99_ms loop.lag_max_ms restart.index_100k_s
 """
 OF_EACH_SIZE = """
-    ceiling.file_write_gbps ceiling.file_write_not_durable_gbps ceiling.file_read_gbps disk.put_durable_gbps
+    ceiling.file_write_gbps ceiling.file_read_gbps disk.put_durable_gbps
     disk.get_cold_gbps
 """
 

@@ -37,23 +37,22 @@ async def measure_disk(
 
     The tier writes with twice as many; plain files gain nothing from that. Deletions between measurements are synced
     before the next. `disk.put_durable_gbps`: from the caller's memory until `flush` reports that all is written: copy,
-    checksum, file with fdatasync, name. `disk.put_not_durable_gbps`: the same with `disk_durability: none`.
+    checksum, file with fdatasync, name.
     `disk.get_cold_gbps`: `warm` of chunks that are in no memory: read, verify, insert. Ceilings: see `FileCeiling`.
 
-    `writes` are measured in turn with the durable writes, and `reads` with the reads into memory.
+    `writes` are measured in turn with the writes, and `reads` with the reads into memory.
     """
     size = size_name(chunk_bytes)
     count = plan.count(chunk_bytes)
     sources = payloads(plan.sizes.source_bytes, chunk_bytes)
-    raw, ours, loose = plan.directory / "raw", plan.directory / "ours", plan.directory / "not-durable"
+    raw, ours = plan.directory / "raw", plan.directory / "ours"
     raw.mkdir(parents=True, exist_ok=True)
     layout = layout_of(chunk_bytes)
     arena_bytes = (count + 8) * (chunk_bytes + 4096) * 5 // 4
     disk_bytes = 4 * count * (chunk_bytes + 16384)
     config = config_of(arena_bytes, ours, disk_bytes)
-    loose_config = config_of(arena_bytes, loose, disk_bytes, disk_durability="none")
     ceiling = FileCeiling(raw, chunk_bytes, count, config.disk_io_threads)
-    async with TierCache.open(config, layout) as cache, TierCache.open(loose_config, layout) as other:
+    async with TierCache.open(config, layout) as cache:
         keys: list[bytes] = []
 
         async def write_plain() -> None:
@@ -68,12 +67,6 @@ async def measure_disk(
         async def read_ours() -> None:
             figures.add(f"disk.get_cold_gbps.{size}", await _warm(cache, keys, chunk_bytes))
 
-        async def write_plain_not_durable() -> None:
-            figures.add(f"ceiling.file_write_not_durable_gbps.{size}", ceiling.write(durable=False))
-
-        async def write_ours_not_durable() -> None:
-            figures.add(f"disk.put_not_durable_gbps.{size}", await _write(other, keys, sources))
-
         for pair in range(plan.pairs):
             plan.progress(f"disk tier, {size}, pair {pair + 1} of {plan.pairs}")
             keys[:] = new_keys(count)
@@ -81,13 +74,9 @@ async def measure_disk(
             await in_turn(pair, read_plain, read_ours, *reads)
             await cache.forget(keys)
             await asyncio.to_thread(os.sync)
-            await in_turn(pair, write_plain_not_durable, write_ours_not_durable)
-            await other.forget(keys)
-            await asyncio.to_thread(os.sync)
     ceiling.close()
     figures.compare(f"disk.put_durable_gbps.{size}", f"ceiling.file_write_gbps.{size}")
     figures.compare(f"disk.get_cold_gbps.{size}", f"ceiling.file_read_gbps.{size}")
-    figures.compare(f"disk.put_not_durable_gbps.{size}", f"ceiling.file_write_not_durable_gbps.{size}")
 
 
 async def _write(cache: TierCache, keys: list[bytes], sources: np.ndarray) -> float:

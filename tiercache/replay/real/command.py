@@ -128,14 +128,7 @@ def _timed_rows(found: Compared) -> list[tuple[str, float, float, int]]:
     simulated = ttft_figures(other.ttft_s)
     for name, measured_s in ttft_figures(one.ttft_s).items():
         rows.append((f"TTFT {name.split('_')[1]} ms", 1e3 * measured_s, 1e3 * simulated[name], 2))
-    if other.accounts or one.accounts:
-        for name in ("used", "late", "wasted"):
-            rows.append((f"prefetched MiB {name}", _mib(one, name), _mib(other, name), 1))
     return rows
-
-
-def _mib(timed: Timed, name: str) -> float:
-    return sum(float(getattr(account, f"{name}_bytes")) for account in timed.accounts.values()) / 2**20
 
 
 def _timed_dict(timed: Timed) -> dict[str, Any]:
@@ -149,9 +142,7 @@ def _check(setting: Setting, known: Survey, options: RealOptions) -> None:
             f"--real-chunk-kib: expected a multiple of 4 KiB and of the {known.block_tokens} tokens of a block, found "
             f"{options.chunk_bytes / 1024:g} KiB"
         )
-    if setting.prefetch not in ((), ("hints",)):
-        raise SettingError(f"--real: expected --prefetch none or hints, found {'+'.join(setting.prefetch)}")
-    if setting.hint_error:
-        raise SettingError("--real: expected no --hint-error")
+    if setting.prefetch:
+        raise SettingError(f"--real: expected --prefetch none, found {'+'.join(setting.prefetch)}")
     assert known.unique_blocks is not None
     check_room(setting, options.chunk_bytes, known.unique_blocks, options.directory)

@@ -66,6 +66,4 @@ class Renamed:
                 request,
                 keys=[blake2b(key, digest_size=KEY_BYTES).digest() for key in request.keys],
                 time_s=request.time_s / speed_up,
-                duration_s=None if request.duration_s is None else request.duration_s / speed_up,
-                lead_s=None if request.lead_s is None else request.lead_s / speed_up,
             )

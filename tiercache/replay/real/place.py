@@ -64,7 +64,6 @@ async def opened(
         # Half a chunk more, since a size in GB loses some bytes in rounding.
         "max_local_cpu_size": (slots + 0.5) * chunk_bytes / GB,
         "cache_policy": setting.policy,
-        "prefetch_share": setting.prefetch_share,
         "close_timeout_s": 0.0,
         "device": "none",
     }

@@ -9,7 +9,7 @@ chunks are leased at that moment, and eviction would vary from run to run.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
@@ -83,8 +83,7 @@ async def play_serial(
 
     Raises ReplayFailed for wrong contents, and for a chunk that could not be stored.
     """
-    # Prefetching belongs to the timed part.
-    simulator = OneByOne(replace(setting, prefetch=()), block_tokens)
+    simulator = OneByOne(setting, block_tokens)
     found = Serial(0, 0, Counts(), Counts())
     for request in requests:
         before = found.measured, found.simulated

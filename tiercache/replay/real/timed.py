@@ -2,7 +2,7 @@
 
 A session sends a request only after its previous request has ended. Instead of computing, a request sleeps: its tokens
 at the engine's rate, `speed_up` times as fast. All else is real: lookups, gets, copies, reads that bypass the page
-cache, puts, write-behind, evictions, and hints to the prefetcher.
+cache, puts, write-behind and evictions.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tiercache.cache import TierCache
-from tiercache.core.prefetch import Account
-from tiercache.replay.announcements import Announcements
 from tiercache.replay.figures import Figures
 from tiercache.replay.formats import Request
 from tiercache.replay.real.calibration import Speeds
@@ -23,7 +21,6 @@ from tiercache.replay.real.place import DISK
 from tiercache.replay.real.serial import check, note_session
 from tiercache.replay.setting import Setting
 from tiercache.replay.simulator import Simulator
-from tiercache.scheduler.prefetcher import PrefetchHandle
 
 _BEGIN_S = 0.1
 
@@ -48,19 +45,16 @@ class Timed:
     """Requests that started later than in the trace, because their session's previous request had not ended."""
     late_s: float = 0.0
     """Largest delay of a request's start: more than some ms means that the machine was too busy."""
-    accounts: dict[str, Account] = field(default_factory=dict)
 
 
 def compressed(setting: Setting, speed_up: float, speeds: Speeds) -> Setting:
-    """Return the setting to simulate beside a real replay: a faster engine and faster programs on the same machine."""
+    """Return the setting to simulate beside a real replay: a faster engine on the same machine."""
     hardware = setting.hardware
     return replace(
         setting,
-        hint_lead_s=setting.hint_lead_s / speed_up,
         hardware=replace(
             hardware,
             prefill_tokens_per_s=hardware.prefill_tokens_per_s * speed_up,
-            decode_tokens_per_s=hardware.decode_tokens_per_s * speed_up,
             ram_bytes_per_s=speeds.ram_bytes_per_s,
             flash_read_bytes_per_s=speeds.flash_bytes_per_s,
             flash_latency_s=speeds.flash_latency_s,
@@ -78,7 +72,6 @@ def simulate_timed(requests: Iterable[Request], setting: Setting, block_tokens: 
         figures.flash_blocks,
         written_blocks=figures.flash_written_blocks,
         ttft_s=figures.ttft_s,
-        accounts=figures.accounts,
     )
 
 
@@ -93,8 +86,6 @@ class Player:
         self._hardware = setting.hardware
         self._block_tokens = block_tokens
         self._engines = asyncio.Semaphore(setting.hardware.engines) if setting.hardware.engines else None
-        self._announcements = Announcements(setting.hint_lead_s) if "hints" in setting.prefetch else None
-        self._handles: dict[str, PrefetchHandle] = {}
         self._last: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._begin_s = 0.0
@@ -104,23 +95,15 @@ class Player:
 
         Cancellation ends all tasks. Raises ReplayFailed for wrong contents.
         """
-        events: list[tuple[float, int, Request]] = []
-        for request in requests:
-            events.append((request.time_s, 1, request))
-            if self._announcements is not None:
-                events.append((self._announcements.at_s(request), 0, request))
-        events.sort(key=lambda event: event[:2])
+        coming = list(requests)
         self._begin_s = self._loop.time() + _BEGIN_S
         async with asyncio.TaskGroup() as running:
-            for at_s, is_arrival, request in events:
-                await self._until(at_s)
-                if is_arrival:
-                    run = request.session
-                    task = running.create_task(self._request(request, self._last.get(run) if run is not None else None))
-                    if run is not None:
-                        self._last[run] = task
-                else:
-                    self._announce(request)
+            for request in coming:
+                await asyncio.sleep(max(0.0, request.time_s - self._now_s))
+                run = request.session
+                task = running.create_task(self._request(request, self._last.get(run) if run is not None else None))
+                if run is not None:
+                    self._last[run] = task
         await self._cache.flush()
         return self._counted()
 
@@ -132,18 +115,12 @@ class Player:
             await asyncio.wait([before])
             came_s = self._now_s
             found.moved += 1
-        if self._announcements is not None:
-            self._announcements.arrived(request)
         if self._engines is not None:
             await self._engines.acquire()
         try:
             hit = await cache.lookup_keys(keys)
-            handle = self._handles.pop(request.subject, None)
             note_session(cache, keys, hit.chunks)
-            get = cache.get_to(keys[: hit.chunks], [self._contents.sink(key) for key in keys[: hit.chunks]])
-            delivered = await get
-            if handle is not None:
-                handle.cancel()
+            delivered = await cache.get_to(keys[: hit.chunks], [self._contents.sink(key) for key in keys[: hit.chunks]])
             tokens = max(1, request.input_tokens - delivered * self._block_tokens)
             await asyncio.sleep(tokens / self._hardware.prefill_tokens_per_s)
         finally:
@@ -161,35 +138,17 @@ class Player:
         stored = await cache.put_from(items, prefix=True)
         found.skipped_blocks += len(keys) - delivered - stored
         cache.cpu.link(keys)
-        if self._announcements is not None:
-            end_s = first_token_s + request.output_tokens / self._hardware.decode_tokens_per_s
-            await self._until(end_s if request.duration_s is None else request.time_s + request.duration_s)
-            following = self._announcements.ended(request, self._now_s)
-            if following is not None:
-                self._announce(following)
-
-    def _announce(self, request: Request) -> None:
-        assert self._announcements is not None
-        if self._announcements.may(request, self._now_s):
-            self._handles[request.subject] = self._cache.prefetch(
-                request.keys, deadline=request.time_s - self._now_s
-            )
 
     def _counted(self) -> Timed:
         check(self._contents)
-        self._cache.ahead.release_all()
         known = self._cache.statistics()
         if DISK in known.tiers:
             self.found.written_blocks = known.tiers[DISK].writes
             writer = known.writers[DISK]
             self.found.skipped_blocks += writer.skipped + writer.replaced + writer.dropped
-        self.found.accounts = known.prefetch
         return self.found
 
     @property
     def _now_s(self) -> float:
         """Seconds since the trace began."""
         return self._loop.time() - self._begin_s
-
-    async def _until(self, at_s: float) -> None:
-        await asyncio.sleep(max(0.0, at_s - self._now_s))

@@ -7,10 +7,6 @@ def figures_of(**samples: list[float]) -> Figures:
     return Figures({name: list(values) for name, values in samples.items()})
 
 
-def test_a_figure_has_median_extremes_and_count() -> None:
-    assert figures_of(speed=[3.0, 1.0, 8.0]).to_dict() == {"speed": {"median": 3.0, "min": 1.0, "max": 8.0, "count": 3}}
-
-
 def test_the_ratio_is_the_median_of_the_pairs_and_not_the_ratio_of_the_medians() -> None:
     figures = figures_of(ours=[1.0, 9.0, 10.0], ceiling=[2.0, 10.0, 10.0])
     figures.compare("ours", "ceiling")
@@ -21,9 +17,3 @@ def test_a_comparison_with_something_that_was_not_measured_has_no_ratio() -> Non
     figures = figures_of(ours=[1.0])
     figures.compare("ours", "peer")
     assert figures.to_dict()["ours"]["ratios"] == {"peer": None}
-
-
-def test_the_table_has_a_row_for_each_figure() -> None:
-    figures = figures_of(ours=[1.0], ceiling=[2.0])
-    figures.compare("ours", "ceiling")
-    assert figures.table().row_count == 2

@@ -1,9 +1,7 @@
 """The heartbeat that measures how late the loop is."""
 
 import asyncio
-from pathlib import Path
 
-from tiercache.bench.ceilings import FileCeiling
 from tiercache.bench.loop_figures import lags
 
 
@@ -25,12 +23,3 @@ async def test_a_loop_that_was_held_shows_as_lag() -> None:
 
 async def test_no_beat_is_no_lag() -> None:
     assert await lags(asyncio.sleep(0)) == [0.0]
-
-
-def test_plain_writes_tell_of_each_file(tmp_path: Path) -> None:
-    ceiling, told = FileCeiling(tmp_path, 8192, 3, 2), []
-    try:
-        ceiling.write(durable=False, written=lambda: told.append(1))
-    finally:
-        ceiling.close()
-    assert len(told) == 3

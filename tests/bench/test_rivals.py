@@ -9,25 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from tests.bench.vllm import rivals
 from tests.needs import LMCACHE_CLI
 from tiercache.config import Config
 
 MEMORY_GB = 0.5
-
-
-def test_without_the_client_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = CliRunner().invoke(rivals.app, ["--client", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "has no lmcache-cli" in result.output + capsys.readouterr().err
-
-
-def test_an_unknown_workload_is_refused_before_a_server_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    result = CliRunner().invoke(rivals.app, ["--workloads", "long-doc-qa,no-such"])
-    assert result.exit_code == 2
-    assert "no-such: expected some of long-doc-qa, " in result.output + capsys.readouterr().err
 
 
 def test_the_servers_have_the_same_room_in_memory_and_differ_in_what_is_compared(tmp_path: Path) -> None:

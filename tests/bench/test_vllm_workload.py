@@ -1,35 +1,19 @@
 """What the benchmark with real servers asks, and what it makes of the answers: all that needs no server."""
 
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from tests.bench.vllm import workload
-from tests.bench.vllm.goals import GOALS, compared_with_goals
-from tests.bench.vllm.installed import require_installed
-from tests.bench.vllm.servers import Side
+from tests.bench.vllm.goals import compared_with_goals
 from tests.bench.vllm.slow_disk import SLOWER, call_s
-from tests.bench.vllm.steps import steps_s
 from tiercache.bench.figures import Figures
-from tiercache.demo.server import Server
-from tiercache.errors import TierCacheError
 
 TEXT = range(20_000)
 
 
 def first_blocks(asks: list[workload.Ask]) -> set[tuple[int, ...]]:
     return {ask.prompt[: workload.BLOCK_TOKENS] for ask in asks}
-
-
-def test_a_seed_is_a_workload() -> None:
-    for make in (workload.new_prompts, workload.engine_hits, workload.crowd):
-        assert make(TEXT, 3, 5) == make(TEXT, 3, 5) != make(TEXT, 4, 5)
-    assert workload.questions(TEXT, 3, 4, 9) == workload.questions(TEXT, 3, 4, 9) != workload.questions(TEXT, 4, 4, 9)
 
 
 def test_new_prompts_share_no_block_with_any_other() -> None:
@@ -72,10 +56,6 @@ def test_three_of_ten_clients_go_in_the_middle_and_nothing_else_changes() -> Non
     assert gone.count(0) == 6 and max(gone) < workload.ANSWER_TOKENS
 
 
-def test_steps_count_from_as_many_waiting_requests_on() -> None:
-    assert steps_s("63 0.5\n64 0.003\n70 0.001\n0 0.9\n", 64) == [0.001, 0.003]
-
-
 def test_a_goal_is_met_up_to_its_ratio_and_not_mentioned_when_it_was_not_measured() -> None:
     figures = Figures()
     for ours_s, ceiling_s in ((10.4, 10.0), (10.6, 10.0), (8.4, 8.0)):
@@ -89,11 +69,6 @@ def test_a_goal_is_met_up_to_its_ratio_and_not_mentioned_when_it_was_not_measure
     assert compared_with_goals(Figures()) == []
 
 
-def test_each_goal_has_a_figure_of_ours() -> None:
-    assert all(goal.name.startswith("vllm.") for goal in GOALS)
-    assert len({goal.name for goal in GOALS}) == len(GOALS)
-
-
 @pytest.mark.parametrize(("calls", "expected_s"), [(1, 0.99), (3, 0.33), (0, 0.99)])
 def test_a_slow_disk_reads_a_hundred_times_as_long_however_many_calls_that_is(calls: int, expected_s: float) -> None:
     well_s, tried_s = 0.01, 0.02
@@ -101,24 +76,3 @@ def test_a_slow_disk_reads_a_hundred_times_as_long_however_many_calls_that_is(ca
     assert found_s == pytest.approx(expected_s)
     if calls:
         assert well_s + calls * found_s == pytest.approx(SLOWER * well_s)
-
-
-async def test_a_server_is_busy_with_all_of_its_processes_and_settled_without() -> None:
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
-    process = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
-    at = Side("busy", Server("", Path("none"), process.pid))
-    try:
-        while at.cpu_s() < 0.5 or not await at.busy_part():
-            assert process.poll() is None
-        os.killpg(process.pid, signal.SIGSTOP)
-        await at.settle()
-        assert await at.busy_part() == 0
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_what_is_missing_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.bench.vllm.installed.find_spec", lambda name: None if name == "vllm" else name)
-    with pytest.raises(TierCacheError, match=r"^--only vllm needs vllm: install vLLM's CPU build and tiercache\[demo\], as"):
-        require_installed()

@@ -5,15 +5,12 @@ import sys
 from pathlib import Path
 from socket import AF_UNIX, socket
 
-import httpx
 import pytest
 
-from tests.control.conftest import CHUNKS, LAYOUT, RANKS, TOKENS, config_of
-from tiercache import CacheThread, TierCache
+from tests.control.conftest import CHUNKS, RANKS, TOKENS, config_of
+from tiercache import TierCache
 from tiercache.cli import app
 from tiercache.control.client import Fleet, ask
-from tiercache.control.ctl import ctl_command
-from tiercache.control.http import make_app
 from tiercache.control.messages import ControlError, Reconfigure
 
 Captured = pytest.CaptureFixture[str]
@@ -129,31 +126,6 @@ async def test_a_cache_that_does_not_answer_may_still_change(tmp_path: Path, mon
         with pytest.raises(ControlError, match="does not answer in time, and may still do what was asked") as refused:
             await ask(tmp_path / "c.sock", Reconfigure(changes={"queue_wait_s": 1}, until_s=0.05))
     assert refused.value.kind == "late"
-
-
-def test_a_cache_on_a_thread_of_its_own_is_changed(tmp_path: Path, capsys: Captured) -> None:
-    thread = CacheThread(config_of(tmp_path), LAYOUT)
-    try:
-        for words in (["set", "max_local_disk_size=0.05"], ["detach", "disk"], ["attach", "disk"]):
-            assert ctl_command([tmp_path / "c.sock"], words[0], words[1:]) == 0
-        assert capsys.readouterr().out == "max_local_disk_size: 0.1 -> 0.05\ndone\ndone\n"
-        assert thread.cache.config.max_local_disk_size == 0.05
-    finally:
-        thread.close()
-
-
-async def test_a_gateway_changes_limits_by_http(cache: TierCache, place: Path) -> None:
-    transport = httpx.ASGITransport(make_app(Fleet([place]), "secret-of-the-server"))
-    headers = {"authorization": "Bearer secret-of-the-server"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
-        answer = await client.post("/v1/reconfigure", json={"changes": {"max_local_disk_size": 0.05}})
-        assert answer.json() == {"changed": ["max_local_disk_size: 0.1 -> 0.05"]}
-        refused = await client.post("/v1/reconfigure", json={"changes": {"max_local_disk_size": -1}})
-        assert refused.status_code == 409 and refused.json()["error"]["kind"] == "refused"
-        assert (await client.post("/v1/detach", json={"tier": "disk", "until_s": 1})).json() == {}
-        assert (await client.post("/v1/attach", json={"tier": "disk"})).json() == {}
-        malformed = await client.post("/v1/reconfigure", json={"changes": {"max_local_disk_size": {"a": 1}}})
-        assert malformed.status_code == 400
 
 
 async def test_no_message_imports_a_module_or_leads_elsewhere(cache: TierCache, place: Path) -> None:

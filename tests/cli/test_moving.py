@@ -243,12 +243,6 @@ def test_what_is_no_export_is_one_sentence(tmp_path: Path, content: bytes) -> No
     assert not (tmp_path / "new").exists()
 
 
-def test_a_cap_that_no_disk_has_is_refused(exported: Path, tmp_path: Path) -> None:
-    run = tiercache("import", exported, tmp_path / "new", "--max-size", "inf")
-    assert run.returncode == 2
-    assert "Invalid value for '--max-size'" in run.stderr
-
-
 KILLED = """
 import importlib, os, signal, sys
 

@@ -40,13 +40,6 @@ def test_every_word_of_the_doctor_is_whole(tmp_path: Path) -> None:
     assert said <= set(tiercache("doctor", "--path", tmp_path).stdout.split())
 
 
-def test_every_key_of_a_configuration_is_whole() -> None:
-    arguments = "config", "explain", REPOSITORY / "examples/configs/local_disk.yaml"
-    found = in_terminal(*arguments), tiercache(*arguments).stdout.splitlines()
-    for lines in found:
-        assert any(re.match(r" *max_local_disk_size: 100\.0( |$)", line) for line in lines)
-
-
 def test_a_piped_table_of_figures_stays_a_table(directory: Path) -> None:
     lines = tiercache(*commands(directory)["bench"]).stdout.splitlines()
     assert lines[1].startswith("┃ figure") and "ours / it" in lines[1]

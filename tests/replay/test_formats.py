@@ -28,11 +28,6 @@ def test_mooncake_counts_milliseconds_and_blocks_of_512_tokens(tmp_path: Path) -
     assert len(set(request.keys)) == 2
 
 
-def test_equal_ids_are_equal_blocks_in_mooncake(tmp_path: Path) -> None:
-    first, second = Trace(written(tmp_path / "t", mooncake(0, 7), mooncake(1, 7, 8)))
-    assert first.keys[0] == second.keys[0]
-
-
 def session(name: str, *turns: tuple[float, list[int]], scope: str = "local") -> dict[str, object]:
     requests = [
         {"t": t, "in": 64 * len(ids), "out": 5, "hash_ids": ids, "api_time": 2.0, "stop": "tool_use"} for t, ids in turns
@@ -84,10 +79,7 @@ BAD = {
     "not JSON": ("{oops", "line 2: "),
     "a missing field": ({"timestamp": 5}, "line 2: Object missing required field `input_length`"),
     "a wrong type": ({**mooncake(5, 1), "hash_ids": "x"}, "line 2: Expected `array`, got `str` - at `$.hash_ids`"),
-    "a negative id": (mooncake(5, -1), "line 2: Expected `int` >= 0 - at `$.hash_ids["),
     "a huge id": (mooncake(5, 1 << 64), "line 2: int too big to convert"),
-    "a time before the last": (mooncake(-1, 1), "line 2: Expected `float` >= 0.0 - at `$.timestamp`"),
-    "a negative length": ({**mooncake(5, 1), "input_length": -4}, "line 2: Expected `int` >= 0 - at `$.input_length`"),
     "deep nesting": ('{"timestamp": 5, "more": ' + "[" * 100_000, "line 2: maximum recursion depth exceeded"),
     "a huge length": ({**mooncake(5, 1), "input_length": 10**400}, "line 2: Expected `int` <= "),
 }
@@ -121,8 +113,6 @@ def test_a_bad_session_is_skipped_as_a_whole(tmp_path: Path) -> None:
     ("wrong", "problem"),
     [
         ({"hash_ids": [1, 1 << 64]}, "found 18446744073709551616"),
-        ({"api_time": -3.0}, "Expected `float` >= 0.0 - at `$.requests["),
-        ({"in": -1}, "Expected `int` >= 0 - at `$.requests["),
     ],
 )
 def test_a_session_that_cannot_be_replayed_is_skipped(wrong: dict[str, object], problem: str, tmp_path: Path) -> None:
@@ -131,13 +121,6 @@ def test_a_session_that_cannot_be_replayed_is_skipped(wrong: dict[str, object], 
     trace = Trace(written(tmp_path / "t", *sessions))
     assert len(list(trace)) == 1
     assert problem in trace.problems[0]
-
-
-@pytest.mark.parametrize("name", ["duration_s", "lead_s"])
-def test_lengths_of_time_are_not_negative(name: str, tmp_path: Path) -> None:
-    trace = Trace(written(tmp_path / "t", {"time_s": 1, "blocks": [1]}, {"time_s": 2, "blocks": [1], name: -5}))
-    assert len(list(trace)) == 1
-    assert f"line 2: Expected `float` >= 0.0 - at `$.{name}`" in trace.problems[0]
 
 
 def test_few_problems_are_kept_and_all_counted(tmp_path: Path) -> None:
@@ -200,12 +183,3 @@ def test_a_trace_can_be_repeated_with_blocks_of_its_own(tmp_path: Path) -> None:
     requests = list(Trace(path, repeat=2, limit=3))
     assert [request.time_s for request in requests] == [0, 1, 1]
     assert requests[0].keys != requests[2].keys
-
-
-@pytest.mark.parametrize(
-    ("name", "requests", "blocks"), [("mooncake_conversation", 400, 11349), ("agentic_coding", 45, 17192)]
-)
-def test_the_excerpts_of_real_traces(name: str, requests: int, blocks: int) -> None:
-    trace = Trace(EXCERPTS / f"{name}.jsonl", strict=True)
-    found = list(trace)
-    assert (len(found), sum(len(request.keys) for request in found)) == (requests, blocks)

@@ -179,13 +179,6 @@ def test_real_requests_give_the_figures_that_they_gave() -> None:
     }
 
 
-def test_the_same_trace_gives_the_same_figures() -> None:
-    setting = Setting(300, None, prefetch=("hints", "sessions"))
-    trace = Trace(EXCERPTS / "agentic_coding.jsonl")
-    first, second = (Simulator(setting, 64).run(trace) for _ in range(2))
-    assert first == second
-
-
 def test_quantiles_of_times() -> None:
     assert ttft_figures([number / 100 for number in range(1, 1001)]) == pytest.approx(
         {"ttft_mean_s": 5.005, "ttft_p50_s": 5.0, "ttft_p95_s": 9.5, "ttft_p99_s": 9.9}

@@ -1,6 +1,6 @@
 """Answers as vLLM's server with our connector would, so that the demo's own conduct can be tested in seconds.
 
-STAND_IN names what goes wrong: `nothing`, `dies_at_start`, `dies_when_asked`, `hangs_when_asked`, `forgets_disk`,
+STAND_IN names what goes wrong: `nothing`, `dies_at_start`, `dies_when_asked`, `hangs_when_asked`,
 `answers_differently`. It starts a child, as vLLM does, and leaves both process ids beside the KV directory.
 """
 
@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         engine = HIT if server.engine_has_it else 0
         if server.cpu_has_it:
             tiers["cpu"] = HIT
-        elif (server.kv / "chunk").exists() and FAULT != "forgets_disk":
+        elif (server.kv / "chunk").exists():
             tiers["disk"] = HIT
         hit = sum(tiers.values())
         load = 0 if engine else hit

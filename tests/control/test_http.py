@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.control.conftest import CHUNKS, LAYOUT, RANKS, TOKEN, TOKENS, config_of, token_file
 from tiercache import TierCache
-from tiercache.control import http
 from tiercache.control.client import Fleet
 from tiercache.control.http import make_app, server_config
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES
@@ -245,27 +244,3 @@ async def test_token_is_asked_for_and_never_printed(cache: TierCache, tmp_path: 
         assert (await client.get("/metrics")).status_code == 401
         assert (await client.get("/metrics", headers={"authorization": f"bearer {TOKEN}"})).status_code == 200
     assert "running on" in client.said and TOKEN not in client.said
-
-
-async def test_connection_that_never_asks_is_closed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few connections are served at a time, and holding one takes no token."""
-    monkeypatch.setattr(http, "HEADERS_S", 0.1)
-    url = server.base_url
-    silent = [await asyncio.open_connection(url.host, url.port) for _ in range(70)]
-    for _, writer in silent:
-        writer.write(b"GET /healthz HTTP/1.1\r\nHo")
-    async with asyncio.timeout(20):
-        for reader, _ in silent:
-            assert await reader.read() == b""
-    assert (await server.get("/healthz")).status_code == 200
-    for _, writer in silent:
-        writer.close()
-
-
-async def test_connection_that_asked_once_is_not_kept_for_ever(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "HEADERS_S", 0.1)
-    reader, writer = await asyncio.open_connection(server.base_url.host, server.base_url.port)
-    writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /healthz")
-    async with asyncio.timeout(20):
-        assert (await reader.read()).startswith(b"HTTP/1.1 200")
-    writer.close()

@@ -21,7 +21,6 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiercache.control.client import Fleet
 from tiercache.control.messages import (
@@ -35,14 +34,12 @@ from tiercache.control.messages import (
 )
 from tiercache.control.metrics import exposition
 
-HEADERS_S = 10.0
-"""Deadline in seconds for the header of the first request and, after an answer, of the next request."""
 _BODY_S = 10.0
-_TAKEN_S = 10.0
-"""Deadline in seconds for a client to read its answer."""
+_KEEP_ALIVE_S = 10
+"""Time after an answer in which a connection may send its next request."""
 _HEADER_BYTES = 16 << 10
 _MOST_CONNECTIONS = 512
-"""Limit of connections; further requests get 503. Silent connections are closed after `HEADERS_S`."""
+"""Limit of connections; further requests get 503."""
 _STATUS = {
     "malformed": 400,
     "unauthorised": 401,
@@ -80,7 +77,7 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
     """Return the server configuration: few connections, short idle time, and no log line for a request."""
     return uvicorn.Config(
         app,
-        http=_Connection,
+        http="h11",
         h11_max_incomplete_event_size=_HEADER_BYTES,
         host=host,
         port=port,
@@ -89,47 +86,11 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=_MOST_CONNECTIONS,
-        timeout_keep_alive=int(HEADERS_S),
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
         lifespan="off",
         ws="none",
     )
-
-
-class _Connection(H11Protocol):
-    """uvicorn's h11 protocol with deadlines for receiving a header and for sending an answer.
-
-    Both abort: `close` would wait until the client reads.
-    """
-
-    _silent: asyncio.TimerHandle | None = None
-    _untaken: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._expect_request()
-
-    def on_response_complete(self) -> None:
-        self._expect_request()
-        super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._untaken = self.loop.call_later(_TAKEN_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._untaken is not None:
-            self._untaken.cancel()
-
-    def _expect_request(self) -> None:
-        if self._silent is not None:
-            self._silent.cancel()
-        self._silent = self.loop.call_later(HEADERS_S, self._abort_if_silent, self.cycle)
-
-    def _abort_if_silent(self, before: Any) -> None:
-        if self.cycle is before:
-            self.transport.abort()
 
 
 class _Server:

@@ -16,7 +16,7 @@ from tests.bench.s3_store import s3_options, s3_server
 from tests.servers.s3 import BUCKET, weed
 from tiercache.bench.figures import Figures
 from tiercache.bench.workload import MIB, Plan, in_turn, new_keys
-from tiercache.commands.directory import chunk_files
+from tiercache.commands.verify import chunk_files
 from tiercache.config.remote_options import options_of
 from tiercache.core.compression import COMPRESSING, Codec
 from tiercache.core.header import HEADER_BYTES, Header, HeaderError, aligned

@@ -21,9 +21,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
 
-from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
-from tiercache.commands.stat import headers_in
+from tiercache.commands.stat import headers_in, problem_with
 from tiercache.commands.verify import buffer_of, open_files, read_verified
 from tiercache.core.header import HEADER_BYTES, Header, HeaderError, aligned, file_bytes, payload_checksum
 from tiercache.core.keys import check_key

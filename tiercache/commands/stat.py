@@ -13,16 +13,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import aiofiles
+from aiofiles import ospath
 from rich.console import Console
 from rich.table import Column, Table
 
-from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.tables import show_figures
 from tiercache.tiers.files.access import ABSENT, open_file
 from tiercache.tiers.files.capacity import counted_in
-from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS, place_of
+from tiercache.tiers.files.directory import CHUNK_NAME, MANIFEST, TOP_LEVELS, place_of
 from tiercache.tiers.files.owners import PENDING_NAME
 
 
@@ -38,6 +39,21 @@ def stat_command(directory: Path, as_json: bool) -> int:
     else:
         _show(directory, found)
     return 0
+
+
+async def problem_with(directory: Path) -> str | None:
+    """Return a sentence if `directory` is not a tiercache directory, else None."""
+    if not await ospath.isdir(directory):
+        return f"{directory} is not a directory"
+    manifest = await asyncio.to_thread(place_of, directory) / MANIFEST
+    if not await ospath.isfile(manifest):
+        return f"{directory} is not a directory of chunks: it has no {MANIFEST}"
+    try:
+        async with aiofiles.open(manifest, encoding="utf-8") as file:
+            json.loads(await file.read())
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{manifest} cannot be read: {error}"
+    return None
 
 
 def survey(directory: Path) -> dict[str, Any]:

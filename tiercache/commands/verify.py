@@ -8,8 +8,9 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -18,17 +19,16 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from tiercache.commands.directory import chunk_files, problem_with
 from tiercache.commands.findings import complain
-from tiercache.commands.stat import header_of
+from tiercache.commands.stat import header_of, problem_with
 from tiercache.core.compression import Codec
 from tiercache.core.header import Header, file_bytes
 from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.tiers.compression import plain_bytes, unpacked
-from tiercache.tiers.files.access import access_as_found
+from tiercache.tiers.files.access import ABSENT, access_as_found
 from tiercache.tiers.files.chunk_files import ChunkFiles
-from tiercache.tiers.files.directory import place_of, reads_directly
+from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS, place_of, reads_directly
 from tiercache.tiers.files.format import read_chunk_file
 
 _THREADS = 4
@@ -95,6 +95,14 @@ def verify(directory: Path, console: Console) -> Verified:
             else:
                 found.unreadable.append(f"{path}: {outcome.strerror}")
     return found
+
+
+def chunk_files(directory: Path) -> Iterator[Path]:
+    """Yield the paths with names of chunks. Raises OSError if a directory cannot be read."""
+    place = place_of(directory)
+    for top in TOP_LEVELS:
+        with suppress(*ABSENT):
+            yield from sorted(path for path in (place / top).iterdir() if CHUNK_NAME.fullmatch(path.name))
 
 
 def open_files(

@@ -30,11 +30,8 @@ class FileCeiling:
         self._arena.memory[:] = np.random.default_rng(1).integers(0, 256, self._arena.memory.nbytes, dtype=np.uint8)
         self._flag = os.O_DIRECT if supports_direct_io(directory) else 0
 
-    def write(self, *, durable: bool, written: Callable[[], object] | None = None) -> float:
-        """Write new files and return GB/s. With `durable`, each thread syncs a file before it takes the next file.
-
-        Each thread calls `written` after each file.
-        """
+    def write(self, *, durable: bool) -> float:
+        """Write new files and return GB/s. With `durable`, each thread syncs a file before it takes the next file."""
         self.remove()
 
         def write(number: int) -> None:
@@ -46,8 +43,6 @@ class FileCeiling:
             if durable:
                 os.fdatasync(descriptor)
             os.close(descriptor)
-            if written is not None:
-                written()
 
         return self._run(write)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
-from tiercache.bench.ceilings import FileCeiling
 from tiercache.bench.figures import Figures
 from tiercache.bench.workload import MIB, Plan, config_of, layout_of, new_keys, payloads
 from tiercache.cache import TierCache
@@ -21,16 +19,10 @@ async def measure_loop(figures: Figures, plan: Plan) -> None:
     """Measure the lag of a timer that is due every millisecond: p99 and max of each run.
 
     `lag_*`: while puts saturate the disk: half an arena of chunks in the write queue, single puts waiting for room.
-    `ceiling_lag_*`: while as many threads write plain files, without a cache, and wake the loop after each: the lag due
-    to the machine itself. (A loop that is woken before a timer is due waits again, in whole milliseconds, rounded up.
-    An undisturbed loop does not, so it is not a fair reference.)
     """
     count = plan.count(_CHUNK_BYTES)
     sources = payloads(plan.sizes.source_bytes, _CHUNK_BYTES)
-    raw = plan.directory / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
     config = config_of(max(16, count // 2) * _CHUNK_BYTES, plan.directory / "loop", 8 * count * _CHUNK_BYTES)
-    ceiling = FileCeiling(raw, _CHUNK_BYTES, count, config.disk_io_threads)
     async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache:
 
         async def saturate(keys: list[bytes]) -> None:
@@ -38,19 +30,13 @@ async def measure_loop(figures: Figures, plan: Plan) -> None:
                 await cache.put(key, sources[number % len(sources)])
             await cache.flush(120)
 
-        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, lambda: None)
         for pair in range(plan.pairs):
             plan.progress(f"loop, run {pair + 1} of {plan.pairs}")
-            await asyncio.to_thread(ceiling.remove)
-            plain = await lags(asyncio.to_thread(ceiling.write, durable=True, written=wake))
-            figures.add("loop.ceiling_lag_p99_ms", p99(plain) * 1e3)
-            figures.add("loop.ceiling_lag_max_ms", plain[-1] * 1e3)
             keys = new_keys(count)
             busy = await lags(saturate(keys))
             figures.add("loop.lag_p99_ms", p99(busy) * 1e3)
             figures.add("loop.lag_max_ms", busy[-1] * 1e3)
             await cache.forget(keys)
-    ceiling.close()
 
 
 async def lags(work: Coroutine[Any, Any, Any], clock: Callable[[], float] = time.perf_counter) -> list[float]:

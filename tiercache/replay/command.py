@@ -81,7 +81,7 @@ def replay_command(options: Options) -> int:
             if options.real is not None:
                 ((_, _, setting),) = _settings(options, looked)
                 compared = compare(trace, looked, setting, options.real)
-                unequal += not compared.equal
+                unequal += bool(compared.serial.differs)
                 name = f"{path.name}: {looked.requests:,} requests, {_name(options, setting)}"
                 show_figures(comparison_table(name, compared), output)
                 found.append({"trace": path.name, "requests": looked.requests, "real": compared.to_dict()})

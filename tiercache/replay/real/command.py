@@ -34,16 +34,11 @@ class RealOptions:
 class Compared:
     """Results of one trace."""
 
-    setting: Setting
     speed_up: float
     serial: Serial
     speeds: Speeds
     measured: Timed
     simulated: Timed
-
-    @property
-    def equal(self) -> bool:
-        return not self.serial.differs
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -81,7 +76,7 @@ async def _compare(requests: Iterable[Request], known: Survey, setting: Setting,
         async with opened(setting, chunk_bytes, unique, place / "timed", one_at_a_time=False) as cache:
             measured = await Player(cache, contents, fast, known.block_tokens).play(quick)
         simulated = simulate_timed(quick, fast, known.block_tokens)
-    return Compared(setting, options.speed_up, serial, speeds, measured, simulated)
+    return Compared(options.speed_up, serial, speeds, measured, simulated)
 
 
 def comparison_table(title: str, found: Compared) -> Table:

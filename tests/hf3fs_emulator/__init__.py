@@ -11,8 +11,7 @@ It is strict: what the real thing forbids fails here, where the real thing would
 cannot prove, since it is not 3FS:
 
 - that it is right. It was written from 3FS's source and has never met a cluster; where the source was misread, it is wrong.
-- speed. The bytes come from a page cache next door: no network, no RDMA, no chains of replicas, no storage targets. `Pace`
-  gives it a cluster's latencies and a link's bandwidth, and nothing of what makes a real one irregular.
+- speed. The bytes come from a page cache next door: no network, no RDMA, no chains of replicas, no storage targets.
 - what 3FS promises of durability, of consistency between clients, of files' lengths seen from other machines.
 - the real library's crashes and races. It raises where that one breaks a rule silently, and locks where that one does not.
 - GPU buffers, priorities (the real one's workers prefer some rings), NUMA, quotas, other users' permissions; `hardlink`,

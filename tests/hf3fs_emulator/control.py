@@ -82,7 +82,7 @@ class Control:
         self._wait("until_open_files", files=files)
 
     def pace(self, pace: Pace | None) -> None:
-        """Answer no faster than a cluster of this pace would; None: as fast as memory."""
+        """Answer calls on the mount no faster than this; None: at once."""
         self._channel.ask("pace", **({} if pace is None else asdict(pace)))
 
     def clear(self) -> None:

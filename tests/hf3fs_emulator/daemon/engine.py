@@ -19,7 +19,6 @@ from tests.hf3fs_emulator.daemon.buffers import Buffer, Buffers
 from tests.hf3fs_emulator.daemon.faults import Fault, Faults
 from tests.hf3fs_emulator.daemon.files import KnownFile, KnownFiles
 from tests.hf3fs_emulator.daemon.later import Later
-from tests.hf3fs_emulator.daemon.pacing import Pacing
 from tests.hf3fs_emulator.daemon.served_ring import Batch
 from tests.hf3fs_emulator.semaphores import NamedSemaphore
 from tests.hf3fs_emulator.wire import FORBID_READ_HOLES, SEMAPHORE_LINKS
@@ -32,16 +31,15 @@ _WATCHER_WAKES_S = 1.0
 THREADS = min(4, os.cpu_count() or 4)
 """More than there are CPUs only fight for the GIL."""
 
-_Work = tuple[Batch, int, Buffer | None, Fault | None, float | None]
-"""A batch, which of its operations, the memory for it, what goes wrong, and when it may be reported."""
+_Work = tuple[Batch, int, Buffer | None, Fault | None]
+"""A batch, which of its operations, the memory for it, and what goes wrong."""
 
 
 class Engine:
-    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults, pacing: Pacing, *, threads: int) -> None:
+    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults, *, threads: int) -> None:
         self._files = files
         self._buffers = buffers
         self._faults = faults
-        self._pacing = pacing
         self._later = Later("late-transfers")
         # With whose they are in the name: who finds some can tell what they are left from.
         names = [f"hf3fs-submit-ios.{os.getppid()}.{uuid.uuid4()}" for _ in SEMAPHORE_LINKS]
@@ -95,12 +93,10 @@ class Engine:
 
     def _dispatch(self, batch: Batch) -> None:
         for position in range(len(batch.submissions)):
-            for_read, due_s = batch.ring.traits.for_read, None
+            for_read = batch.ring.traits.for_read
             arguments = batch.ring.memory.arguments(batch.submissions[position][0])
-            if self._pacing.pace is not None:
-                due_s = self._pacing.transfer_due_s(for_read, arguments.length)
             # Looked up now, as 3FS does: however long an operation takes, it keeps its memory mapped and may write to it.
-            item = (batch, position, self._buffers.find(arguments.buffer_id), self._faults.next(for_read), due_s)
+            item = (batch, position, self._buffers.find(arguments.buffer_id), self._faults.next(for_read))
             if not self._faults.parks(functools.partial(self._work.put, item)):
                 self._work.put(item)
 
@@ -109,18 +105,14 @@ class Engine:
             self._serve(*item)
             del item  # an idle worker keeps no ring mapped
 
-    def _serve(
-        self, batch: Batch, position: int, buffer: Buffer | None, fault: Fault | None, due_s: float | None
-    ) -> None:
+    def _serve(self, batch: Batch, position: int, buffer: Buffer | None, fault: Fault | None) -> None:
         if fault is not None and fault.action == "delay":
             # Not slept away in a worker: other operations are not to wait for this one.
-            self._later.at(
-                time.monotonic() + fault.value,
-                functools.partial(self._work.put, (batch, position, buffer, None, due_s)),
-            )
+            again = functools.partial(self._work.put, (batch, position, buffer, None))
+            self._later.at(time.monotonic() + fault.value, again)
             return
         if fault is not None and fault.action == "hold":
-            self._faults.hold(functools.partial(self._work.put, (batch, position, buffer, None, due_s)))
+            self._faults.hold(functools.partial(self._work.put, (batch, position, buffer, None)))
             return
         result: int | None
         try:
@@ -130,10 +122,7 @@ class Engine:
         except Exception:
             logger.exception("operation %d of a batch failed", position)
             result = -errno.EIO
-        if due_s is None or due_s <= time.monotonic():
-            self._finish(batch, position, result)
-        else:
-            self._later.at(due_s, functools.partial(self._finish, batch, position, result))
+        self._finish(batch, position, result)
 
     def _finish(self, batch: Batch, position: int, result: int | None) -> None:
         with self._count_lock:

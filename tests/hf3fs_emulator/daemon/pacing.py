@@ -1,9 +1,6 @@
-"""Makes answers as late as a cluster's would be. The bytes themselves move at once, while the answer waits."""
+"""Makes answers of calls on the mount late."""
 
 from __future__ import annotations
-
-import threading
-import time
 
 from tests.hf3fs_emulator.daemon.fuse_protocol import Opcode
 from tests.hf3fs_emulator.pace import Pace
@@ -19,19 +16,6 @@ _CHANGES = {
 class Pacing:
     def __init__(self) -> None:
         self.pace: Pace | None = None
-        self._lock = threading.Lock()
-        self._busy_until_s = {True: 0.0, False: 0.0}
-        """The link in each direction; True reads."""
-
-    def transfer_due_s(self, for_read: bool, length_bytes: int) -> float | None:
-        """When a transfer that is claimed now may be reported, by time.monotonic(); None: at once."""
-        pace = self.pace
-        if pace is None:
-            return None
-        with self._lock:
-            free_s = max(time.monotonic(), self._busy_until_s[for_read]) + length_bytes / pace.bytes_per_s
-            self._busy_until_s[for_read] = free_s
-        return free_s + pace.latency_s
 
     def call_s(self, opcode: int) -> float:
         pace = self.pace

@@ -47,7 +47,7 @@ class Daemon:
         self.buffers = Buffers(negative_io_depth=settings.negative_io_depth)
         self.faults = Faults()
         self.pacing = Pacing()
-        self.engine = Engine(self.files, self.buffers, self.faults, self.pacing, threads=settings.threads)
+        self.engine = Engine(self.files, self.buffers, self.faults, threads=settings.threads)
         self.semaphore_targets = [f"/dev/shm/sem.{semaphore.name}" for semaphore in self.engine.semaphores]
         self.directory = (
             Directory(settings.mount, self.files, self.buffers, self.semaphore_targets)

@@ -1,20 +1,8 @@
-"""The rolling restart's balancer and what it concludes; the servers themselves take minutes to start."""
+"""What the rolling restart concludes; the servers themselves take minutes to start."""
 
 from __future__ import annotations
 
-import itertools
-
-from tests.bench.vllm.rolling import AFTER, RESTARTS, STEADY, Sample, conversations, findings
-from tests.bench.vllm.workload import BLOCK_TOKENS, Ask
-
-ASK = Ask((1, 2, 3, 4), 1)
-
-
-def test_every_turn_continues_a_prompt_with_a_document_before_it() -> None:
-    asks = list(itertools.islice(conversations(1), 60))
-    assert {ask.prompt for ask in asks} == {ask.prompt for ask in itertools.islice(conversations(1), 60)}
-    assert len({ask.prompt[: 6 * BLOCK_TOKENS] for ask in asks}) <= 6
-    assert max(len(ask.prompt) for ask in asks) <= 6 * BLOCK_TOKENS + 8 * 64
+from tests.bench.vllm.rolling import AFTER, RESTARTS, STEADY, Sample, findings
 
 
 def test_what_is_said_of_each_goal() -> None:

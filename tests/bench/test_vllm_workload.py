@@ -47,15 +47,6 @@ def test_engine_hits_are_whole_blocks_and_fit_into_the_small_engine_cache() -> N
     assert len(known) * 8 + workload.CLIENTS * of_their_own <= workload.ENGINE_BLOCKS
 
 
-def test_three_of_ten_clients_go_in_the_middle_and_nothing_else_changes() -> None:
-    asks = workload.questions(TEXT, 0, 24, 60)
-    found = workload.with_hang_ups(asks, 0)
-    assert [ask.prompt for ask in found] == [ask.prompt for ask in asks]
-    gone = [ask.hang_up_after for ask in found if ask.hang_up_after is not None]
-    assert len(gone) == 18
-    assert gone.count(0) == 6 and max(gone) < workload.ANSWER_TOKENS
-
-
 def test_a_goal_is_met_up_to_its_ratio_and_not_mentioned_when_it_was_not_measured() -> None:
     figures = Figures()
     for ours_s, ceiling_s in ((10.4, 10.0), (10.6, 10.0), (8.4, 8.0)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,9 +172,8 @@ def _simulated(
     name: str, setting: Setting, trace: Trace, looked: Survey, measure_from: int, ram: str = "", flash: str = ""
 ) -> Row:
     simulator = Simulator(setting, looked.block_tokens)
-    began = time.perf_counter()
     figures = simulator.run(trace, measure_from)
-    return row_of(name, figures, setting, simulator.block_bytes, time.perf_counter() - began, ram, flash)
+    return row_of(name, figures, setting, simulator.block_bytes, ram, flash)
 
 
 def _name(options: Options, setting: Setting) -> str:

@@ -43,7 +43,6 @@ class Figures:
     """Blocks written to flash in the whole run."""
     accounts: dict[str, Account] = field(default_factory=dict)
     """Prefetched bytes by predictor."""
-    all_requests: int = 0
     span_s: float = 0.0
 
     @property

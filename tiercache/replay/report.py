@@ -42,16 +42,12 @@ class Row:
     ttft_p50_s: float | None = None
     ttft_p95_s: float | None = None
     ttft_p99_s: float | None = None
-    requests_per_s: float | None = None
-    """Speed of the simulator itself."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value not in (None, "", {})}
 
 
-def row_of(
-    name: str, figures: Figures, setting: Setting, block_bytes: int, took_s: float, ram: str = "", flash: str = ""
-) -> Row:
+def row_of(name: str, figures: Figures, setting: Setting, block_bytes: int, ram: str = "", flash: str = "") -> Row:
     """Return the row of a simulation.
 
     Precision is the fraction of the settled prefetched bytes that was used. Recall is used prefetched bytes, divided by
@@ -86,7 +82,6 @@ def row_of(
         {predictor: asdict(account) for predictor, account in figures.accounts.items()},
         figures.saved_s,
         **ttft_figures(figures.ttft_s),
-        requests_per_s=figures.all_requests / took_s if took_s > 0 else None,
     )
 
 

@@ -122,7 +122,6 @@ class Simulator:
                 self._until(programs, request.time_s)
             self._scan(request)
             self._arrive(request)
-            figures.all_requests += 1
             figures.span_s = request.time_s
         if programs is not None:
             programs.plan.clear()

@@ -213,8 +213,8 @@ def test_a_block_that_is_given_away_is_read_before_and_others_are_not_waited_for
 
 
 def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Make) -> None:
-    """They are read, and by the engine as well."""
-    blocks = [0, 2, 3, 4, 30], [20, 21, 22, 23, 40]
+    """They are read, and by the engine as well. A group that is not cached has blocks, too."""
+    blocks = [0, 2, 3, 4, 30], [20, 21, 22, 23, 40], [61]
     output = output_of([], lambda _: ([],))
     output.scheduled_new_reqs = [SimpleNamespace(req_id="new", num_computed_tokens=64, block_ids=blocks)]
     output.scheduled_cached_reqs = SimpleNamespace(
@@ -225,7 +225,7 @@ def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Make) -> None
     )
     output.kv_cache_block_copies = [SimpleNamespace(src_block_id=1, dst_block_id=50)]
     output.num_scheduled_tokens = {"new": 1, "resumed": 1, "running": 1}
-    assert made().side.step_work(output).given_away == {30, 40, 31, 41, 32, 42, 50}
+    assert made().side.step_work(output).given_away == {30, 40, 61, 31, 41, 32, 42, 50}
 
 
 def test_a_reset_hides_what_was_stored_and_empties_the_hot_cache(engine: Engine) -> None:

@@ -29,7 +29,6 @@ from tiercache.integrations.vllm.planning import (
     Sibling,
     agreed,
     all_names,
-    blocks_behind,
     held_names,
     in_parts,
     keys_of,
@@ -276,11 +275,6 @@ def test_a_state_is_saved_where_the_engine_says_that_it_is_and_nowhere_else() ->
     loads = plan_loads(NAMES, 3, 0, 48, ([0, 0, 7], [20, 21, 22]), geometry)
     assert [(one.group, one.blocks) for one in loads] == [(0, (7,)), (1, (20,)), (1, (21,)), (1, (22,))]
     assert window_chunks(3, geometry) == [(0, 2)], "a hit needs one state"
-
-
-def test_blocks_that_are_given_away_hold_nothing_that_is_computed() -> None:
-    assert blocks_behind(([0, 0, 3, 4], [5, 6, 7, 8]), 48, TWO) == {4, 8}
-    assert blocks_behind(([0, 4], [8, 9], [1]), 16, TWO) == {4, 9, 1}, "a group that is not cached has blocks, too"
 
 
 # Sizes and names of chunks

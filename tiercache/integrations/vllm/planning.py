@@ -17,7 +17,7 @@ state of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -278,11 +278,6 @@ def window_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
     ]
 
 
-def needed_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:
-    """Return the parts of all groups that a hit of `chunks` chunks needs."""
-    return full_chunks(chunks, geometry) + window_chunks(chunks, geometry)
-
-
 def names_of(
     chunks: Sequence[GroupChunk], names: Sequence[bytes], geometry: BlockGeometry, blocks: int | None = None
 ) -> list[bytes]:
@@ -291,14 +286,14 @@ def names_of(
     A chunk that would extend past the first `blocks` blocks is a tail, which ends with them.
     """
     step, end = geometry.blocks_per_chunk, len(names) if blocks is None else blocks
-    tail = end // step
     suffixes = [suffix_of(group, geometry) for group in range(len(geometry.groups))]
-    return [names[(chunk + 1) * step - 1 if chunk < tail else end - 1] + suffixes[group] for group, chunk in chunks]
+    return [names[min((chunk + 1) * step, end) - 1] + suffixes[group] for group, chunk in chunks]
 
 
 def held_names(names: Sequence[bytes], blocks: int, geometry: BlockGeometry) -> list[bytes]:
     """Return the names of the chunks that a request needs to continue after its first `blocks` blocks."""
-    return names_of(needed_chunks(geometry.chunks_in(blocks), geometry), names, geometry, blocks)
+    chunks = geometry.chunks_in(blocks)
+    return names_of(full_chunks(chunks, geometry) + window_chunks(chunks, geometry), names, geometry, blocks)
 
 
 def all_names(names: Sequence[bytes], geometry: BlockGeometry) -> list[bytes]:
@@ -309,35 +304,16 @@ def all_names(names: Sequence[bytes], geometry: BlockGeometry) -> list[bytes]:
     return names_of([(group, chunk) for group in range(len(geometry.groups)) for chunk in chunks], names, geometry)
 
 
-def part_of(group: KvGroup, first: int, end: int, geometry: BlockGeometry) -> range:
-    """Return the group's blocks that are stored for the chunk of the geometry's blocks `first` .. `end`.
-
-    Both count from the start of the request.
-    """
-    a_block = geometry.block_tokens // group.block_tokens
-    start, stop = first * a_block, end * a_block
-    if group.window_tokens is not None:
-        start = max(start, group.first_block(end * geometry.block_tokens))
-    return range(start, stop)
-
-
-def named_parts(
-    position: int, chunks: range, names: Sequence[bytes], blocks: int, geometry: BlockGeometry
-) -> Iterator[tuple[bytes, range]]:
-    """Yield the name and the part (see `part_of`) of each of a group's chunks.
-
-    A chunk that would extend past the request's `blocks` blocks is a tail, which ends with them.
-    """
-    group, suffix, step = geometry.groups[position], suffix_of(position, geometry), geometry.blocks_per_chunk
-    for chunk in chunks:
-        end = min((chunk + 1) * step, blocks)
-        yield names[end - 1] + suffix, part_of(group, chunk * step, end, geometry)
+def part_of(group: KvGroup, chunk: int, end: int, geometry: BlockGeometry) -> range:
+    """Return the group's blocks, from the start of the request, that are stored for a chunk of the first `end` blocks."""
+    a_block, step = geometry.block_tokens // group.block_tokens, geometry.blocks_per_chunk
+    end = min((chunk + 1) * step, end)
+    return range(max(chunk * step * a_block, group.first_block(end * geometry.block_tokens)), end * a_block)
 
 
 def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
     """Return the largest number of the group's blocks that are stored for a chunk."""
-    step = geometry.blocks_per_chunk
-    return max(len(part_of(group, chunk * step, (chunk + 1) * step, geometry)) for chunk in range(2))
+    return max(len(part_of(group, chunk, 2 * geometry.blocks_per_chunk, geometry)) for chunk in range(2))
 
 
 def plan_loads(
@@ -365,8 +341,9 @@ def plan_loads(
         table, step = tables[group.index], geometry.chunk_tokens // group.block_tokens
         lower = max(first_token // group.block_tokens, group.first_block(end_token))
         upper = end_token // group.block_tokens
-        chunks = range(lower // step, -(-upper // step))
-        for name, part in named_parts(position, chunks, names, matched_blocks, geometry):
+        chunks = [(position, chunk) for chunk in range(lower // step, -(-upper // step))]
+        for (_, chunk), name in zip(chunks, names_of(chunks, names, geometry, matched_blocks), strict=True):
+            part = part_of(group, chunk, matched_blocks, geometry)
             first, stop = max(lower, part.start), min(upper, part.stop)
             blocks = tuple(table[first:stop])
             if len(blocks) != stop - first or (group.window_tokens is not None and NULL_BLOCK in blocks):
@@ -379,34 +356,24 @@ def plan_loads(
     return transfers
 
 
-def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry) -> set[int]:
-    """Return the blocks after the first `computed_tokens` tokens.
-
-    The engine found those tokens in its own cache, or they were loaded.
-    """
-    sizes = {group.index: group.block_tokens for group in geometry.groups}
-    return {
-        block
-        for index, table in enumerate(tables)
-        for block in table[computed_tokens // sizes[index] if index in sizes else 0 :]
-    }
-
-
 def given_away(output: SchedulerOutput, geometry: BlockGeometry) -> set[int]:
     """Return the blocks that requests get in a step.
 
     With windows, such a block may have been another request's one step ago, and its old contents may still be on their
     way into the cache.
     """
-    cached, given = output.scheduled_cached_reqs, set()
-    for new in output.scheduled_new_reqs:
-        given |= blocks_behind(new.block_ids, new.num_computed_tokens, geometry)
+    cached = output.scheduled_cached_reqs
+    # Tables of blocks, and the number of first tokens that the engine found in its own cache, or that were loaded.
+    got = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
     for request_id, tables, tokens in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
-        known = tokens if request_id in cached.resumed_req_ids else 0
-        given |= blocks_behind(tables or (), known, geometry)
-    given.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        got.append((tables or (), tokens if request_id in cached.resumed_req_ids else 0))
+    sizes = {group.index: group.block_tokens for group in geometry.groups}
+    given = {copy.dst_block_id for copy in output.kv_cache_block_copies or ()}
+    for tables, known in got:
+        for index, table in enumerate(tables):
+            given.update(table[known // sizes[index] if index in sizes else 0 :])
     return given
 
 
@@ -436,8 +403,9 @@ def plan_saves(
     ends = {(index, tokens): block for index, block, tokens in states}
     chunks = range(saved_blocks // geometry.blocks_per_chunk, geometry.chunks_in(end))
     for position, group in enumerate(geometry.groups):
-        table = tables[group.index]
-        for name, part in named_parts(position, chunks, names, end, geometry):
+        table, own = tables[group.index], [(position, chunk) for chunk in chunks]
+        for chunk, name in zip(chunks, names_of(own, names, geometry, end), strict=True):
+            part = part_of(group, chunk, end, geometry)
             if group.recurrent:
                 blocks: tuple[int, ...] = (ends.get((group.index, part.stop * group.block_tokens), NULL_BLOCK),)
             else:

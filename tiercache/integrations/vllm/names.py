@@ -163,9 +163,10 @@ class Adapters:
         self._known: dict[str, tuple[Stamps, bytes | None]] = {}
         """The present files of each path, and the key of their content; None once the engine may have loaded others."""
         self._lock = threading.Lock()
+        self._checking = threading.Lock()
+        """Held by the running check: one at a time."""
         self._waiting: dict[str, Future[bytes | None]] = {}
         """Checks that have not begun, by path. All requests for the adapter share one, so a mount that hangs holds few."""
-        self._is_answering = False
 
     def key_of(self, path: str) -> Future[bytes | None]:
         """Return a future for the key that enters the names of the adapter's blocks besides vLLM's hash.
@@ -176,29 +177,22 @@ class Adapters:
         with self._lock:
             if (future := self._waiting.get(path)) is None:
                 future = self._waiting[path] = Future()
-            if not self._is_answering:
                 try:
-                    threading.Thread(target=self._answer, name="tiercache-adapters", daemon=True).start()
-                    self._is_answering = True
+                    threading.Thread(target=self._answer, args=(path,), name="tiercache-adapters", daemon=True).start()
                 except RuntimeError:  # no more threads
                     self._waiting.pop(path).set_result(None)
         return future
 
-    def _answer(self) -> None:
-        """Check one adapter after the other, until no request waits."""
-        while True:
+    def _answer(self, path: str) -> None:
+        with self._checking:
             with self._lock:
-                if not self._waiting:
-                    self._is_answering = False
-                    return
-                path = next(iter(self._waiting))
                 future = self._waiting.pop(path)
             try:
                 key = self._find(path)
             except Exception as error:
                 logger.warning("adapter %s is not identified, and its requests share no KV: %r", path, error)
                 key = None
-            future.set_result(key)
+        future.set_result(key)
 
     def _find(self, path: str) -> bytes | None:
         place = self._place_of(path)

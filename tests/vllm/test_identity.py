@@ -17,15 +17,18 @@ import pytest
 import torch
 import vllm
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from tests.vllm.drive import CONNECTOR
 from tests.vllm.models import untrained_llama
 from tiercache.core.layout import Layout
+from tiercache.errors import ConfigError
 from tiercache.integrations import model_files
+from tiercache.integrations.vllm import TierCacheConnector
 from tiercache.integrations.vllm.blocks import KvBlocks
 from tiercache.integrations.vllm.identity import code_of_model, effective_config, make_layout, settings_of
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
@@ -114,6 +117,12 @@ def test_settings_that_change_the_kv_are_another_layout(llama: Path) -> None:
         {"kv_cache_dtype_skip_layers": ["1"]},
     ]
     assert len({TinyEngine(llama, **engine).layout().fingerprint for engine in engines}) == len(engines)
+
+
+def test_hashes_that_may_collide_are_refused(llama: Path) -> None:
+    config = TinyEngine(llama, prefix_caching_hash_algo="xxhash").config
+    with pytest.raises(ConfigError, match="--prefix-caching-hash-algo sha256"):
+        TierCacheConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(4, [], []))
 
 
 def test_all_that_a_layout_is_made_of_counts(llama: Path) -> None:

@@ -32,7 +32,7 @@ from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.metrics import TierCachePromMetrics, TierCacheStats
-from tiercache.integrations.vllm.names import BlockNames
+from tiercache.integrations.vllm.names import BlockNames, check_hashes
 from tiercache.integrations.vllm.planning import BlockGeometry, in_parts
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 from tiercache.integrations.vllm.worker import WorkerSide
@@ -63,6 +63,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         show_our_log()
         check_version(vllm.__version__)
+        check_hashes(vllm_config)
         transfer = vllm_config.kv_transfer_config
         # Only the scheduler's half warns of settings without effect; every worker would repeat it.
         quiet = role != KVConnectorRole.SCHEDULER
@@ -107,13 +108,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "MultiConnector, set it beside that: vLLM reads it there)"
             )
             transfer.kv_load_failure_policy = "recompute"
-        names = self._names()
-        if not names.from_engine:
-            logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
         client = LookupClient(self._engine, workers, self._geometry)
         events = KvEvents(self._geometry, self._hash_tokens) if self._tells_routers else None
-        return SchedulerSide(self._config, self._geometry, names, client, workers, events, transfer.kv_role)
+        return SchedulerSide(self._config, self._geometry, self._names(), client, workers, events, transfer.kv_role)
 
     @property
     def _tells_routers(self) -> bool:

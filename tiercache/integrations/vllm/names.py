@@ -3,8 +3,7 @@
 vLLM has such names (`request.block_hashes`): SHA-256 over the block before, the token ids, and what else changes the KV
 (name and path of the LoRA adapter, multimodal items with their place, cache salt, prompt embeddings). Their seed is fixed
 unless PYTHONHASHSEED is set. This module adds the content of the adapter, and the tag of the tenant for a request with a
-salt. If vLLM is set to a hash that is not cryptographic, its seed differs between processes and an attacker can make
-prefixes collide, so this module hashes the same inputs itself.
+salt.
 
 vLLM assumes that an adapter's content never changes under its name and path. That holds while an engine lives, but a cache
 outlives engines. So the content is part of the names if the engine has certainly loaded the present files, that is, if
@@ -27,10 +26,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import numpy as np
-
 from tiercache.core.keys import tenant_tag
+from tiercache.errors import ConfigError
 from tiercache.integrations.model_files import (
     GRAIN_NS,
     Stamp,
@@ -44,11 +41,21 @@ from tiercache.integrations.vllm.planning import NAME_BYTES
 logger = logging.getLogger("tiercache.vllm")
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 _AT_ONCE = 32
 """Blocks that are named in a row before other tasks of the loop may run."""
-CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+_CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+
+
+def check_hashes(config: VllmConfig) -> None:
+    """Raise ConfigError unless vLLM's block hashes are cryptographic: others may collide or differ with each start."""
+    if (algorithm := config.cache_config.prefix_caching_hash_algo) not in _CRYPTOGRAPHIC:
+        raise ConfigError(
+            f"prefix_caching_hash_algo: expected {' or '.join(_CRYPTOGRAPHIC)}, found {algorithm}, which is not "
+            "cryptographic; start vLLM with --prefix-caching-hash-algo sha256"
+        )
 
 
 class BlockNames:
@@ -65,7 +72,6 @@ class BlockNames:
 
         `tenant_salt` is the salt of the whole cache, which is also in the namespace.
         """
-        self.from_engine = hash_algorithm in CRYPTOGRAPHIC
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens or block_tokens
         self._algorithm = hash_algorithm
@@ -112,41 +118,26 @@ class BlockNames:
             mm_features=(),
             prompt_embeds=None,
         )
-        if self.from_engine:
-            hash_function = get_hash_fn_by_name(self._algorithm)
-            before = hash_function(resolve_none_hash_seed(hash_function))
-            for number, start in enumerate(range(0, len(tokens) - size + 1, size)):
-                extra, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
-                before = hash_block_tokens(hash_function, before, request.all_token_ids[start : start + size], extra)
-                request.block_hashes.append(before)
-                if number % _AT_ONCE == _AT_ONCE - 1:
-                    await asyncio.sleep(0)
+        hash_function = get_hash_fn_by_name(self._algorithm)
+        before = hash_function(resolve_none_hash_seed(hash_function))
+        for number, start in enumerate(range(0, len(tokens) - size + 1, size)):
+            extra, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
+            before = hash_block_tokens(hash_function, before, request.all_token_ids[start : start + size], extra)
+            request.block_hashes.append(before)
+            if number % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
         return self.extend([], request, adapter)
 
     def extend(self, names: list[bytes], request: Request, adapter: bytes = b"") -> list[bytes]:
         """Append the names of the blocks that `names` lacks; return `names`. `adapter` is the key from `Adapters.key_of`."""
         key = self._generation + adapter
         tag = tenant_tag(self._tenant_salt, request.cache_salt) if request.cache_salt else self._tag
-        if not self.from_engine:
-            for block in range(len(names), request.num_tokens // self._block_tokens):
-                before = names[-1][:NAME_BYTES] if names else key
-                names.append(self._own_name(before, request, block) + tag)
-            return names
         a_block = self._block_tokens // self._hash_tokens
         new = request.block_hashes[(len(names) + 1) * a_block - 1 :: a_block]
         if key:
             new = [hashlib.blake2b(value, digest_size=NAME_BYTES, key=key).digest() for value in new]
         names += [value + tag for value in new] if tag else new
         return names
-
-    def _own_name(self, before: bytes, request: Request, block: int) -> bytes:
-        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
-        start, end = block * self._block_tokens, (block + 1) * self._block_tokens
-        extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
-        tokens = np.asarray(request.all_token_ids[start:end], dtype="<i8").tobytes()
-        content = msgspec.msgpack.encode((before, tokens, extra))
-        return hashlib.blake2b(content, digest_size=NAME_BYTES).digest()
 
 
 Stamps = tuple[tuple[str, Stamp], ...]

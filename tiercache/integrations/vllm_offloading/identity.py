@@ -14,9 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tiercache.core.layout import Layout
-from tiercache.errors import ConfigError
 from tiercache.integrations.vllm.identity import digest, model_of, settings_of
-from tiercache.integrations.vllm.names import CRYPTOGRAPHIC
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,7 +46,7 @@ def make_layout(
     """Return the layout of chunks of `row_bytes`. `model_id` stands for the model's content.
 
     If the inputs that determine the bytes are unknown, the layout is private to this engine, so that nothing is shared,
-    not even with its next start, and a warning says so. Raises ConfigError if vLLM's hashes may collide.
+    not even with its next start, and a warning says so.
     """
     import vllm
 
@@ -80,15 +78,6 @@ def make_layout(
         engine=f"vllm {vllm.__version__}",
         extra=tuple(sorted(extra.items())),
     )
-
-
-def check_hashes(engine: VllmConfig | None) -> None:
-    """Raise ConfigError unless vLLM's block hashes are cryptographic: others may collide or differ with each start."""
-    if engine is not None and (algorithm := engine.cache_config.prefix_caching_hash_algo) not in CRYPTOGRAPHIC:
-        raise ConfigError(
-            f"prefix_caching_hash_algo: expected {' or '.join(CRYPTOGRAPHIC)}, found {algorithm}, which is not "
-            "cryptographic; start vLLM with --prefix-caching-hash-algo sha256"
-        )
 
 
 def _why_unknown(engine: VllmConfig | None) -> str | None:

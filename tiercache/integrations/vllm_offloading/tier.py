@@ -51,7 +51,8 @@ from tiercache.integrations.vllm.hints import (
 from tiercache.integrations.vllm.identity import beside_others
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.metrics import WorkerFigures
-from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout
+from tiercache.integrations.vllm.names import check_hashes
+from tiercache.integrations.vllm_offloading.identity import engine_config, make_layout
 from tiercache.integrations.vllm_offloading.metrics import as_offloading_stats, definitions
 from tiercache.integrations.vllm_offloading.requests import Name, TieredRequest
 from tiercache.integrations.vllm_offloading.transfers import Ended, load, look_up, store
@@ -109,7 +110,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         check_version(vllm.__version__, TESTED_OFFLOADING)
         offloading = offloading_spec.config
         engine = engine_config(offloading.engine_id)
-        check_hashes(engine)
+        if engine is not None:
+            check_hashes(engine)
         config = Config.load(config_file, overrides=settings)
         config = beside_others(config, offloading.parallel)
         warn_of_unread(config, logger, "vLLM's offloading")

@@ -54,7 +54,6 @@ class TrackedRequest:
     asked_at_s: float = 0.0
     ask_again_at_s: float = 0.0
     """The earliest time of the next lookup, if more is expected than was found."""
-    pause_s: float = 0.0
     put_off_at_s: float | None = None
     """The time at which the engine was first told to ask again later."""
     match: Match | None = None
@@ -71,7 +70,6 @@ class TrackedRequest:
     """
     saved_blocks: int = 0
     """Number of first blocks that need no save: they are saved, or were found in the cache."""
-    tail_saved: bool = False
     saves_begun: int = 0
     saves_ended: int = 0
     wishes: Wishes = field(default_factory=Wishes)
@@ -87,9 +85,8 @@ class TrackedRequest:
 
 _WAIT_A_STEP_S = 0.0005
 """Longest wait for answers before a step, all requests together. A request without an answer waits for the next step."""
-_ASK_AGAIN_S = 0.005
-"""First pause before another lookup of chunks that another engine is storing. It doubles up to `_LONGEST_PAUSE_S`."""
-_LONGEST_PAUSE_S = 0.05
+_ASK_AGAIN_S = 0.02
+"""Pause before another lookup of chunks that another engine is storing."""
 
 
 class SchedulerSide:
@@ -307,8 +304,7 @@ class SchedulerSide:
         if now_s - tracked.arrived_s >= self._lookup_s:
             logger.info("request %s: not all tokens announced for it were stored in time", tracked.request.request_id)
             return False
-        tracked.pause_s = min(2 * tracked.pause_s, _LONGEST_PAUSE_S) if tracked.pause_s else _ASK_AGAIN_S
-        tracked.ask_again_at_s = now_s + tracked.pause_s
+        tracked.ask_again_at_s = now_s + _ASK_AGAIN_S
         return True
 
     # Saving
@@ -319,13 +315,16 @@ class SchedulerSide:
         work.preempted = set(output.preempted_req_ids or ())
         for request_id in work.preempted:
             if (tracked := self._requests.get(request_id)) is not None:
-                tracked.saved_blocks, tracked.tail_saved = 0, False
+                tracked.saved_blocks = 0
         for request_id in output.num_scheduled_tokens:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.scheduled = True
         self.client.send()
         self._patience_s = _WAIT_A_STEP_S
-        self._measure(work, output)
+        # Tell the workers how fast the engine computes, so that they can decide which loads are worthwhile.
+        tokens = output.num_scheduled_tokens
+        self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
+        work.token_s = self._prefill.news()
         try:
             if not self.geometry.plain:
                 work.given_away |= given_away(output, self.geometry)
@@ -356,7 +355,7 @@ class SchedulerSide:
         """
         for request_id, tracked in self._requests.items():
             if request_id in request_ids or not tracked.loaded_blocks.isdisjoint(blocks):
-                tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
+                tracked.load_failed, tracked.saved_blocks = True, 0
 
     def finished(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
         """Return True if the request's blocks have to stay until its saves have ended, and the fields for its answer."""
@@ -410,12 +409,6 @@ class SchedulerSide:
         if self.kv_events is not None:
             self.kv_events.forget_everything()
 
-    def _measure(self, work: StepWork, output: SchedulerOutput) -> None:
-        """Tell the workers how fast the engine computes, so that they can decide which loads are worthwhile."""
-        tokens = output.num_scheduled_tokens
-        self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
-        work.token_s = self._prefill.news()
-
     def _plan_saves(self, work: StepWork, output: SchedulerOutput) -> None:
         """Plan the saves of a step. Call it only if no synchronous load is unconfirmed.
 
@@ -448,8 +441,8 @@ class SchedulerSide:
             return
         limit = request.num_tokens if self.config.save_decode_cache else request.num_prompt_tokens
         ready = min(ready_tokens, limit) // self.geometry.block_tokens
-        last = last or (ready_tokens >= request.num_prompt_tokens and not tracked.tail_saved)
-        first = tracked.saved_blocks
+        first, prompt_blocks = tracked.saved_blocks, request.num_prompt_tokens // self.geometry.block_tokens
+        last = last or (ready_tokens >= request.num_prompt_tokens and first < prompt_blocks)
         if end_of_saves(ready, self.geometry, last=last) > first:
             transfers, tracked.saved_blocks = plan_saves(
                 self._names_of(tracked), first, ready, tables(), self.geometry, last=last, states=states
@@ -465,7 +458,6 @@ class SchedulerSide:
                 work.saves.append(
                     Save(request.request_id, transfers, request.num_tokens, trace, forget, replaced, previous)
                 )
-        tracked.tail_saved |= last
 
     def _is_saved(self, tracked: TrackedRequest) -> bool:
         return tracked.saves_ended >= tracked.saves_begun * self._workers

@@ -162,8 +162,7 @@ def test_removals_of_one_medium_are_told_together() -> None:
 def test_workers_watch_what_is_known_and_no_more(few: None) -> None:
     announced = knowing(FIRST, SECOND, THIRD)
     assert announced.take_watching() == {block(*path): True for path in (FIRST, SECOND, THIRD)}
-    announced.know(block(*FIRST), chunk(FIRST, 2))
-    assert announced.take_watching() == {}
+    assert announced.knows(block(*FIRST)) and announced.take_watching() == {}
     announced.know(block(8, 8), chunk((8, 8), 2))
     assert announced.take_watching() == {block(8, 8): True, block(*SECOND): False}
 

@@ -183,9 +183,7 @@ class KvEvents:
         return True
 
     def know(self, name: bytes, chunk: KnownChunk) -> None:
-        """Add a chunk that a request stores or loads. The workers will report where it is."""
-        if self.knows(name):
-            return
+        """Add an unknown chunk that a request stores or loads. The workers will report where it is."""
         self._chunks[name] = chunk
         self._heads.setdefault((chunk.group, chunk.hashes[0]), []).append(name)
         self._watching[name] = True

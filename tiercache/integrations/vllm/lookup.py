@@ -162,9 +162,12 @@ async def locate(
         after = names[match.blocks : match.blocks + geometry.blocks_per_chunk - 1]
         tails = keys_of(cache.namespace, after, geometry)
         there = await cache.lookup_each(tails, deadline_s=0.0)
-        all_hot = len(found) > 0 and cache.lookup_hot(found) == len(names) // geometry.blocks_per_chunk
-        asks = not any(there) and not all_hot if counts else not all(there[-1:])
-        if asks:
+        if counts:
+            whole = len(names) // geometry.blocks_per_chunk
+            is_enough = any(there) or (whole > 0 and cache.lookup_hot(found) == whole)
+        else:
+            is_enough = all(there[-1:])
+        if not is_enough:
             there = await cache.lookup_each(tails, deadline_s=max(0.0, until_s - loop.time()))
         for blocks in range(len(tails), 0, -1):
             if there[blocks - 1] and await _lengthen(match, blocks, found, tails[blocks - 1], cache, geometry):

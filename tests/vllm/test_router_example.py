@@ -57,22 +57,6 @@ def test_router_counts_on_a_prefix_in_the_engine_or_in_tiers(example: Any) -> No
     assert engine.holds(PROMPT) == 4, "not what follows it in a tier: a hit there begins at the first chunk"
 
 
-def test_router_keeps_nothing_of_what_is_nowhere(example: Any) -> None:
-    engine = example.Engine("", "")
-    engine.follow(0, [stored(1, 2), stored(1, 2, medium="STORAGE"), removed(1, 2), removed(9)])
-    assert engine.holds(PROMPT) == 4
-    engine.follow(1, [removed(1, 2, medium="STORAGE")])
-    assert engine.holds(PROMPT) == 0 and not engine.blocks and not engine.follower
-
-
-def test_router_survives_a_second_name_of_the_same_tokens(example: Any) -> None:
-    """As a request with a cache salt gives it."""
-    engine = example.Engine("", "")
-    salted = stored(1) | {"block_hashes": [101]}
-    engine.follow(0, [stored(1), salted, removed(1), removed(101)])
-    assert engine.holds(PROMPT) == 0 and not engine.blocks and not engine.follower
-
-
 def test_router_that_missed_a_batch_begins_anew(example: Any) -> None:
     engine = example.Engine("", "")
     engine.follow(7, [stored(1)])
@@ -83,17 +67,6 @@ def test_router_that_missed_a_batch_begins_anew(example: Any) -> None:
     assert engine.holds(PROMPT) == 0
     engine.follow(11, [stored(1), {"type": "AllBlocksCleared"}])
     assert engine.holds(PROMPT) == 0
-
-
-def test_router_takes_the_longest_prefix_and_then_who_has_least_to_do(example: Any) -> None:
-    engines = [example.Engine(name, "") for name in "abc"]
-    engines[2].follow(0, [stored(1)])
-    engines[0].outstanding = 1
-    router = example.Router(engines)
-    assert router.choose([1, 1, 5])[0].url == "c"
-    assert router.choose([5, 5, 5])[0].url == "b"
-    taking_turns = example.Router(engines, round_robin=True)
-    assert [taking_turns.choose([1, 1, 5])[0].url for _ in range(4)] == ["a", "b", "c", "a"]
 
 
 CONFIG = """\

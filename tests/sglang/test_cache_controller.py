@@ -33,21 +33,6 @@ def test_what_was_backed_up_is_prefetched_after_a_restart(tmp_path: Path, attent
 
 
 @in_sglang
-def test_more_pages_than_a_call_takes_come_back(tmp_path: Path) -> None:
-    """SGLang asks for 128 pages a call: here for 128 and then for 2."""
-    from sglang.srt.managers import cache_controller
-    from sglang.srt.mem_cache import hicache_storage
-
-    assert hicache_storage.STORAGE_BATCH_SIZE == 128
-    cache_controller.STORAGE_BATCH_SIZE = 8
-    tokens = tokens_of(3, pages=10)
-    with engine(tmp_path) as one:
-        pages = random_pages(one.host, 10)
-        assert one.store(tokens, pages) == len(tokens)
-        assert torch.equal(one.load(tokens), pages)
-
-
-@in_sglang
 def test_a_flipped_bit_is_a_miss(tmp_path: Path) -> None:
     tokens = tokens_of(4, pages=3)
     with engine(tmp_path) as first:

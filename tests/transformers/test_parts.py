@@ -6,10 +6,6 @@ FULL = LayerKv(2, 16, 16)
 WINDOW = LayerKv(2, 16, 16, window_tokens=24)
 
 
-def test_layers_that_see_everything_lie_together() -> None:
-    assert parts_of([FULL] * 3, 2) == [Part((0, 1, 2), 3 * 128, 0)]
-
-
 def test_layers_with_a_window_lie_in_chunks_of_their_own_that_are_no_larger() -> None:
     layers = [WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL]
     assert parts_of(layers, 2) == [Part((2, 5), 256, 0), Part((0, 1), 256, 24), Part((3, 4), 256, 24)]
@@ -18,10 +14,6 @@ def test_layers_with_a_window_lie_in_chunks_of_their_own_that_are_no_larger() ->
 def test_a_layer_that_is_larger_than_others_together_lies_alone() -> None:
     large = LayerKv(8, 64, 32, window_tokens=24)
     assert [part.layers for part in parts_of([FULL, large, large], 2)] == [(0,), (1,), (2,)]
-
-
-def test_those_that_see_furthest_come_first() -> None:
-    assert [part.window_tokens for part in parts_of([WINDOW, LayerKv(2, 16, 16, 100), FULL], 2)] == [0, 100, 24]
 
 
 def test_of_a_window_only_the_chunks_are_needed_that_the_next_token_sees() -> None:

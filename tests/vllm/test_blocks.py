@@ -216,22 +216,6 @@ def test_padding_between_blocks_is_left_alone() -> None:
     assert torch.equal(padding, before)
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [
-        torch.zeros(BLOCKS, HEADS, CONTENT, TOKENS).transpose(2, 3),
-        torch.zeros(BLOCKS, HEADS, TOKENS, 2 * CONTENT)[..., :CONTENT],
-        torch.zeros(TOKENS, BLOCKS, HEADS, CONTENT).permute(1, 2, 0, 3),
-    ],
-    ids=["tokens innermost", "padded tokens", "tokens outermost"],
-)
-def test_blocks_of_any_strides_come_back(memory: Any) -> None:
-    memory.copy_(torch.randn(memory.shape))
-    kv, expected = in_device_memory({"layer.0": memory}), memory[[7, 3, 4]].clone()
-    scattered(kv, chunk_of(kv, [7, 3, 4]), 3, 0, [20, 1, 2])
-    assert torch.equal(memory[[20, 1, 2]], expected)
-
-
 def test_description_names_what_is_inside_a_block_and_not_where_it_lies() -> None:
     def described(layout: str, dtype: Any = torch.bfloat16, split: int = 1) -> str:
         spec = spec_of(dtype)

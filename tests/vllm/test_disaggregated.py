@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.examples import EXAMPLES, load_example
+from tests.examples import EXAMPLES
 from tests.needs import takes_minutes
 from tests.vllm.answers import same_answer
 from tests.vllm.engines import (
@@ -46,23 +46,6 @@ def test_one_engine_computes_and_another_generates(tmp_path: Path, first: str) -
     assert sorted(left) == sorted(files), "a consumer stored something"
     (alone,), _ = drive({**engine, "tiercache": None}, [[*say, {}]])
     assert same_answer(found, alone)
-
-
-async def test_proxy_asks_for_one_token_of_a_request_that_wants_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    example = load_example("disaggregated_prefill")
-    asked: dict[str, dict[str, Any]] = {}
-
-    def engine(request: httpx.Request) -> httpx.Response:
-        asked[request.url.host] = json.loads(request.content)
-        return httpx.Response(200, json={"kv_transfer_params": {"tiercache.expect_tokens": 128}})
-
-    proxy = example.Proxy(["http://prefill"], ["http://decode"])
-    monkeypatch.setattr(proxy, "_client", httpx.AsyncClient(transport=httpx.MockTransport(engine)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=proxy.app()), base_url="http://proxy") as client:
-        body = {"prompt": "Hello", "max_tokens": 64, "min_tokens": 32}
-        (await client.post("/v1/completions", json=body)).raise_for_status()
-    assert asked["prefill"]["max_tokens"] == 1 >= asked["prefill"]["min_tokens"], "vLLM refuses it otherwise"
-    assert asked["decode"] == body | {"kv_transfer_params": {"tiercache.expect_tokens": 128}}
 
 
 @takes_minutes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockStored
 
 from tests.vllm.halves import NAMES, Cached
 from tiercache.bridge import CacheThread
@@ -149,32 +149,12 @@ def knowing(*paths: tuple[int, ...]) -> KvEvents:
     return announced
 
 
-def test_removals_of_one_medium_are_told_together() -> None:
-    announced = knowing(FIRST, SECOND)
-    announced.changed(change((FIRST, SECOND), "CPU", True))
-    assert [type(event) for event in announced.take()] == [BlockStored, BlockStored]
-    announced.changed(change((SECOND, FIRST), "CPU", False))
-    (removed,) = announced.take()
-    assert isinstance(removed, BlockRemoved)
-    assert removed.block_hashes == [block(1, 2, 3), block(1, 2, 3, 4), block(1), block(1, 2)]
-
-
 def test_workers_watch_what_is_known_and_no_more(few: None) -> None:
     announced = knowing(FIRST, SECOND, THIRD)
     assert announced.take_watching() == {block(*path): True for path in (FIRST, SECOND, THIRD)}
     assert announced.knows(block(*FIRST)) and announced.take_watching() == {}
     announced.know(block(8, 8), chunk((8, 8), 2))
     assert announced.take_watching() == {block(8, 8): True, block(*SECOND): False}
-
-
-def test_what_is_nowhere_falls_over_the_bound_first(few: None) -> None:
-    announced = knowing(FIRST, THIRD, SECOND)
-    announced.changed(change((FIRST, SECOND), "STORAGE", True))
-    announced.changed(change([SECOND], "STORAGE", False))
-    announced.take()
-    announced.know(block(8, 8), chunk((8, 8), 2))
-    assert announced.take() == []
-    assert announced.knows(block(*FIRST)) and not announced.knows(block(*SECOND))
 
 
 PATHS = [(1,), (1, 2), (1, 3), (1, 2, 3), (1, 2, 3, 4), (2, 1)]

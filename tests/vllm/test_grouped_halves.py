@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,13 +179,6 @@ def test_a_load_that_does_not_fill_the_blocks_of_the_engine_fails(made: Make, wi
     assert engine.receives() == {"r"}
 
 
-def test_without_a_hot_cache_it_is_promised_as_it_was_found(made: Make, tmp_path: Path) -> None:
-    engine = made(local_cpu=False, local_disk=str(tmp_path), max_local_disk_size=1.0)
-    window, _ = engine.computes_and_saves()
-    engine.loads(engine.arrives(132))
-    assert torch.equal(engine.content(30, 31, 32), window[:, 5:])
-
-
 # Saving
 
 
@@ -228,16 +219,6 @@ def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Make) -> None
     assert made().side.step_work(output).given_away == {30, 40, 61, 31, 41, 32, 42, 50}
 
 
-def test_a_reset_hides_what_was_stored_and_empties_the_hot_cache(engine: Engine) -> None:
-    engine.computes_and_saves()
-    engine.side.reset()
-    engine.steps()
-    request = engine.arrives(132)
-    assert engine.names.extend([], request) == engine.side.names.extend([], request), "also of announced prompts"
-    assert engine.finds(request) == (0, False)
-    assert engine.on_loop(lambda: engine.thread.cache.statistics().tiers["cpu"].resident) == 0
-
-
 # What other parts of the cache are told
 
 
@@ -259,10 +240,3 @@ def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Make) -> None:
     missing = [(1, 2), (1, 3), (0, 3), (0, 2)]
     assert keys == engine.keys(*names_of([*found, *missing], names, GEOMETRY))
     assert set(all_keys) == set(keys) and len(all_keys) == 8
-
-
-def test_computing_a_prefix_costs_what_its_chunks_of_full_attention_stand_for(engine: Engine) -> None:
-    """A window has few chunks, however long the prefix: they are no share of what it takes to compute."""
-    engine.worker.load(replace(engine.steps(), token_s=0.001))
-    known = engine.on_loop(lambda: engine.thread.cache.parts.reader.settings.recompute_s)
-    assert known == pytest.approx(0.001 * GEOMETRY.chunk_tokens)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.vllm.engines import CHUNK_TOKENS, drive, prompt_of, tiercache_settings, tiny_engine
 from tests.vllm.models import tiny_gemma
-from tiercache.integrations.vllm.logs import add_span, show_our_log, trace_of
+from tiercache.integrations.vllm.logs import show_our_log
 
 
 @contextmanager
@@ -75,12 +75,3 @@ def test_lookup_load_and_save_are_in_the_requests_trace(tmp_path: Path) -> None:
     assert saved == pytest.approx(200 * a_token, abs=32 * a_token)
     assert hit[0]["attributes"]["tiercache.cpu_tokens"] >= chunks * CHUNK_TOKENS
     assert hit[1]["attributes"]["tiercache.outcome"] == "whole" and hit[1]["attributes"]["tiercache.rank"] == 0
-
-
-def test_without_a_trace_nothing_is_begun_and_nonsense_harms_nobody() -> None:
-    class Request:
-        trace_headers = None
-
-    assert trace_of(Request()) is None and trace_of(object()) is None
-    add_span("load", None, 0.0)
-    add_span("load", {"traceparent": "nonsense"}, 0.0, bytes=1)

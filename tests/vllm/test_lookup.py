@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
-import msgspec
 import pytest
 
 from tests.memory.test_memory import no_thread_to_be_had
@@ -24,7 +23,6 @@ from tests.vllm.halves import NAMES as ALL_NAMES
 from tests.vllm.halves import Cached
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
-from tiercache.control.framing import frame
 from tiercache.control.served import ServedCache
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
@@ -252,25 +250,6 @@ def test_over_sockets_what_is_let_go_while_it_is_looked_up_is_not_held(
             assert worker.held() == 0
 
 
-def test_what_is_given_up_before_its_lookup_reads_nothing(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    async def find(server: LookupServer, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
-        asked.append(claim)
-        return Match()
-
-    monkeypatch.setattr(LookupServer, "find", find)
-    busy = threading.Event()
-    with Worker(engine, 0, 11) as worker:
-        client = LookupClient(engine, 1, GEOMETRY)
-        worker.thread.loop.call_soon_threadsafe(busy.wait, 10.0)
-        late = begun(client, NAMES, "late")
-        client.release(late)
-        busy.set()
-        answer_of(begun(client, NAMES, "wanted"))
-    assert asked == ["wanted"]
-
-
 def test_a_lookup_under_way_when_its_worker_closes_is_a_miss(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def find(server: LookupServer, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
         await asyncio.sleep(3600)
@@ -357,40 +336,6 @@ def test_a_tail_counts_once_if_another_tier_is_worth_asking_with_it() -> None:
     assert match.tokens_by_tier == {"cpu": 0, "disk": 48, "fs": 64}
 
 
-def test_what_a_step_asks_is_one_message_to_each_worker(
-    engine: str, client: LookupClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nothing is asked before, nor what was given up by then."""
-    asked: list[int] = []
-    find = LookupServer.find
-
-    async def noted(server: LookupServer, names: Sequence[bytes], claim: str, *, again: bool = False) -> Match:
-        asked.append(len(names))
-        return await find(server, names, claim, again=again)
-
-    messages: list[Any] = []
-    receive = lookup.receive
-
-    async def counted(*arguments: Any) -> bytearray:
-        packed = await receive(*arguments)
-        with contextlib.suppress(msgspec.ValidationError):  # an answer
-            messages.append(msgspec.msgpack.decode(packed, type=lookup.Message))
-        return packed
-
-    monkeypatch.setattr(LookupServer, "find", noted)
-    monkeypatch.setattr(lookup, "receive", counted)
-    with Worker(engine, 0, 8), Worker(engine, 1, 8):
-        counts = enumerate((3, *(4, 8, 11) * 20))
-        given_up, *wanted = [client.begin(NAMES[:count], str(number)) for number, count in counts]
-        client.release(given_up)
-        client.send()
-        assert [answer_of(one).blocks for one in wanted] == [4, 8, 8] * 20
-        client.release(client.begin(NAMES[:2], "given up later"))
-        assert answer_of(begun(client, NAMES[:5])).blocks == 5, "the first block of the second chunk"
-    assert len(messages) == 2 * 2
-    assert sorted(asked) == sorted(2 * [5, *(4, 8, 11) * 20])
-
-
 def test_a_lookup_is_a_miss_only_while_no_thread_can_start(engine: str, client: LookupClient) -> None:
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         with no_thread_to_be_had():
@@ -426,12 +371,6 @@ def test_a_lookup_that_was_given_up_is_forgotten_though_no_answer_comes(engine: 
         while any(type(one) is Lookup and one.question.names == of_its_own for one in gc.get_objects()):
             assert time.monotonic() < until_s, "it is kept for an answer that nobody wants"
         client.close()
-
-
-def test_the_prompts_of_a_full_engine_fit_into_a_message() -> None:
-    """256 prompts of 128 Ki tokens, in blocks of 16."""
-    questions = [lookup.Question(str(number), [bytes(36)] * 8192) for number in range(256)]
-    assert len(frame(lookup.Message(questions, []))) <= lookup.LARGEST_MESSAGE_BYTES
 
 
 def test_a_stranger_does_no_harm(engine: str, client: LookupClient, caplog: pytest.LogCaptureFixture) -> None:

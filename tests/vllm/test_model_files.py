@@ -283,15 +283,6 @@ def test_a_damaged_record_is_ignored_and_mended(model: Path, damaged: bytes | No
     assert (model / KEPT).read_bytes() == whole
 
 
-def test_a_record_that_came_with_a_copy_is_of_other_files(model: Path, tmp_path: Path) -> None:
-    before = identity_of_model(model)
-    copy = tmp_path / "copy"
-    shutil.copytree(model, copy)  # with its times
-    change_byte(first_shard(copy), 1000)
-    assert kept(copy / KEPT) == kept(model / KEPT)
-    assert identity_of_model(copy) != before
-
-
 def test_digests_are_kept_in_the_users_cache_where_the_directory_takes_none_or_nowhere(
     model: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

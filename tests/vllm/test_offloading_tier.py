@@ -23,7 +23,6 @@ from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError
 from tiercache.integrations.vllm_offloading import tier
-from tiercache.integrations.vllm_offloading.requests import TieredRequest
 from tiercache.tiers.remote.base import RemoteTier
 
 ROW_BYTES = 8192
@@ -324,14 +323,6 @@ def test_a_hundred_chunks_of_windows_are_one_question_with_one_deadline(make: Ma
     engine.step()
     assert engine.manager.lookup(name_of(200), context) is LookupResult.MISS
     assert SlowServer.QUESTIONS == [100]
-
-
-def test_a_chunk_of_a_window_is_of_use_without_the_one_before_it() -> None:
-    """vLLM walks backward through them, and forward through a prompt, which is one run."""
-    request, window = TieredRequest(), [name_of(number, group=1) for number in range(2)]
-    for name, end in ((NAMES[0], 32), (NAMES[1], 64), (window[1], 64), (window[0], 32)):
-        request.look_up(name, end, lambda name: False)
-    assert request.take_unasked() == [NAMES[:2], window[1:], window[:1]]
 
 
 @pytest.mark.parametrize("can_open", [True, False])

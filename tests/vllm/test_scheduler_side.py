@@ -13,16 +13,15 @@ from typing import Any, cast
 
 import pytest
 
-from tests.chunks import chunks_of
 from tests.vllm.halves import NAMES, TOKENS, Hanging, Scheduled, output_of, save_adapter
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
+from tiercache.integrations.vllm.hints import RequestBegan
 from tiercache.integrations.vllm.lookup import HELD_FOR_S, Lookup, LookupClient, LookupServer, Question
 from tiercache.integrations.vllm.metadata import StepReport, StepWork
 from tiercache.integrations.vllm.names import Adapters, BlockNames
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, Match
+from tiercache.integrations.vllm.planning import BlockGeometry, Match
 from tiercache.integrations.vllm.scheduler import SchedulerSide
 
 GEOMETRY = BlockGeometry(TOKENS, blocks_per_chunk=2)
@@ -122,15 +121,6 @@ def test_only_what_is_held_to_the_last_chunk_is_loaded_at_once(with_disk: Engine
         assert small.enters(small.arrives(132, name)) == (96, True)
     loads = engine.steps().loads + small.steps().loads
     assert [load.asynchronous for load in loads] == [False, False, True, True]
-
-
-def test_a_chunk_that_cannot_be_read_makes_the_hit_shorter(with_disk: Engine, tmp_path: Path) -> None:
-    engine = with_disk
-    engine.holds(6)
-    engine.only_on_disk(NAMES[3])
-    (file,) = chunks_of(tmp_path).glob(f"??/{engine.keys(NAMES[3])[0].hex()}")
-    file.write_bytes(b"damaged" * 2000)
-    assert engine.enters(engine.arrives(132)) == (32, False)
 
 
 def test_what_the_engine_has_itself_is_not_waited_for(
@@ -284,16 +274,6 @@ def test_preempted_request_is_looked_up_and_saved_again(engine: Engine) -> None:
 # Saving
 
 
-def test_cold_prompt_is_saved_chunk_by_chunk_as_it_is_computed(engine: Engine) -> None:
-    request = engine.arrives(100)
-    assert engine.enters(request) == (0, False)
-    assert saved(engine.steps((request, 20))) == []
-    first, second = BlockTransfer(NAMES[1], 2, 0, (100, 101)), BlockTransfer(NAMES[3], 2, 0, (102, 103))
-    assert engine.steps((request, 50)).saves[0].transfers == [first, second]
-    assert saved(engine.steps((request, 30))) == [NAMES[5]]
-    assert saved(engine.steps((request, 1))) == []
-
-
 def test_a_tail_is_replaced_by_what_it_becomes(made: Make) -> None:
     engine = made(geometry=BlockGeometry.for_chunk_size(64, TOKENS, save_tails=True))
     request = engine.arrives(4 * TOKENS + 2 * TOKENS + 1)
@@ -312,16 +292,6 @@ def test_a_tail_is_replaced_by_what_it_becomes(made: Make) -> None:
     (save,) = engine.steps((follows, 1)).saves
     assert (save.replaced, [transfer.name for transfer in save.transfers]) == (NAMES[5], [NAMES[7], NAMES[8]])
     assert save.previous == NAMES[3]
-
-
-@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
-def test_a_producer_says_what_it_stores_and_a_consumer_stores_nothing(made: Make, role: str) -> None:
-    engine = made(role)
-    request = engine.arrives(100)
-    engine.enters(request)
-    assert len(saved(engine.steps((request, 100)))) == (0 if role == "kv_consumer" else 3)
-    _, said = engine.ends(request)
-    assert said == ({"tiercache.expect_tokens": 96} if role == "kv_producer" else None)
 
 
 def test_nothing_is_saved_beside_an_unconfirmed_load(engine: Engine) -> None:
@@ -369,15 +339,6 @@ def test_tokens_in_flight_at_the_end_are_not_saved(engine: Engine) -> None:
     request.num_computed_tokens, request.num_in_flight_tokens = 68, 32
     assert engine.ends(request) == (False, None)
     assert engine.steps().saves == []
-
-
-def test_nothing_is_left_of_a_request_that_ended(engine: Engine) -> None:
-    engine.holds(4)
-    request = engine.arrives(100)
-    engine.enters(request)
-    engine.reports(engine.steps((request, 36)))
-    engine.ends(request)
-    assert engine.finds(engine.arrives(100, block_hashes=NAMES[20:26])) == (0, False), "another one of the same name"
 
 
 def test_request_aborted_while_it_receives_is_held_by_the_load_alone(made: Make) -> None:
@@ -437,41 +398,6 @@ def test_generated_tokens_are_saved_and_unimportant_requests_are_not(made: Make)
 
 
 # What workers are told
-
-
-def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine: Engine) -> None:
-    """The prompt's full chunks at the beginning; at the end those that are stored, the generated tokens' too. Of a request
-    that says nothing of a session it is told nothing."""
-    says = {"tiercache.session": "s", "tiercache.session_over": True}
-    silent = engine.arrives(100, "silent", kv_transfer_params={"do_remote_prefill": False})
-    assert not engine.side.has_news
-    request = engine.arrives(100, kv_transfer_params=says)
-    assert engine.side.has_news
-    for one in (request, silent):
-        engine.enters(one)
-    work = engine.steps((request, 100), (silent, 100))
-    assert work.turns == [RequestBegan("s", NAMES[1:6:2])]
-    engine.reports(work)
-    engine.ends(silent)
-    assert not engine.side.has_news
-    engine.ends(request)
-    assert engine.side.has_news
-    assert engine.steps().turns == [RequestEnded("r", Wishes("s", session_over=True), NAMES[1:6:2])]
-
-
-def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) -> None:
-    engine.holds(4)
-    request = engine.arrives(132, kv_transfer_params={"tiercache.forget": True})
-    assert engine.enters(request) == (64, False)
-    works = []
-    for tokens in (68, 1):
-        works.append(engine.steps((request, tokens)))
-        engine.reports(works[-1])
-    engine.ends(request)
-    works.append(engine.steps())
-    assert [name for work in works for name in saved(work)] == [NAMES[5], NAMES[7]]
-    assert all(save.to_be_forgotten for work in works for save in work.saves)
-    assert works[-1].turns == [RequestEnded("r", Wishes(forget=True), NAMES[1:8:2])]
 
 
 def test_workers_are_told_what_a_token_costs_when_it_is_known(engine: Engine, clock_s: list[float]) -> None:

@@ -22,7 +22,7 @@ from tiercache.errors import LayoutError
 from tiercache.integrations.lending import TakenBack
 from tiercache.integrations.vllm import worker as worker_module
 from tiercache.integrations.vllm.blocks import KvBlocks, Move, make_mover
-from tiercache.integrations.vllm.hints import RequestBegan, RequestEnded, Wishes
+from tiercache.integrations.vllm.hints import RequestEnded, Wishes
 from tiercache.integrations.vllm.metadata import Load, Save, StepWork
 from tiercache.integrations.vllm.names import BlockNames
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup
@@ -209,18 +209,6 @@ def test_what_a_request_wants_forgotten_or_pinned_waits_until_it_is_stored(worke
     assert worker.has(SECOND.name) and worker.has(THIRD.name)
 
 
-def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> None:
-    """The end says at once that the session may come back, whether its last chunk is stored yet or not."""
-    go_on = worker.stops_its_loop()
-    worker.side.save(StepWork(turns=[RequestBegan("s", [FIRST.name])]))
-    ended = RequestEnded("r", Wishes("s"), [FIRST.name])
-    worker.side.save(StepWork(saves=[Save("r", [FIRST], 64)], turns=[ended]))
-    worker.side.save(StepWork(turns=[RequestBegan("s", [FIRST.name])]))
-    go_on.set()
-    worker.until(lambda: worker.has(FIRST.name))
-    assert worker.thread.cache.ahead.sessions.came_back("s"), "one end between two beginnings"
-
-
 def test_wishes_that_cannot_be_granted_harm_nobody(made: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Without a hot cache there is nothing to prefetch into: one warning, and the engine goes on."""
     worker = made(device="auto", local_cpu=False)
@@ -259,13 +247,6 @@ def test_a_prompt_larger_than_the_cache_keeps_its_head_though_each_step_stores_a
         worker.is_saved()
     found = worker.ask(cache.lookup_keys(worker.keys(*names)))
     assert found.chunks > cache.cpu.pool.count // 3
-
-
-def test_after_a_failed_forward_pass_nothing_is_stored_and_no_blocks_are_held(worker: Worker) -> None:
-    worker.side.stop_storing()
-    worker.saves(FIRST)
-    worker.is_saved()
-    assert not worker.has(FIRST.name)
 
 
 def test_save_that_never_began_is_cut_short_by_a_preemption(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,7 @@ class Worker(Cached):
 
     def says(self) -> set[tuple[bytes, str, bool]]:
         self.on_loop(lambda: None)
-        report = self.residency.take(is_storing=False)
-        return {(*place, there) for place, there in report.changes.items()} if report is not None else set()
+        return {(*place, there) for place, there in (self.residency.take() or {}).items()}
 
 
 @pytest.fixture
@@ -96,17 +95,6 @@ def test_chunks_of_a_detached_tier_are_gone_until_it_is_attached(made: Callable[
         worker.ask(cache.tiers[0].scanned())
         said = worker.says() | worker.says()  # the first step after the change makes the worker look
         assert said == {(name, "STORAGE", there) for name in NAMES[:2]}
-
-
-def test_a_worker_says_when_more_may_follow_and_when_no_more(made: Callable[..., Worker]) -> None:
-    worker = made()
-    assert worker.residency.take(is_storing=False) is None
-    report = worker.residency.take(is_storing=True)
-    assert report is not None and report.is_busy and report.changes == {}
-    assert worker.residency.take(is_storing=True) is None
-    report = worker.residency.take(is_storing=False)
-    assert report is not None and not report.is_busy
-    assert worker.residency.take(is_storing=False) is None
 
 
 # To routers

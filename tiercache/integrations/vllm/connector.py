@@ -250,13 +250,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def has_pending_push_work(self) -> bool:
-        """Return True if another step is needed: to pass hints or a reset to the workers, or to report the chunks of the
-        tiers to routers.
-        """
-        if self._scheduler is None:
-            return False
-        events = self._scheduler.kv_events
-        return self._scheduler.has_news or (events is not None and events.wants_step)
+        """Return True if another step is needed to pass hints or a reset to the workers."""
+        return self._scheduler is not None and self._scheduler.has_news
 
     # Figures
 

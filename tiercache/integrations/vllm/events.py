@@ -9,14 +9,13 @@ a medium when the first chunk that contains it is there, and as removed when the
 from __future__ import annotations
 
 import threading
-import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import eq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
@@ -39,21 +38,11 @@ MOST_CHUNKS = 65536
 """Limit of the chunks announced at the same time. Each takes about 2 KiB for 256 tokens in blocks of 16."""
 _MOST_AT_ONCE = 8192
 """Limit of the changes reported with one step; the rest follows with the next."""
-_LINGER_S = 1.0
-"""How long after the last report further steps are requested while a worker is busy."""
 _LOCALITY = "LOCAL"
 
 
 Changes = Mapping[tuple[bytes, str], bool]
 """Chunks by name and medium, that have come to that medium (True), or have gone from it."""
-
-
-class Report(NamedTuple):
-    """The changes that the worker reports with a step."""
-
-    changes: Changes
-    is_busy: bool
-    """More changes may follow soon without a request, since chunks are being written."""
 
 
 @dataclass
@@ -112,23 +101,6 @@ class KvEvents:
         """Chunks that begin with the same block: tails of different lengths, and the full chunk that they became."""
         self._events: list[BlockStored | BlockRemoved] = []
         self._watching: dict[bytes, bool] = {}
-        self._is_busy = False
-        """The worker may soon report more changes."""
-        self._reported_s = 0.0
-
-    @property
-    def wants_step(self) -> bool:
-        """Return True if the engine should make one more step to send events, even though no request needs it.
-
-        Events go out with steps, so changes after the last one would wait for the next request. False some time after the
-        last report, in case a tier hangs.
-        """
-        return self._is_busy and time.monotonic() - self._reported_s < _LINGER_S
-
-    def reported(self, report: Report) -> None:
-        self._reported_s = time.monotonic()
-        self.changed(report.changes)
-        self._is_busy = report.is_busy
 
     @survives(lambda: None)
     def moves(self, request: Request, names: Sequence[bytes], first: int, transfers: Sequence[BlockTransfer]) -> None:
@@ -358,12 +330,9 @@ class Residency:
     """The worker's half of KV events: reports in which media of this rank the watched chunks are."""
 
     def __init__(self, thread: CacheThread, geometry: BlockGeometry) -> None:
-        cache = thread.cache
-        self._namespace = cache.namespace
+        self._namespace = thread.cache.namespace
         self._geometry = geometry
         self._chunks = ChunkWatch(thread, lambda tier: MEDIA[tier.name])
-        self._writers = [writer for writer in cache.parts.fan_out.writers if writer.tier in local_tiers(cache)]
-        self._was_busy = False
 
     def watch(self, watching: Mapping[bytes, bool]) -> None:
         """Start (True) or stop (False) watching chunks, by name."""
@@ -373,14 +342,6 @@ class Residency:
             self._chunks.watch({key: name for key, name in zip(keys, watching, strict=True) if watching[name]})
 
     @survives(lambda: None)
-    def take(self, *, is_storing: bool) -> Report | None:
-        """Return changes since the last call, at most `_MOST_AT_ONCE`; None if there is no news.
-
-        `is_storing` means that blocks are on their way into the hot cache.
-        """
-        # `pending` only reads the lengths of two dictionaries, which is safe in this thread.
-        is_busy = is_storing or any(writer.pending for writer in self._writers)
-        if not self._chunks.has_news and is_busy == self._was_busy:
-            return None
-        self._was_busy = is_busy
-        return Report(self._chunks.take(), is_busy or self._chunks.has_news)
+    def take(self) -> Changes | None:
+        """Return changes since the last call, at most `_MOST_AT_ONCE`; None if there is no news."""
+        return self._chunks.take() if self._chunks.has_news else None

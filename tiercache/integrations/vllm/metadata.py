@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from tiercache.integrations.vllm.events import Report
+from tiercache.integrations.vllm.events import Changes
 from tiercache.integrations.vllm.hints import Turn
 from tiercache.integrations.vllm.logs import Trace
 from tiercache.integrations.vllm.planning import BlockTransfer
@@ -68,7 +68,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The number of `Save`s of each request, summed over workers."""
     loads: set[str]
     """Requests whose synchronous load has ended or failed. Every worker ends it in the same step."""
-    residency: Report | None = None
+    residency: Changes | None = None
     """The report of rank 0."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -339,7 +339,7 @@ class SchedulerSide:
     def progress(self, progress: StepReport) -> None:
         self._unconfirmed -= progress.loads
         if self.kv_events is not None and progress.residency is not None:
-            self.kv_events.reported(progress.residency)
+            self.kv_events.changed(progress.residency)
         for request_id, count in progress.saves.items():
             tracked = self._requests.get(request_id) or self._finishing.get(request_id)
             if tracked is not None:

@@ -179,7 +179,7 @@ class WorkerSide:
 
     def take_progress(self) -> StepReport | None:
         """Return what has ended since the last call, and which chunks have come to tiers or left them; None if nothing."""
-        residency = self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
+        residency = self.residency.take() if self.residency is not None else None
         if not self._saves_ended and not self._loads_ended and residency is None:
             return None
         progress = StepReport(dict(self._saves_ended), self._loads_ended, residency)

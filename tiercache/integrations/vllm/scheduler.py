@@ -146,9 +146,7 @@ class SchedulerSide:
         if match is None and computed_tokens >= (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens:
             # The engine already has all tokens that could be loaded.
             self._forget_lookup(tracked)
-            if not tracked.logged:
-                tracked.logged = True
-                self._log_found(request, Match(), computed_tokens, 0)
+            self._note_once(tracked, None, computed_tokens, 0)
             return 0, False
         if match is None:
             tracked.put_off_at_s = tracked.put_off_at_s or time.monotonic()
@@ -157,7 +155,7 @@ class SchedulerSide:
             match, request.num_tokens, computed_tokens, self.config.min_retrieve_tokens, self.geometry
         )
         tracked.load_from, tracked.loads_later = computed_tokens, self._loads_later(tracked, match)
-        self._note_once(tracked, computed_tokens, tokens)
+        self._note_once(tracked, match, computed_tokens, tokens)
         return tokens, tracked.loads_later and tokens > 0
 
     def _loads_later(self, tracked: TrackedRequest, match: Match) -> bool:
@@ -492,20 +490,19 @@ class SchedulerSide:
                 tracked.adapter = self.names.adapters.key_of(lora.lora_path)
         return tracked
 
-    def _note_once(self, tracked: TrackedRequest, computed: int, load: int) -> None:
-        request = tracked.request
-        if tracked.logged or tracked.match is None:
+    def _note_once(self, tracked: TrackedRequest, answer: Match | None, computed: int, load: int) -> None:
+        """Log what was found for the request. `answer` is None if the engine had all tokens before there was one."""
+        request, match = tracked.request, answer or Match()
+        if tracked.logged:
             return
         tracked.logged = True
-        if not request.skip_reading_prefix_cache:
-            put_off_s = None if tracked.put_off_at_s is None else time.monotonic() - tracked.put_off_at_s
-            skipped = not load and loadable_tokens(tracked.match, request.num_tokens, computed, 0, self.geometry) > 0
-            self.figures.looked_up(tracked.match, request.num_tokens, put_off_s, skipped=skipped)
-        hits = {f"{tier}_tokens": tokens for tier, tokens in tracked.match.tokens_by_tier.items()}
-        add_span("lookup", trace_of(request), tracked.asked_at_s, request_tokens=request.num_tokens, **hits)
-        self._log_found(request, tracked.match, computed, load)
-
-    def _log_found(self, request: Request, match: Match, computed: int, load: int) -> None:
+        if answer is not None:
+            if not request.skip_reading_prefix_cache:
+                put_off_s = None if tracked.put_off_at_s is None else time.monotonic() - tracked.put_off_at_s
+                skipped = not load and loadable_tokens(match, request.num_tokens, computed, 0, self.geometry) > 0
+                self.figures.looked_up(match, request.num_tokens, put_off_s, skipped=skipped)
+            hits = {f"{tier}_tokens": tokens for tier, tokens in match.tokens_by_tier.items()}
+            add_span("lookup", trace_of(request), tracked.asked_at_s, request_tokens=request.num_tokens, **hits)
         tiers = {"cpu": 0, "disk": 0} | match.tokens_by_tier
         logger.info(
             "Reqid: %s, Total tokens %d, engine computed tokens: %d, hit tokens: %d (%s), need to load: %d",

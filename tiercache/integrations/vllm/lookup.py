@@ -435,7 +435,7 @@ class LookupClient:
     def _ask(self, asked: list[Lookup], released: list[str]) -> None:
         for rank in range(self._ranks):
             connection = self._connections.get(rank)
-            if connection is None or connection.broken:
+            if connection is None or connection.serving.done():
                 connection = self._connections[rank] = _Connection(self, rank, socket_path(self._engine, rank))
             connection.send(asked, released)
 
@@ -469,8 +469,8 @@ class _Connection:
         self._path = path
         self._waiting: dict[str, Lookup] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._serving = asyncio.create_task(self._serve())
-        self.broken = False
+        self.serving = asyncio.create_task(self._serve())
+        """Ends when the connection does."""
 
     def send(self, asked: Sequence[Lookup], released: list[str]) -> None:
         """Send now, or when the connection is made, to which no claim is known before."""
@@ -495,7 +495,6 @@ class _Connection:
         except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, TierCacheError) as error:
             _miss(list(self._waiting.values()), error)
         finally:
-            self.broken = True
             for one in self._waiting.values():
                 one.give(Match(failed=True))
             if self._writer is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import logging
 import shlex
 from pathlib import Path
 
@@ -34,15 +32,6 @@ def test_a_page_is_not_written_to_after_the_call_has_returned(tmp_path: Path) ->
         with one.held_up():
             assert one.storage.batch_get_v1(page_hashes(tokens), indices) == [False] * 4
     assert torch.equal(read_pages(one.host, indices), others)
-
-
-@in_sglang
-def test_settings_that_only_vllms_connector_reads_are_named_once(tmp_path: Path) -> None:
-    lines = io.StringIO()
-    logging.getLogger("tiercache.sglang").addHandler(logging.StreamHandler(lines))
-    with engine(tmp_path, priority_limit=3, save_decode_cache=True):
-        unread = "accepted but not honoured: priority_limit, save_decode_cache (up to SGLang)"
-    assert [line for line in lines.getvalue().splitlines() if "not honoured" in line] == [unread]
 
 
 @pytest.mark.parametrize(

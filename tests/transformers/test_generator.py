@@ -67,12 +67,6 @@ async def test_many_at_once_get_their_own_answers(generator: Generator) -> None:
         assert {one.hit_tokens for one in together} == {hit_tokens}
 
 
-async def test_who_asks_at_the_same_time_about_the_same_finds_what_the_first_computed(generator: Generator) -> None:
-    first, *others = await asyncio.gather(*(generator.generate(PROMPT, SHORT) for _ in range(3)))
-    assert first.hit_tokens == 0
-    assert [one.hit_tokens for one in others] == [7 * CHUNK_TOKENS] * 2
-
-
 async def test_what_a_cancelled_request_has_computed_is_stored(kv: ModelKv, generator: Generator) -> None:
     with held(kv.model, 3) as (step, steps):
         asking = asyncio.create_task(generator.generate(PROMPT, SHORT))

@@ -26,20 +26,10 @@ from tiercache.integrations.vllm.metrics import (
     SchedulerFigures,
     TierCachePromMetrics,
     TierCacheStats,
-    WorkerFigures,
 )
 from tiercache.integrations.vllm.planning import Match
 
 # What the two halves count
-
-
-def test_cache_is_looked_at_once_an_interval() -> None:
-    asked: list[Any] = []
-    thread: Any = SimpleNamespace(call_soon=asked.append)
-    figures = WorkerFigures(thread, "cache")
-    for _ in range(5):
-        assert figures.take() is None
-    assert len(asked) == 1
 
 
 def test_tier_is_asked_for_what_those_above_it_lack() -> None:

@@ -159,7 +159,8 @@ class Chat:
     def typing(self, session: Session | None) -> int:
         """Prefetch the chunks of a session whose user has begun to type, and return their number."""
         if session is not None and session.ids and not session.busy:
-            return self.generator.prefixes.expect(session.ids, salt=session.tenant, in_s=1.0).progress.asked
+            keys = self.generator.prefixes.stored_as(session.ids, salt=session.tenant)
+            return self.cache.prefetch(keys, deadline=1.0).progress.asked
         return 0
 
     async def answer(self, session: Session, question: Question) -> AsyncIterator[dict[str, Any]]:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
 from tests.transformers.models import CHUNK_TOKENS, Open, make_model, tokens
-from tiercache import Config, TierCache
 from tiercache.errors import CacheClosed, LayoutError
 from tiercache.integrations.transformers import Generator, ModelKv
 
@@ -217,20 +215,11 @@ async def test_a_streamer_is_ended_however_its_request_ends(kv: ModelKv, generat
     assert all(one.ended.is_set() and not one.told for one in (streamer, waiting, refused, late))
 
 
-async def test_expecting_brings_a_prefix_from_disk_into_memory(generator: Generator) -> None:
+async def test_a_prefetch_brings_a_prefix_from_disk_into_memory(generator: Generator) -> None:
     await generator.generate(PROMPT, SHORT)
     await generator.close()
     await generator.prefixes.cache.flush()
     generator.prefixes.cache.clear_hot()
-    progress = await generator.prefixes.expect(PROMPT)
+    progress = await generator.prefixes.cache.prefetch(generator.prefixes.stored_as(PROMPT))
     assert progress.promoted == 7
     assert (await generator.prefixes.load(PROMPT)).hit_by_tier["cpu"] == 7 * CHUNK_TOKENS
-
-
-async def test_without_a_hot_cache_expecting_does_nothing(kv: ModelKv, tmp_path: Path) -> None:
-    settings = {"local_cpu": False, "max_local_cpu_size": 0.02, "local_disk": str(tmp_path), "max_local_disk_size": 0.1}
-    config = Config.load(overrides={"chunk_size": CHUNK_TOKENS, **settings}, environ={})
-    async with TierCache.open(config, kv.layout) as cache, Generator(cache, kv) as generator:
-        await generator.generate(PROMPT, SHORT)
-        progress = await generator.prefixes.expect(PROMPT)
-        assert progress.done and progress.asked == 0

@@ -11,12 +11,10 @@ import numpy as np
 
 from tiercache.cache import TierCache
 from tiercache.core.keys import KEY_BYTES, ChunkKey, keys_from_hashes, tenant_of
-from tiercache.core.prefetch import hint
 from tiercache.errors import LayoutError
 from tiercache.integrations.transformers.kv_cache import Landing, TieredCache
 from tiercache.integrations.transformers.model_kv import ModelKv
 from tiercache.integrations.transformers.parts import needed
-from tiercache.scheduler.prefetcher import PrefetchHandle
 
 Ids = Sequence[int] | np.ndarray
 """Token ids of one conversation from its first token on, without padding."""
@@ -108,16 +106,6 @@ class PrefixCache:
         """Return the cache's chunks needed to continue `ids`, for `prefetch`, `ahead`, `warm_soon` and `forget`."""
         names = self._names(self.keys(ids, salt=salt))
         return [names[part][chunk] for chunk, part in needed(self.kv.parts, len(names[0]), self.kv.chunk_tokens)]
-
-    def expect(self, ids: Ids, *, salt: str = "", in_s: float = 0.0) -> PrefetchHandle:
-        """Prefetch the chunks needed to continue `ids`, for instance when a user begins to type. See
-        `TierCache.prefetch`.
-
-        With `local_cpu: false` there is no hot cache to promote into, and the handle has no chunks.
-        """
-        if not self.cache.ahead.promotes:
-            return PrefetchHandle(self.cache.ahead, hint((), 0.0, "", 0.0))
-        return self.cache.prefetch(self.stored_as(ids, salt=salt), deadline=in_s)
 
     def _names(self, keys: list[ChunkKey]) -> list[list[ChunkKey]]:
         """Return the names of the chunks of each part. Those of the first part are `keys`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from tests.bench.vllm import rivals
 from tests.needs import LMCACHE_CLI

@@ -222,6 +222,13 @@ def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Make) -> None
 # What other parts of the cache are told
 
 
+def test_blocks_that_another_connector_fills_are_given_away_too(made: Make) -> None:
+    """vLLM's MultiConnector tells every connector which blocks a request gets, and 0 tokens if another one loads them."""
+    engine = made()
+    assert engine.admits(engine.arrives(132), *COMPUTED) == (0, False)
+    assert engine.steps().given_away == {*COMPUTED[0], *COMPUTED[1]}
+
+
 def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Make) -> None:
     engine = made()
     cache = engine.thread.cache

@@ -210,7 +210,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         assert self._scheduler is not None
-        tables = blocks.get_block_ids() if num_external_tokens else ()
+        tables = blocks.get_block_ids() if num_external_tokens or not self._geometry.plain else ()
         self._scheduler.after_allocation(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -60,6 +60,7 @@ class TrackedRequest:
     admitted: bool = False
     logged: bool = False
     load_from: int = 0
+    """Number of first tokens that the engine has in its own cache."""
     loads_later: bool = True
     """The load runs while other requests compute. `matched_tokens` told the engine so, together with the tokens."""
     loaded_blocks: frozenset[int] = frozenset()
@@ -132,6 +133,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._track(request)
+        tracked.load_from = computed_tokens
         if self._awaits_adapter(tracked):
             return None, False
         self._say_beginning(tracked)
@@ -154,7 +156,7 @@ class SchedulerSide:
         tokens = loadable_tokens(
             match, request.num_tokens, computed_tokens, self.config.min_retrieve_tokens, self.geometry
         )
-        tracked.load_from, tracked.loads_later = computed_tokens, self._loads_later(tracked, match)
+        tracked.loads_later = self._loads_later(tracked, match)
         self._note_once(tracked, match, computed_tokens, tokens)
         return tokens, tracked.loads_later and tokens > 0
 
@@ -168,8 +170,14 @@ class SchedulerSide:
         return self.config.enable_async_loading or not self.geometry.plain or not kept
 
     def after_allocation(self, request: Request, tables: Tables, external_tokens: int) -> None:
-        """Plan the load of `external_tokens`. If there are any, `tables` has all block ids of the request."""
+        """Plan the load of `external_tokens`. `tables` has all block ids of the request, unless there is nothing to load
+        and the geometry is plain.
+        """
         tracked = self._track(request)
+        if not self.geometry.plain:
+            # The connector whose load fills them may be another one, beside this one in vLLM's MultiConnector.
+            for group in self.geometry.groups:
+                self._work.given_away.update(tables[group.index][tracked.load_from // group.block_tokens :])
         tracked.admitted, tracked.scheduled = True, False
         match = tracked.match or Match()
         if not tracked.load_failed and not tracked.saved_blocks:
@@ -200,8 +208,6 @@ class SchedulerSide:
             first = tracked.load_from // self.geometry.block_tokens
             self.kv_events.moves(request, tracked.names, first, load.transfers)
         tracked.loaded_blocks = frozenset(wanted)
-        if not self.geometry.plain:
-            self._work.given_away.update(wanted)
         if not load.asynchronous:
             self._unconfirmed.add(request.request_id)
         self._work.loads.append(load)

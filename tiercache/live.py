@@ -77,7 +77,7 @@ async def apply(parts: Parts, layout: Layout, old: Config, new: Config) -> tuple
         logger.warning("max_local_cpu_size: the memory stays with this process, since a device has registered it")
     parts.cpu.limit(slots, populated, quota_bytes)
     for writer in parts.fan_out.writers:
-        writer.limit(writer_settings(new, len(parts.tiers), pool.slot_bytes, parts.cpu.budget))
+        writer.settings = writer_settings(new, len(parts.tiers), pool.slot_bytes, parts.cpu.budget)
     parts.ahead.plan.share_bytes = int(new.prefetch_share * slots) * layout.chunk_bytes
     parts.ahead.pump()  # prefetches may have waited for room
     for tier, fresh in limited:

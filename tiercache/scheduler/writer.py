@@ -221,10 +221,6 @@ class TierWriter:
                 waiting.append(write.task)
         await asyncio.gather(*waiting, return_exceptions=True)
 
-    def limit(self, settings: WriterSettings) -> None:
-        """Change the settings. A queue above its new limit takes nothing until it is below it."""
-        self.settings = settings
-
     def replace_tier(self, before: Tier, after: Tier) -> list[asyncio.Task[Any]]:
         """Use `after` in place of the tier `before`, if that is this writer's. Return the operations in flight there."""
         if self.tier is not before:
@@ -340,8 +336,6 @@ class TierWriter:
                 return True
             counters.declined += 1
             return True
-        if self._is_refused():
-            self._drop_queue()
         return False
 
     def _outlived(self, write: _Write) -> None:

@@ -78,12 +78,6 @@ def test_shared_memory_is_visible_by_name_and_gone_after_close(shm_name: str) ->
     assert not path.exists()
 
 
-@pytest.mark.parametrize(("name", "hugepages", "said"), [("a/b", 0, "shm_name"), ("/", 0, "shm_name"), ("a", 1, "combined")])
-def test_impossible_name_is_one_sentence(name: str, hugepages: bool, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Arena(ArenaSettings(size_bytes=SIZE, shm_name=name, hugepages=hugepages))
-
-
 def test_numa_modes() -> None:
     assert numa_node_for(None) is None
     assert numa_node_for("auto") in (None, *range(os.cpu_count() or 1))

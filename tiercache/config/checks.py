@@ -49,7 +49,7 @@ def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[s
     if mode is not None and mode not in ("auto", "manual") and not mode.isdecimal():
         yield f"numa_mode: expected auto or the number of a NUMA node, found {hidden('numa_mode', mode)!r}"
     name = values.get("shm_name")
-    if name is not None and "/" in name.removeprefix("/"):
+    if name is not None and (name == "/" or "/" in name.removeprefix("/")):
         yield f"shm_name: expected a name without / inside, found {hidden('shm_name', name)!r}"
 
 

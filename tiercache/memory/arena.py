@@ -16,7 +16,6 @@ import signal
 import stat
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ _MAP_HUGETLB = 0x40000
 _MADV_POPULATE_WRITE = 23
 SHM_DIRECTORY = Path("/dev/shm")
 _SHM_PREFIX = "tiercache."
-_LINK_TRIES, _LINK_PAUSE_S = 10, 0.01
-"""Tries and pause in seconds for a lock that another start holds while it looks for files of dead processes."""
+_CLAIM_TRIES, _CLAIM_PAUSE_S = 10, 0.01
+"""Tries and pause in seconds for a name: starts lock files for a moment as they look for those of dead processes."""
 _PREFAULT_STEP_BYTES = 64 << 20
 
 
@@ -63,8 +62,6 @@ class Arena:
         """True once a device, a ring or a network card holds the addresses of the pages: they are not returned then."""
         self.lent = False
         """True while another process may still write to the memory for a tier that was detached."""
-        if settings.hugepages and settings.shm_name:
-            raise ConfigError("local_cpu_use_hugepages: cannot be combined with shm_name; choose one of the two")
         try:
             if settings.shm_name:
                 self._map_shared(settings.shm_name)
@@ -156,17 +153,13 @@ class Arena:
         return True
 
     def _map_shared(self, name: str) -> None:
-        """Map a new file, which gets the name `/dev/shm/tiercache.<name>` once it is locked, and stays locked while it
-        is open.
+        """Map a new file `/dev/shm/tiercache.<name>`, which stays locked while it is open.
 
         A file of this user without a lock was left by a dead process, and is removed. Raises ConfigError if the name is
         taken otherwise.
         """
-        if "/" in name.strip("/") or not name.strip("/"):
-            raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
-        _sweep_dead_arenas()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
-        descriptor, temporary = _new_locked(path)
+        descriptor = _claimed(path)
         try:
             free = os.statvfs(SHM_DIRECTORY)
             if free.f_bavail * free.f_frsize < self.size_bytes:
@@ -176,12 +169,10 @@ class Arena:
                 )
             os.ftruncate(descriptor, self.size_bytes)
             self._mapping = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED)
-            _take_name(temporary, path)
         except BaseException:
+            _unlink_own(path, descriptor)
             os.close(descriptor)
             raise
-        finally:
-            temporary.unlink()
         self.kind = "shm"
         self.shm_path = path
         self._shm_file = descriptor
@@ -288,27 +279,18 @@ def _unlink_own(path: Path, descriptor: int) -> bool:
     return False
 
 
-def _new_locked(path: Path) -> tuple[int, Path]:
-    """Create a file beside `path` and lock it. If a sweep removes it before it is locked, retry with another name."""
-    while True:
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor, temporary
-        os.close(descriptor)
-
-
-def _take_name(temporary: Path, path: Path) -> None:
-    """Link the file to its name. Raises ConfigError if the name is taken."""
-    for _ in range(_LINK_TRIES):
-        try:
-            os.link(temporary, path)
-            return
-        except FileExistsError:
-            _sweep_dead_arenas()
-            time.sleep(_LINK_PAUSE_S)
+def _claimed(path: Path) -> int:
+    """Create the file `path` and lock it, again if a sweep removes it before. Raises ConfigError if the name is taken."""
+    for _ in range(_CLAIM_TRIES):
+        _sweep_dead_arenas()
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_nlink:
+                    return descriptor
+            os.close(descriptor)
+        time.sleep(_CLAIM_PAUSE_S)
     raise ConfigError(
         f"shm_name: {path} is in use by a living process, or is no file that only user {os.geteuid()} may write; choose "
         "another name, or remove it"
@@ -362,7 +344,7 @@ def _populate(part: np.ndarray) -> bool:
 
 def numa_node_for(mode: str | None) -> int | None:
     """Return the NUMA node for `numa_mode`: None, "auto" (the node of the first usable CPU) or a number."""
-    if mode is None or mode in ("", "none"):
+    if mode is None:
         return None
     if mode == "auto":
         cpu = min(os.sched_getaffinity(0))

@@ -38,7 +38,6 @@ async def test_ends_come_after_the_work_and_in_its_order(driver: TwinDriver, lan
     await asyncio.gather(*ends)
     assert seen == list(range(200))
     assert threading.active_count() == threads
-    assert lane.pending == 0
 
 
 async def test_what_has_ended_is_not_waited_for() -> None:
@@ -92,7 +91,7 @@ async def test_work_that_raises_is_waited_for_to_its_end(driver: TwinDriver) -> 
 
     done = device.run(device.storing, enqueue)
     await asyncio.to_thread(lambda: None)
-    while not device.pending:
+    for _ in range(20):
         await asyncio.sleep(0)
     assert not done.done()
     hold.set()

@@ -123,7 +123,7 @@ class Bench:
         return await self.path.get([chunk(number)[0] for number in numbers], sinks, after, self.soon(wait_s))
 
     async def until_pending(self, count: int = 1) -> None:
-        while self.device.pending < count:
+        while self.device.in_flight < count:
             await asyncio.sleep(0)
 
     @property
@@ -286,7 +286,7 @@ async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> 
     await bench.store(1, 2)
     hold = held(bench.device.loading.stream)
     get = asyncio.ensure_future(bench.get([1, 2], [bench.sink(), bench.sink(paged=True)]))
-    while not bench.device.pending and not bench.host_reader.abandoned:
+    while not bench.device.in_flight and not bench.host_reader.abandoned:
         await asyncio.sleep(0)
     bench.driver.lose()
     hold.set()

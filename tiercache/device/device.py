@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from tiercache.core.header import HEADER_BYTES, aligned
-from tiercache.device.driver import Driver, Event, Tensor
-from tiercache.errors import ConfigError, DeviceError
+from tiercache.device.driver import Driver, Event, Stream, Tensor
+from tiercache.errors import ConfigError, DeviceError, TierUnavailable
 from tiercache.memory.slots import FEWEST_SLOTS, Pool, Slot
 from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 
@@ -27,7 +24,7 @@ _ENQUEUING_THREADS = 2
 
 
 class Lane:
-    """A stream, and a thread that waits for its events and settles futures of the event loop.
+    """A stream, and a thread that waits for its events.
 
     Events of a stream happen in their order, so one thread that waits for the oldest serves them all.
     """
@@ -35,16 +32,11 @@ class Lane:
     def __init__(self, driver: Driver, name: str) -> None:
         self._driver = driver
         self.stream = driver.make_stream()
-        self.pending = 0
-        """Number of futures that are not done. Bound to the event loop."""
-        self._ends: SimpleQueue[tuple[Event | None, asyncio.Future[None]] | None] = SimpleQueue()
+        self._waits = Workers(f"{driver.name}-{name}", 1)
         try:
-            threading.Thread(target=self._run, name=f"tiercache-{driver.name}-{name}", daemon=True).start()
-        except RuntimeError as error:
-            raise ConfigError(
-                f"device: no thread can be started to wait for {driver.name}: {error}; raise the limit of processes and "
-                "threads (ulimit -u, pids.max of the container) or free memory"
-            ) from error
+            self._waits.start_thread()  # not at the first event, whose copy has begun by then
+        except TierUnavailable as error:
+            raise ConfigError(f"device: {error}") from error
 
     def end(self) -> asyncio.Future[None]:
         """Return a future for the end of all work given to the stream so far.
@@ -55,7 +47,7 @@ class Lane:
         try:
             event = self._driver.record(self.stream)
         except DeviceError:
-            return self._put(None)  # the thread waits for the whole stream
+            return self._wait(self._driver.finish, self.stream)
         return self.after(event)
 
     def after(self, event: Event) -> asyncio.Future[None]:
@@ -67,40 +59,25 @@ class Lane:
                 return future
         except DeviceError:
             pass  # the thread reports it
-        return self._put(event)
+        return self._wait(self._driver.synchronize, event)
 
     def close(self) -> None:
         """Let the thread end after its current waits. Does not wait."""
-        self._ends.put(None)
+        self._waits.close()
 
-    def _put(self, event: Event | None) -> asyncio.Future[None]:
-        """Wait in the thread for an event, or for the whole stream if it is None."""
+    def _wait(self, wait: Callable[[Any], None], until: Event | Stream) -> asyncio.Future[None]:
+        """Call `wait(until)` in the thread."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.pending += 1
-        self._ends.put((event, future))
-        return future
 
-    def _run(self) -> None:
-        while (item := self._ends.get()) is not None:
-            event, future = item
-            error: DeviceError | None = None
-            try:
-                if event is None:
-                    self._driver.finish(self.stream)
-                else:
-                    self._driver.synchronize(event)
-            except DeviceError as failed:
-                error = failed
-            if error is None or error.lost:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    future.get_loop().call_soon_threadsafe(self._settle, future, error)
+        def ended(work: asyncio.Future[None]) -> None:
+            error = work.exception()
+            if error is None or (isinstance(error, DeviceError) and error.lost):
+                settle(future, error)
             else:
                 logger.error("%s: does not report the end of copies; their memory is given up: %s", self._driver.name, error)
-            del item, event, future, error
 
-    def _settle(self, future: asyncio.Future[None], error: DeviceError | None) -> None:
-        self.pending -= 1
-        settle(future, error)
+        self._waits.submit(wait, until).add_done_callback(ended)
+        return future
 
 
 def settle(future: asyncio.Future[None], error: BaseException | None) -> None:
@@ -168,7 +145,7 @@ class Device:
         self.workers = Workers("device", _ENQUEUING_THREADS)
         self.unfinished = 0
         """Number of abandoned copies, which may still run and whose memory is kept."""
-        self._in_flight = 0
+        self.in_flight = 0
         """Number of copies that have not ended."""
         self._closed = False
         self._pinned: list[np.ndarray] = []
@@ -180,11 +157,6 @@ class Device:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pending(self) -> int:
-        """Number of futures of all lanes that are not done."""
-        return sum(lane.pending for lane in self._lanes)
 
     def run(self, lane: Lane, enqueue: Callable[..., object], *arguments: Any) -> asyncio.Future[None]:
         """Call `enqueue(*arguments)`, which enqueues work on the lane's stream, in a worker thread.
@@ -200,7 +172,7 @@ class Device:
             lane.end().add_done_callback(lambda end: settle(done, end.exception() or error))
 
         work.add_done_callback(enqueued)
-        self._in_flight += 1
+        self.in_flight += 1
         done.add_done_callback(self._copied)
         return done
 
@@ -233,8 +205,8 @@ class Device:
         Idempotent.
         """
         self._closed = True
-        if self._in_flight:
-            logger.warning("%s: %d copies are abandoned; their memory stays", self.driver.name, self._in_flight)
+        if self.in_flight:
+            logger.warning("%s: %d copies are abandoned; their memory stays", self.driver.name, self.in_flight)
             return
         for lane in self._lanes:
             lane.close()
@@ -253,8 +225,8 @@ class Device:
         return lane
 
     def _copied(self, done: asyncio.Future[None]) -> None:
-        self._in_flight -= 1
-        if self._closed and not self._in_flight:
+        self.in_flight -= 1
+        if self._closed and not self.in_flight:
             self.close()
 
     def _finished(self, done: asyncio.Future[None]) -> None:

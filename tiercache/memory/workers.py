@@ -69,7 +69,7 @@ class Workers:
                 raise RuntimeError(f"workers {self.name} belong to another event loop")
             self._loop = loop
         if self._started < min(self.threads, self.unfinished + 1):
-            self._start_thread()
+            self.start_thread()
         future: asyncio.Future[T] = loop.create_future()
         self.unfinished += 1
         self._waiting[future] = call, arguments
@@ -140,7 +140,8 @@ class Workers:
             for _ in range(self._started):
                 self._tickets.put(None)
 
-    def _start_thread(self) -> None:
+    def start_thread(self) -> None:
+        """Start a further thread. Raises TierUnavailable if none can be started and none runs."""
         thread = threading.Thread(target=self._run, name=f"tiercache-{self.name}-{self._started + 1}", daemon=True)
         try:
             thread.start()
@@ -154,8 +155,6 @@ class Workers:
             self._started += 1
 
     def _run(self) -> None:
-        loop = self._loop
-        assert loop is not None
         while True:
             self._tickets.get()
             try:
@@ -164,6 +163,7 @@ class Workers:
                 if self._closed:
                     return
                 continue  # it was withdrawn
+            assert self._loop is not None  # since a call was submitted
             result: Any = None
             error: BaseException | None = None
             try:
@@ -178,7 +178,7 @@ class Workers:
             if not self._wake_pending:
                 self._wake_pending = True
                 try:
-                    loop.call_soon_threadsafe(self._settle)
+                    self._loop.call_soon_threadsafe(self._settle)
                 except RuntimeError:
                     # The loop is closed. Calls submitted before `close` still run, since they may be clean-ups.
                     if not self._closed:

@@ -29,7 +29,7 @@ def check_fittings(cache: TierCache) -> None:
             "slots held for reads from device tiers": staging.budget.held[Purpose.READ],
             "who waits for the device's slots": sum(map(len, staging.wait_queue.waiting)),
             "reads into the device": len(on_device.reader.in_flight),
-            "ends of the device": device.pending,
+            "ends of the device": device.in_flight,
             "unknown ends of copies": device.unfinished,
             "batches of puts": BATCHES_AT_ONCE - on_device._puts._value,
             "batches of gets": BATCHES_AT_ONCE - on_device._gets._value,

@@ -80,7 +80,6 @@ class _Write:
     """The loop time at which the tier began this attempt."""
     timer: asyncio.TimerHandle | None = None
     """Runs while the tier writes."""
-    ended: bool = False
 
 
 class TierWriter:
@@ -274,9 +273,8 @@ class TierWriter:
 
     def _end(self, write: _Write, task: asyncio.Task[None] | None = None) -> None:
         """Release the resources of a write once its memory is no longer in use. Idempotent."""
-        if write.ended:
+        if write not in self._writing and write not in self._abandoned:
             return
-        write.ended = True
         write.lease.release()
         self._abandoned.discard(write)
         self._leave_table(write)

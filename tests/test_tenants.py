@@ -160,7 +160,7 @@ async def test_demand_reads_of_others_do_not_wait_for_a_tenants_room(tmp_path: P
         leases = await hold(cache, noisy[:QUOTA])
         into = [np.zeros(CHUNK_BYTES, np.uint8) for _ in noisy]
         waiting = asyncio.create_task(cache.get_into(noisy[QUOTA:], into[QUOTA:], deadline_s=20.0))
-        await until(lambda: cache.cpu.wait_queue.waiters)
+        await until(lambda: any(cache.cpu.wait_queue.waiting))
         assert await cache.get_into(quiet, into[:4], deadline_s=5.0) == 4
         assert not waiting.done()
         release(*leases)

@@ -17,10 +17,10 @@ async def test_waiter_that_goes_lets_those_behind_it_take_what_is_free(ends: str
     large = asyncio.create_task(queue.wait(WRITE, lambda: until_s, LARGE))
     small = asyncio.create_task(queue.wait(WRITE, lambda: inf, SMALL))
     await asyncio.sleep(0)
-    assert queue.waiters == 2, "first come, first served"
+    assert len(queue.waiting[WRITE]) == 2, "first come, first served"
     if ends == "is cancelled":
         large.cancel()
     async with asyncio.timeout(5):
         assert await small == SMALL
     assert large.cancelled() if ends == "is cancelled" else large.result() is None
-    assert queue.waiters == 0
+    assert not any(queue.waiting)

@@ -238,7 +238,7 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
     room = bench.cpu.pool.count - 2 * bench.cpu.budget.floor
     holds = await asyncio.gather(*(reader.promote(key, soon()) for key in keys[:room]))
     waiting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[room:-1]]
-    await until(lambda: bench.cpu.wait_queue.waiters)
+    await until(lambda: any(bench.cpu.wait_queue.waiting))
     began_s = now()
     release(await reader.fetch(keys[-1], soon()))
     assert now() - began_s < 1.0

@@ -284,7 +284,6 @@ class WaitQueue(Generic[T]):
         self.blocks_only_itself = blocks_only_itself
         self.waiting: list[deque[tuple[asyncio.Future[T | None], ChunkKey | None]]] = [deque() for _ in Purpose]
         """Waiters by purpose, with the chunks that they need the item for."""
-        self.waiters = 0
         self.closed = False
         self._pauses = 0
 
@@ -301,7 +300,6 @@ class WaitQueue(Generic[T]):
         outcome: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
         waiter = outcome, key
         waiting.append(waiter)
-        self.waiters += 1
         try:
             self.serve()
             return outcome.result() if await done_by(outcome, until_s) else None
@@ -312,7 +310,6 @@ class WaitQueue(Generic[T]):
         finally:
             if not outcome.done():
                 waiting.remove(waiter)
-                self.waiters -= 1
                 self.serve()  # it may have blocked the waiters after it
 
     def pause(self) -> None:
@@ -325,7 +322,7 @@ class WaitQueue(Generic[T]):
 
     def serve(self) -> None:
         """Give waiters the items that are now available."""
-        if not self.waiters or self._pauses:
+        if self._pauses or not any(self.waiting):
             return
         for purpose in (READ, WRITE, PREFETCH):
             while self._serve_first(purpose):
@@ -338,7 +335,6 @@ class WaitQueue(Generic[T]):
             outcome, key = waiter
             if (taken := self._take(purpose, key)) is not None:
                 waiting.remove(waiter)
-                self.waiters -= 1
                 outcome.set_result(taken)
                 return True
             if not self.blocks_only_itself(purpose, key):
@@ -350,7 +346,6 @@ class WaitQueue(Generic[T]):
         self.closed = True
         for waiting in self.waiting:
             while waiting:
-                self.waiters -= 1
                 waiting.popleft()[0].set_result(None)
 
 

@@ -467,8 +467,7 @@ class CpuTier(LeaseOwner, Tier):
                 self._changed(entry.key)
             entry.leases = 0
             self._free(entry.slot)
-        if self.wait_queue.waiters:
-            self.wait_queue.serve()
+        self.wait_queue.serve()
 
     def _count(self, entry: Resident, change: int) -> None:
         """Change the number of leases on a chunk with further leases."""

@@ -24,7 +24,7 @@ class Watch:
         """No waiter waits for a slot that its budget allows: it gets the slot in the step in which it comes free, so no
         later waiter can overtake it."""
         cpu = self._cpu
-        if not cpu.wait_queue.waiters:
+        if not any(cpu.wait_queue.waiting):
             return
         for purpose in Purpose:
             waiting = [key for _, key in cpu.wait_queue.waiting[purpose] if not cpu._blocks_only_itself(purpose, key)]

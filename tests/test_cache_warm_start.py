@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -143,24 +141,6 @@ async def test_while_the_disk_is_detached_the_last_list_stays(tmp_path: Path, ca
     assert "the list of hot chunks cannot be written: disk is not open" in caplog.text
 
 
-async def test_a_smaller_cache_while_preloading_keeps_the_hottest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = await stored(tmp_path)
-    resized, read = asyncio.Event(), FileTier.read
-
-    async def gated(tier: FileTier, key: bytes, into: np.ndarray) -> int | None:
-        await resized.wait()
-        return await read(tier, key, into)
-
-    monkeypatch.setattr(FileTier, "read", gated)
-    async with opened(tmp_path) as cache:
-        await until(lambda: cache.parts.reader.in_flight)
-        await cache.reconfigure({"max_local_cpu_size": 8 * LAYOUT.chunk_bytes / 2**30})
-        resized.set()
-        await until_preloaded(cache, 12)
-        await cache.flush()
-        assert cache.lookup_hot(keys) == 8
-
-
 async def test_chunks_of_another_size_or_model_have_another_list(tmp_path: Path) -> None:
     keys = await stored(tmp_path)
     for layout in (replace(LAYOUT, chunk_tokens=8), replace(LAYOUT, model="other")):
@@ -202,46 +182,6 @@ async def test_a_damaged_list_is_ignored_and_said(tmp_path: Path, content: Any, 
                 assert lease is not None
     assert "the list of hot chunks is ignored: .tiercache/" in caplog.text
     assert path.is_file() and path.read_text() == f"{keys[0].hex()}\n"
-
-
-async def test_a_list_is_not_a_way_into_the_cache_for_what_was_forgotten(tmp_path: Path) -> None:
-    keys = await stored(tmp_path)
-    (path,) = lists(tmp_path)
-    content = path.read_bytes()
-    async with opened(tmp_path) as cache:
-        await cache.forget(keys[6:])
-    path.write_bytes(content)
-    async with opened(tmp_path) as cache:
-        await until_hot(cache, keys[:6])
-        await until_preloaded(cache, 12)
-        assert cache.lookup_hot(keys) == 6
-        assert not any(cache.lookup_hot([key]) for key in keys[6:])
-
-
-KILLED = """
-import asyncio, os, signal, sys
-from pathlib import Path
-from tests.test_cache_warm_start import opened, payload_of
-
-async def main():
-    async with opened(Path(sys.argv[1])) as cache:
-        await cache.put(bytes(24), payload_of(1))
-        await cache.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main())
-"""
-
-
-async def test_a_killed_process_leaves_the_last_list(tmp_path: Path) -> None:
-    keys = await stored(tmp_path)
-    before = lists(tmp_path)[0].read_bytes()
-    repository = Path(__file__).parents[1]
-    run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=repository, check=False, timeout=60)
-    assert run.returncode == -9
-    assert lists(tmp_path)[0].read_bytes() == before
-    async with opened(tmp_path) as cache:
-        await until_hot(cache, keys)
 
 
 async def test_what_was_not_promoted_before_the_next_close_stays_listed(tmp_path: Path) -> None:

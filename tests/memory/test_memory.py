@@ -85,12 +85,6 @@ def test_numa_modes() -> None:
         numa_node_for("banana")
 
 
-@pytest.mark.parametrize("hugepages", [False, True])
-def test_memory_that_is_not_to_be_had_is_one_sentence(hugepages: bool) -> None:
-    with pytest.raises(ConfigError, match=r"max_local_cpu_size: 65536.00 GB .*cannot be reserved .*GB free\. Lower it"):
-        Arena(ArenaSettings(size_bytes=1 << 46, hugepages=hugepages))
-
-
 @pytest.mark.parametrize("kind", ["thp", "shm"])
 def test_memory_that_a_limit_refuses_is_one_sentence_and_leaves_nothing(kind: str, shm_name: str) -> None:
     name = shm_name if kind == "shm" else None
@@ -213,31 +207,6 @@ async def test_cancelling_many_times_still_waits_for_work_on_foreign_memory(work
     assert memory.all()
 
 
-async def test_work_that_fails_after_a_cancelled_wait_is_silent(
-    workers: Workers,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    release = threading.Event()
-
-    def fail_late() -> None:
-        release.wait()
-        raise OSError("late")
-
-    for give_up_s in (0.0, 20.0):
-        release.clear()
-        work = workers.submit(fail_late)
-        waiting = asyncio.create_task(wait_shielded(work, give_up_s))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.sleep(0)
-        release.set()
-        await asyncio.wait([work, waiting])
-        assert waiting.cancelled()
-    del work, waiting
-    gc.collect()
-    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
-
-
 def test_workers_with_a_hung_call_do_not_hang_the_interpreters_exit() -> None:
     program = (
         "import asyncio, threading; from tiercache.memory.workers import Workers\n"
@@ -272,17 +241,6 @@ def no_thread_to_be_had() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
-
-
-async def test_thread_that_could_not_start_does_not_count_and_the_next_call_starts_it() -> None:
-    workers = Workers("test", 2)
-    with no_thread_to_be_had():
-        for _ in range(3):
-            with pytest.raises(TierUnavailable, match="no thread.*can't start new thread"):
-                workers.submit(int, 7)
-    assert workers.unfinished == 0
-    assert await asyncio.wait_for(workers.submit(int, 7), 60) == 7
-    workers.close()
 
 
 async def test_threads_that_there_are_run_the_calls_of_those_that_could_not_start() -> None:

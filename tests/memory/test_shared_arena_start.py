@@ -84,14 +84,6 @@ def test_what_a_crashed_process_left_is_neither_reused_nor_leaked(path: Path) ->
     assert not path.exists(), "the next start sweeps what crashed processes left"
 
 
-def test_what_a_process_left_that_was_killed_while_it_started_is_swept_too(path: Path) -> None:
-    dying = CRASH.replace("mapped =", "os.ftruncate = lambda *of: os.kill(os.getpid(), signal.SIGKILL)\nmapped =")
-    died = subprocess.run([sys.executable, "-c", dying, str(path.parent), str(SIZE)], check=False)
-    assert died.returncode == -9 and len(list(path.parent.iterdir())) == 1
-    start(path).close()
-    assert not list(path.parent.iterdir())
-
-
 def test_a_file_that_a_sweep_removes_before_it_is_locked_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, swept = fcntl.flock, []
 

@@ -3,7 +3,6 @@ under way."""
 
 import asyncio
 import threading
-import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -365,30 +364,6 @@ async def test_removals_of_a_tier_that_is_away_for_a_moment_are_tried_again_soon
     tier("a").fate = None
     await asyncio.sleep(8.0)
     assert len(tier("a").chunks) == 0
-
-
-async def test_forget_of_a_tier_that_is_well_again_waits_for_no_pause(cache: TierCache) -> None:
-    await store_cold(cache)
-    others = [key(number) for number in range(10, 20)]
-    tier("a").fate = refuse
-    with pytest.raises(TierUnavailable, match="connection refused"):
-        await cache.forget(others)
-    tier("a").fate = None
-    await cache.forget([K])
-    assert tier("a").chunks == {}
-
-
-async def test_what_is_to_be_removed_takes_little_memory(cache: TierCache) -> None:
-    keys = [key(number) for number in range(1, 20_001)]
-    tier("a").fate = refuse
-    tracemalloc.start()
-    try:
-        with pytest.raises(TierUnavailable, match="connection refused"):
-            await cache.forget(keys)
-        held_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held_bytes / len(keys) < 300, "the keys themselves not counted"
 
 
 @pytest.mark.parametrize("tier_hangs", [False, True], ids=["fails", "hangs"])

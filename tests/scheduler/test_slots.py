@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import Iterable
 
-from tests.scheduler.conftest import SLOTS, Bench, items, now, release, soon
-from tests.scheduler.held import begun, settle
+from tests.scheduler.conftest import SLOTS, Bench, release, soon
+from tests.scheduler.held import begun
 from tiercache.memory.slots import Purpose, Slot
 from tiercache.scheduler.reads import Reader, ReaderSettings
-from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
 
 
@@ -38,28 +37,6 @@ async def test_slots_come_in_the_order_in_which_they_were_asked_for(bench: Bench
     free_all(bench, slots)
     await asyncio.gather(*tasks)
     assert order == list(range(8))
-
-
-async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Bench) -> None:
-    """There a request to cancel is still pending, which says nothing about the put."""
-    path = bench.ingest(FanOut([]))
-    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.floor)]
-    stored: list[int] = []
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(100.0)
-        finally:
-            stored.append(await path.put(items([1]), 10.0))
-
-    task = await begun(work())
-    task.cancel()
-    await settle()
-    began_s = now()
-    release(*leases)
-    await asyncio.gather(task, return_exceptions=True)
-    assert stored == [1]
-    assert now() - began_s < 5.0
 
 
 async def test_chunk_that_is_read_is_not_evicted_for_a_waiter(bench: Bench) -> None:

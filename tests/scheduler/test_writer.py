@@ -1,7 +1,6 @@
 """Write-behind: bounds hold, policies do what they say, and a bad tier keeps no memory."""
 
 import asyncio
-import gc
 from collections import deque
 
 import pytest
@@ -156,16 +155,6 @@ async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_wri
     await keeps_memory_until_they_end(bench, writer)
 
 
-async def test_writes_that_hang_at_close_fail_later_in_silence(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    writer = await occupied(bench, deadline_s=1000.0)
-    bench.tier.fail_writes = [OSError("device lost")] * 2
-    await writer.close(0.0)
-    bench.tier.gate.set()
-    await until(lambda: not writer.abandoned)
-    gc.collect()
-    assert not [record for record in caplog.records if record.name == "asyncio"]
-
-
 async def test_write_that_is_under_way_at_close_may_end(bench: Bench) -> None:
     writer = await occupied(bench)
     closing = asyncio.create_task(writer.close(soon(1.0)))
@@ -196,14 +185,6 @@ async def opened_breaker(bench: Bench) -> TierWriter:
     assert writer.breaker.state.value == "open"
     await asyncio.sleep(1.5)
     return writer
-
-
-async def test_tier_that_is_well_again_gets_all_that_was_queued_while_one_write_found_out(bench: Bench) -> None:
-    writer = await opened_breaker(bench)
-    enqueue(bench, writer, *range(1, 13))
-    assert await flushed(writer, 20.0)
-    assert {chunk(number)[0] for number in range(1, 13)} <= set(bench.memory.chunks)
-    assert writer.statistics().dropped == 1, "the one that had found the tier ill"
 
 
 async def test_chunk_that_comes_while_a_probe_is_under_way_waits_for_its_end(bench: Bench) -> None:

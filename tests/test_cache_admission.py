@@ -51,8 +51,10 @@ async def test_live_sessions_are_those_that_came_back(tmp_path: Path) -> None:
         cache.ahead.began("back", [key(1), key(2)])
         assert await got(cache, 1)
         await cache.put(key(2), payload(2))
+        cache.ahead.ended("back", [key(1), key(2), key(4)])
+        await cache.put(key(4), payload(4))
         await cache.flush()
-        assert disk.contains(key(1)) and disk.contains(key(2)) and not disk.contains(key(3))
+        assert [disk.contains(key(number)) for number in range(1, 5)] == [True, True, False, True]
 
 
 async def test_the_governor_bounds_what_is_written(tmp_path: Path) -> None:

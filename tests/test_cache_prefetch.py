@@ -40,19 +40,6 @@ async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
         yield cache
 
 
-async def test_prefetched_prefix_is_hot_when_it_is_asked_for(cache: TierCache) -> None:
-    progress = await cache.prefetch(TOKENS, deadline=1.0)
-    assert (progress.asked, progress.promoted, progress.missing) == (12, 12, 0)
-    keys = cache.keys(TOKENS)
-    assert cache.lookup_hot(keys) == 12
-    buffers = [np.empty(LAYOUT.chunk_bytes, dtype=np.uint8) for _ in keys]
-    assert await cache.get_into(keys, buffers) == 12
-    assert all(np.array_equal(buffer, payload_of(number)) for number, buffer in enumerate(buffers))
-    statistics = cache.statistics()
-    assert statistics.reader.hits["cpu"] == 12
-    assert statistics.prefetch["hints"].used_bytes == 12 * LAYOUT.chunk_bytes
-
-
 async def test_what_is_warmed_is_served_by_the_tier_that_it_was_read_from_and_what_is_hot_by_none(cache: TierCache) -> None:
     """Nobody has got the bytes yet."""
     keys = cache.keys(TOKENS)

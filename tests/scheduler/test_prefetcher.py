@@ -1,7 +1,7 @@
 """Prefetches carried out: what a handle says, what is kept for whom, and what becomes of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 import numpy as np
@@ -231,20 +231,6 @@ async def test_hint_keeps_what_a_prediction_has_promoted(work: Prefetching) -> N
     await work.predict(keys)
     assert (await work.hint(keys)).promoted == 4
     assert work.prefetcher.held == 4 and work.bench.memory.counters.reads == 4
-
-
-async def test_chunks_of_sessions_that_came_back_are_told(bench: Bench) -> None:
-    continued: list[Sequence[ChunkKey]] = []
-    plan = PrefetchPlan(CHUNK_BYTES, SLOTS * CHUNK_BYTES)
-    prefetcher = Prefetcher(Reader(bench.cpu, [bench.tier], ReaderSettings()), plan, on_continued=continued.append)
-    keys = [chunk(number)[0] for number in range(3)]
-    prefetcher.began("s", keys[:1])
-    prefetcher.ended("s", keys[:1])
-    assert not continued
-    prefetcher.began("s", keys[:2])
-    prefetcher.ended("s", keys)
-    assert continued == [keys[:2], keys]
-    await prefetcher.close()
 
 
 async def test_prefetch_ends_although_a_tier_cancels_its_lookup() -> None:

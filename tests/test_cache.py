@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chunks import chunks_of
 from tests.scheduler.conftest import release
-from tests.tiers.others import running
-from tests.tiers.test_disk_healing import HOLDER
 from tiercache import Config, ConfigError, Layout, TierCache
 from tiercache.core.header import file_bytes
 from tiercache.errors import CacheClosed
@@ -430,31 +427,6 @@ async def test_chunks_leave_the_hot_cache_alone(tmp_path: Path) -> None:
             assert np.array_equal(lease.view, payload(1))
         assert await cache.lookup_each(TWO) == [True, True]
         assert is_whole(cache)
-
-
-# Forget, with real processes in the way
-
-
-async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(tmp_path: Path) -> None:
-    loop = asyncio.get_running_loop()
-    async with opened(tmp_path) as cache:
-        (disk,) = cache.tiers
-        assert await cache.put(key(1), payload(1))
-        assert (await cache.flush()).complete
-        file = Path(disk.path(key(1)))  # type: ignore[attr-defined]
-        assert file.exists()
-        async with running("-c", HOLDER, chunks_of(tmp_path) / ".tiercache" / "ledger"):
-            began_s = loop.time()
-            await cache.forget([key(1)])
-            assert loop.time() - began_s < 5.0
-            assert not file.exists()
-            async with cache.get(key(1), deadline_s=1.0) as lease:
-                assert lease is None
-        assert await cache.put(key(1), payload(2))
-        await only_below(cache)
-        into = bytearray(CHUNK_BYTES)
-        assert await cache.get_into([key(1)], [into]) == 1
-        assert bytes(into) == payload(2).tobytes()
 
 
 async def test_a_close_removes_what_a_cancelled_forget_has_left(tmp_path: Path) -> None:

@@ -363,16 +363,6 @@ async def test_changes_at_once_follow_one_another(tmp_path: Path) -> None:
         assert (cache.config.max_local_disk_size, cache.config.queue_wait_s) == (0.05, 0.5)
 
 
-async def test_a_cache_with_a_detached_tier_closes(tmp_path: Path) -> None:
-    async with opened(tmp_path) as cache:
-        await fill(cache, 2)
-        await cache.detach("disk")
-        leases = [cache.cpu.lease(key(1)), cache.cpu.lease(key(2))]
-        await cache.reconfigure({"max_local_cpu_size": gb(MIB)})
-    assert (await cache.close()).complete
-    release(*leases)
-
-
 async def test_shared_memory_is_resized_detached_and_attached(in_memory: Path) -> None:
     values = {"shared_memory_path": str(in_memory), "max_shared_memory_size": chunks_on_disk(40)}
     async with opened(**values) as cache:

@@ -101,8 +101,6 @@ class TierWriter:
         self._room = asyncio.Event()
         self._line = asyncio.Lock()
         """Held by the first caller that waits for room."""
-        self._waiting = 0
-        """Number of callers that wait for room."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
@@ -141,7 +139,7 @@ class TierWriter:
             self.tier.used([key])
             lease.release()
             return True
-        if self._waiting and not first:
+        if self._line.locked() and not first:
             return False
         settings, length = self.settings, lease.payload_bytes
         while self._queue and self._queued_bytes + length > settings.queue_bytes:
@@ -166,7 +164,6 @@ class TierWriter:
         cancellation included.
         """
         loop = asyncio.get_running_loop()
-        self._waiting += 1
         try:
             async with asyncio.timeout_at(until_s), self._line:
                 while leases:
@@ -180,7 +177,6 @@ class TierWriter:
         except TimeoutError:
             pass  # the put had no time left for it
         finally:
-            self._waiting -= 1
             self.skip(leases)
 
     def skip(self, leases: deque[Lease]) -> None:

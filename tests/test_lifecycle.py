@@ -136,19 +136,6 @@ async def test_cache_keeps_nothing_if_its_loop_ends_in_a_close(tmp_path: Path, a
     assert not arena_file.exists()
 
 
-async def test_closes_share_the_nearest_deadline_and_the_report(tmp_path: Path, arena_file: Path, held: list[Lease]) -> None:
-    cache = await started(tmp_path, arena_file)
-    await put_that_waits(cache, held)
-    began_s = time.monotonic()
-    first = asyncio.create_task(cache.close(60.0))
-    await asyncio.sleep(0.05)
-    assert not first.done(), "it waits for the write"
-    reports = await asyncio.gather(first, cache.close(0.2), cache.close())
-    assert time.monotonic() - began_s < 20.0
-    assert reports[0] is reports[1] is reports[2]
-    assert await cache.close() is reports[0]
-
-
 async def test_started_twice_is_an_error_and_takes_nothing() -> None:
     cache = TierCache(configured(), LAYOUT)
     await cache.start()

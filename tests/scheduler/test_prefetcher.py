@@ -103,13 +103,6 @@ async def test_a_tier_that_hangs_is_asked_for_two_chunks_more_than_it_reads_at_o
     work.bench.tier.gate.set()
 
 
-async def test_two_prefetches_of_one_prefix_share_its_reads(work: Prefetching) -> None:
-    keys = work.bench.keep_on_tier(range(1, 9))
-    first, second = work.hint(keys[:6]), work.hint(keys)
-    assert (await first).promoted == 6 and (await second).promoted == 8
-    assert work.bench.memory.counters.reads == 8
-
-
 async def test_no_more_is_kept_than_the_share(bench: Bench) -> None:
     work = Prefetching(bench, share=4)
     keys = bench.keep_on_tier(range(1, 11))

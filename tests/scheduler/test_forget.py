@@ -280,15 +280,6 @@ async def test_lease_from_before_keeps_its_bytes() -> None:
         assert await found(cache, K) == NEW
 
 
-async def test_pinned_and_prefetched_chunks_are_forgotten_too(cache: TierCache) -> None:
-    await store_cold(cache)
-    await cache.prefetch([K], ttl=1000.0)
-    assert cache.ahead.pin([K], 1000.0) == 1
-    await cache.forget([K])
-    assert cache.ahead.pinned == 0
-    await new_bytes_are_everywhere(cache, "a")
-
-
 async def test_tier_that_is_only_read_keeps_its_chunk_and_is_not_asked_for_it() -> None:
     async with opened("a", "b", only_read="b") as cache:
         tier("b").chunks[K] = OLD

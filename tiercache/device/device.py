@@ -183,7 +183,7 @@ class Device:
         """
         done.add_done_callback(retrieve_exception)  # if the caller is cancelled meanwhile
         try:
-            await wait_shielded(asyncio.ensure_future(asyncio.wait([done], timeout=LONGEST_COPY_S)), LONGEST_COPY_S)
+            await wait_shielded(asyncio.ensure_future(asyncio.wait([done], timeout=LONGEST_COPY_S)))
         finally:
             if not done.done():
                 self.unfinished += 1

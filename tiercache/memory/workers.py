@@ -208,16 +208,16 @@ def _end(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def wait_shielded(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -> T:
+async def wait_shielded(work: asyncio.Future[T]) -> T:
     """Wait for work that uses the caller's memory: cancellation is raised only after the work has ended.
 
-    A call that hangs in a device is abandoned `give_up_s` after the cancellation, since a loop that shuts down must not
+    A call that hangs in a device is abandoned 30 s after the cancellation, since a loop that shuts down must not
     hang with it. Its memory belongs to the arena, which stays mapped.
     """
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await wait_uncancelled([work], give_up_s)
+        await wait_uncancelled([work], GIVE_UP_S)
         raise
 
 

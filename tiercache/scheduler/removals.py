@@ -58,9 +58,6 @@ class Removals:
         self._closed = False
         tier.traffic.on_clear = self._is_clear
 
-    def __len__(self) -> int:
-        return len(self._attempts)
-
     def try_one(self) -> None:
         """Try the next removal even if the breaker refuses it. Called at the start of each forget."""
         self._must_try = True

@@ -45,7 +45,7 @@ async def works_again(node: Node, within_s: float, first: int) -> None:
             for writer in cache.parts.fan_out.writers
             if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time())
             # A write that was sent before the last fault ended may still time out.
-            if not (writer.abandoned or len(writer.removals) or writer.statistics().writing)
+            if not (writer.abandoned or len(writer.tier.traffic.removing) or writer.statistics().writing)
         }
         node.expected.begun += 1  # for a caller that begins only now
         await node.calls.put_many(several)
@@ -110,8 +110,8 @@ def _not_yet_well(cache: TierCache) -> dict[str, str]:
     for writer in cache.parts.fan_out.writers:
         if writer.breaker.probing(now_s) and not (writer.pending or stuck):
             raise Violation(f"{writer.tier.name}: the breaker waits for a write, and there is none")
-        if len(writer.removals):
-            left[f"removals from {writer.tier.name}"] = str(len(writer.removals))
+        if len(writer.tier.traffic.removing):
+            left[f"removals from {writer.tier.name}"] = str(len(writer.tier.traffic.removing))
     return left
 
 

@@ -184,20 +184,6 @@ _STEP = 128
 """Keys looked up together; after the first missing key, fewer than this many are looked up in vain."""
 
 
-def prefix_in(entries: Container[ChunkKey], keys: Sequence[ChunkKey]) -> int:
-    """Return the length of the prefix of `keys` whose chunks are all in `entries`."""
-    if isinstance(entries, LruMap):
-        parts = entries.parts
-        for position, key in enumerate(keys):
-            if key not in parts[key[0]]:
-                return position
-    else:
-        for position, key in enumerate(keys):
-            if key not in entries:
-                return position
-    return len(keys)
-
-
 def counts_in(places: Sequence[Container[ChunkKey]], keys: Sequence[ChunkKey]) -> list[int]:
     """Return how many of the leading keys are in each of `places`, up to the first key in none.
 
@@ -252,10 +238,6 @@ class CappedIndex:
 
     def __contains__(self, key: Any) -> bool:
         return key in self._parts[key[0]]
-
-    def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """Return the length of the prefix of `keys` whose chunks are all resident."""
-        return prefix_in(self.keys, keys)
 
     def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
         """Make `key` resident, or correct its size if it is. A `cold` key, of unknown age, is evicted first."""

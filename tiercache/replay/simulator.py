@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from tiercache.core.admission import Admission
 from tiercache.core.eviction import LeafLru, Resident
-from tiercache.core.index import CappedIndex, prefix_in
+from tiercache.core.index import CappedIndex, counts_in
 from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant, tenant_of, tenant_tag
 from tiercache.core.prefetch import PrefetchPlan, Promotion
 from tiercache.core.tenants import Shares
@@ -45,7 +45,7 @@ class Ram:
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Return the length of the prefix of `keys` whose blocks are all resident."""
-        return prefix_in(self.entries, keys)
+        return counts_in((self.entries,), keys)[0]
 
     def add(
         self, key: ChunkKey, parent: ChunkKey | None, time: int | None = None, *, in_order: bool = False

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tiercache.core.eviction import LeafLru, Resident
-from tiercache.core.index import prefix_in
+from tiercache.core.index import counts_in
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, shown
 from tiercache.core.tombstones import Tombstones
@@ -206,7 +206,7 @@ class CpuTier(LeaseOwner, Tier):
         return self._entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return prefix_in(self._entries, keys)
+        return counts_in((self._entries,), keys)[0]
 
     def offered(self) -> Sequence[Container[ChunkKey]]:
         return (self._entries,)

@@ -418,9 +418,6 @@ class SharedMemoryTier(FileTier):
     def offered(self) -> Sequence[Container[ChunkKey]]:
         return [*super().offered(), self.mappings] if self.traffic.refuses_none else super().offered()
 
-    def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return Tier.prefix(self, keys)  # uses `contains`, which also covers mapped chunks
-
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._on_change = on_change
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tiercache.core.index import CappedIndex
+from tiercache.core.index import CappedIndex, counts_in
 from tiercache.core.keys import ChunkKey
 from tiercache.device.driver import Tensor
 from tiercache.errors import ConfigError, DeviceError, TierFull, TierUnavailable
@@ -361,12 +361,7 @@ class Directories:
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """See `Tier.prefix`."""
-        if len(self.all) == 1:
-            return self.all[0].index.prefix(keys)
-        for position, key in enumerate(keys):
-            if not self.contains(key):
-                return position
-        return len(keys)
+        return sum(counts_in(self.known(), keys))
 
     def places(self, key: ChunkKey) -> list[Directory]:
         """Return the directory that is known to hold a chunk, else all of them, the likeliest first.

@@ -228,25 +228,14 @@ class RelistingLookup(ProbingLookup):
     def begin(self) -> None:
         self.follow()
 
-    async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """Answer from memory, or by asking the mount until the first scan has ended."""
-        directories = self._directories
-        position = directories.prefix(keys)
-        if position < len(keys):
-            directory = directories.places(keys[position])[0]
-            if not directory.scanned:
-                return await super().probe(keys)
-            self.missed(directory)
-        return position
-
-    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        directories = self._directories
-        first = {directories.places(key)[0] for key in keys if not directories.contains(key)}
+    async def _look_for(self, keys: Sequence[ChunkKey], *, gaps: bool) -> None:
+        """Refresh soon instead of asking the mount, which is asked until the first scan has ended."""
+        first = {self._directories.places(key)[0] for key in (keys if gaps else keys[:1])}
         if not all(directory.scanned for directory in first):
-            return await super().probe_each(keys)
+            await super()._look_for(keys, gaps=gaps)
+            return
         for directory in first:
             self.missed(directory)
-        return [directories.contains(key) for key in keys]
 
 
 def _existing(unknown: list[tuple[list[Directory], ChunkKey]], gaps: bool) -> list[tuple[ChunkKey, Directory, int]]:

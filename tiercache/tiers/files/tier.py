@@ -231,9 +231,6 @@ class FileTier(DeviceTier):
             directory.index.on_change = on_change
         self.lookup.follow()
 
-    def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return self.directories.prefix(keys)
-
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         with self._at_mount():
             return await self.lookup.probe(keys)

@@ -538,7 +538,7 @@ def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_about_a_ste
     files = ChunkFiles(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
     files.open()
     mark, directories = files.begin_scan()
-    files.recount(mark, sum(files.scan(name).counted_bytes for name in directories))
+    files.capacity.recount(mark, sum(files.scan(name).counted_bytes for name in directories))
     assert files.capacity.counted_bytes == physical_bytes(tmp_path) + directory_bytes(tmp_path)
     files.close()
 
@@ -556,6 +556,6 @@ def test_a_full_device_does_not_keep_what_is_left_of_a_killed_process(small_devi
     there = physical_bytes(small_device) + directory_bytes(small_device)
     assert there <= files.capacity.used_bytes <= there + step + 2 * FILE_BYTES, "what it had reserved is still counted"
     mark, _ = files.begin_scan()
-    files.recount(mark, files.scan("00").counted_bytes)
+    files.capacity.recount(mark, files.scan("00").counted_bytes)
     assert files.capacity.used_bytes == there
     files.close()

@@ -155,7 +155,7 @@ def test_what_a_killed_process_has_published_stays_and_is_counted_once(tmp_path:
     for number in (1, 2) if when == "between two names" else ():
         assert files.read(chunk(number)[0], into) == CHUNK_BYTES
     mark, _ = files.begin_scan()
-    files.recount(mark, files.scan("00").counted_bytes)
+    files.capacity.recount(mark, files.scan("00").counted_bytes)
     assert files.capacity.used_bytes == allocated_bytes(tmp_path)
     files.close()
 

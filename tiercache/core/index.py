@@ -17,6 +17,8 @@ PARTS = 256
 TIME = 1 << 44
 """A step of the clock, larger than any size in bytes."""
 _SIZE = TIME - 1
+_UNDIVIDED = 4096
+"""Largest number of entries in one dict."""
 
 
 class LruMap:
@@ -30,15 +32,13 @@ class LruMap:
     Every operation takes O(1), `coldest` O(log 256) more.
     """
 
-    __slots__ = ("_bounds", "_clock", "_count", "_divided", "_front", "_heap", "_undivided", "parts")
+    __slots__ = ("_bounds", "_clock", "_count", "_divided", "_front", "_heap", "parts")
 
-    def __init__(self, undivided: int = 4096) -> None:
-        """The map is divided from `undivided` entries on."""
+    def __init__(self) -> None:
         self.parts: list[OrderedDict[ChunkKey, int]] = [OrderedDict()] * PARTS
         """`key in parts[key[0]]` is the fastest lookup. The list stays the same object; its items change."""
         self._count = 0
         self._divided = False
-        self._undivided = undivided
         self._clock = 0
         """Time of the last access, in steps of `TIME`."""
         self._front = 0
@@ -102,7 +102,7 @@ class LruMap:
             if len(part) == 1:
                 self._lower(key[0], value)
         self._count += 1
-        if self._count > self._undivided and not self._divided:
+        if self._count > _UNDIVIDED and not self._divided:
             self._divide()
         return None
 

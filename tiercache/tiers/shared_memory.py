@@ -16,7 +16,7 @@ import logging
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -325,11 +325,8 @@ class MappingIO(PosixIO):
         return self._readers.submit(files.read_by, key, by)
 
     def listed(self, kept: Sequence[ChunkKey]) -> None:
-        self.check(kept)
-
-    def check(self, keys: Iterable[ChunkKey]) -> None:
-        """Check soon if the files of mapped `keys` still have their names."""
-        self._doubted.update((key, None) for key in keys if key in self.mappings)
+        """Check soon if the files of mapped keys among `kept` still have their names."""
+        self._doubted.update((key, None) for key in kept if key in self.mappings)
         if self._doubted and self._checking is None and not self._directories.closed:
             self._checking = self._directories.begin(self._check(), "check-mappings")
 
@@ -453,7 +450,7 @@ class SharedMemoryTier(FileTier):
         if findable and key not in directory.index:
             directory.add(key, file_bytes(length))  # a listing finds the deletion of known chunks only
         lease = mappings.add(mapped[0], purpose, findable=findable)
-        self._io.check([key])
+        self._io.listed([key])
         return lease
 
     def _appeared(self, key: ChunkKey) -> None:

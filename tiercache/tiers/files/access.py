@@ -238,14 +238,6 @@ def rename_new(old: str, new: str, dir_fd: int = _AT_FDCWD) -> None:
         raise OSError(code, os.strerror(code), new)
 
 
-def require_directory(path: Path | str) -> os.stat_result:
-    """Return a directory's status. Raises NotADirectoryError for links and other files."""
-    status = os.lstat(path)
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-    return status
-
-
 def warn_of_missing_mount(path: Path) -> None:
     """Warn if a mount is probably missing: `path` is on the root file system, and is either new in an empty directory or
     empty where mount points usually are.

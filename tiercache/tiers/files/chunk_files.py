@@ -476,7 +476,7 @@ class ChunkFiles:
         return found
 
     def begin_scan(self) -> tuple[Mark, list[str]]:
-        """Return the counter's mark, which `recount` needs, and the directories to scan. Call it before a scan."""
+        """Return the counter's mark, which `Capacity.recount` needs, and the directories to scan. Call it before a scan."""
         self.strays_removed += self._owner.remove_dead()
         self.require_manifest()
         mark = self.capacity.mark()
@@ -486,10 +486,6 @@ class ChunkFiles:
     def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
         """Call `scan_chunks` for a subdirectory."""
         return scan_chunks(self.root / top, self._owner, self.access, known)
-
-    def recount(self, mark: Mark, found_bytes: int) -> int:
-        """Call `Capacity.recount` after a complete scan that found `found_bytes`."""
-        return self.capacity.recount(mark, found_bytes)
 
     def _require_ours(self) -> None:
         """Raise CounterLost if our lock file or the counter is gone: nothing would count further writes. Jobs that a hung
@@ -511,6 +507,9 @@ class NoCapacity(Capacity):
 
     def refresh(self) -> bool:
         return True
+
+    def recount(self, mark: Mark, found_bytes: int) -> int:
+        return 0
 
 
 class OnlyRead(ChunkFiles):
@@ -542,6 +541,3 @@ class OnlyRead(ChunkFiles):
 
     def scan(self, top: str, known: Container[ChunkKey] | None = None) -> Scanned:
         return scan_chunks(self.root / top, self._owner, None, known)
-
-    def recount(self, mark: Mark, found_bytes: int) -> int:
-        return 0

@@ -65,16 +65,12 @@ class MetadataWorkers(Workers):
 
         try:
             work = (workers or self).submit(run)
+            self._watch(work)
         except RuntimeError:  # closed meanwhile
-            self._run_in_new_thread(run)
-            return
-        self.watch(work)
-
-    def _run_in_new_thread(self, run: Callable[[], None]) -> None:
-        try:
-            threading.Thread(target=run, name=f"tiercache-{self.name}-late", daemon=True).start()
-        except RuntimeError as error:  # what is left goes with the process
-            logger.warning("%s: not cleaned up, since no thread can be started: %s", self.name, error)
+            try:
+                threading.Thread(target=run, name=f"tiercache-{self.name}-late", daemon=True).start()
+            except RuntimeError as error:  # what is left goes with the process
+                logger.warning("%s: not cleaned up, since no thread can be started: %s", self.name, error)
 
     def close(self) -> None:
         super().close()
@@ -87,10 +83,10 @@ class MetadataWorkers(Workers):
         """
         work = self.submit(call, *arguments)
         work.add_done_callback(retrieve_exception)
-        self.watch(work)
+        self._watch(work)
         return await asyncio.shield(work)
 
-    def watch(self, work: asyncio.Future[Any]) -> None:
+    def _watch(self, work: asyncio.Future[Any]) -> None:
         """Let `cleaned_up` wait for `work`."""
         self._cleanups.add(work)
         work.add_done_callback(self._cleanups.discard)

@@ -33,7 +33,6 @@ from tiercache.tiers.files.access import (
     open_file,
     opened_directory,
     rename_new,
-    require_directory,
     warn_of_missing_mount,
 )
 from tiercache.tiers.files.capacity import Capacity, Freeing, counted_in
@@ -378,7 +377,9 @@ def make_place(directory: Path, access: Access) -> Path:
     access.make_root(directory)
     place = place_of(directory)
     access.make_directory(place)
-    status = require_directory(place)
+    status = os.lstat(place)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
     access.enforce(place, status)
     if not access.owns(status) and status.st_uid != _own_user(place):
         raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(place))

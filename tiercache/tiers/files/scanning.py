@@ -158,7 +158,7 @@ async def scan(directory: Directory, workers: Workers, *, first: bool) -> Scanne
         if directory.files is not files:
             return None  # the replacement has its own scan
         await _age(index, new, newest_first)
-        changed_bytes = await workers.submit(files.recount, mark, found.counted_bytes)
+        changed_bytes = await workers.submit(files.capacity.recount, mark, found.counted_bytes)
     finally:
         if not first:
             directory.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))

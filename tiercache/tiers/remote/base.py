@@ -152,6 +152,11 @@ class RemoteTier(Tier):
     async def _delete(self, key: ChunkKey) -> bool:
         """Delete the value; return False if there was none."""
 
+    def value_name(self, key: ChunkKey) -> str:
+        """Return the name of the value: `prefix:<key in hex>`, without a prefix the key alone."""
+        prefix = self.settings.options.get("prefix")
+        return f"{prefix}:{key.hex()}" if prefix else key.hex()
+
     def packed_header(self, key: ChunkKey, payload: np.ndarray) -> bytes:
         """Return the 88 bytes of the header of a plain `payload`. Computes a checksum: call it in a thread."""
         return Header(key, self.fingerprint, payload.nbytes, payload_checksum(payload)).pack()

@@ -58,8 +58,6 @@ class InfiniStoreTier(RemoteTier):
         super().__init__(settings)
         self._host, self._port, self._device = _read_url(settings)
         self._rdma = settings.options.get("connection_type", "RDMA") == "RDMA"
-        prefix = str(settings.options.get("prefix") or "")
-        self._prefix = f"{prefix}:" if prefix else ""
         self._arena: Arena | None = None
         self._api: Any = None
         self._connection: Any = None
@@ -173,7 +171,7 @@ class InfiniStoreTier(RemoteTier):
     # Transfers
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        name = self._name(key)
+        name = self.value_name(key)
         cell = await self._free.get()
         try:
             header = self._headers[cell : cell + PACKED_BYTES]
@@ -195,7 +193,7 @@ class InfiniStoreTier(RemoteTier):
             self._free.put_nowait(cell)
 
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        name = self._name(key)
+        name = self.value_name(key)
         packed = await self._hashers.submit(self.packed_header, key, payload)
         cell = await self._free.get()
         try:
@@ -210,7 +208,7 @@ class InfiniStoreTier(RemoteTier):
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Ask with one request. The server bisects, so all keys before the last found key count as present."""
         connection = self._connected()
-        names = [self._name(key) for key in keys]
+        names = [self.value_name(key) for key in keys]
 
         def ask() -> int:
             with contextlib.suppress(Exception):  # "can't find a match", or no answer, and then the next call fails
@@ -228,7 +226,7 @@ class InfiniStoreTier(RemoteTier):
 
     async def _delete(self, key: ChunkKey) -> bool:
         connection = self._connected()
-        name = self._name(key)
+        name = self.value_name(key)
 
         def remove() -> bool:
             if not connection.check_exist(name):
@@ -326,9 +324,6 @@ class InfiniStoreTier(RemoteTier):
         except Exception as error:  # the API raises plain Exception
             self._break(connection, str(error))
             raise TierUnavailable(f"{self.name}: {error}") from error
-
-    def _name(self, key: ChunkKey) -> str:
-        return self._prefix + key.hex()
 
 
 def _read_tcp(connection: Any, name: str, place: np.ndarray) -> int | None:

@@ -79,8 +79,6 @@ class MooncakeTier(RemoteTier):
 
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings)
-        prefix = str(settings.options.get("prefix") or "")
-        self._prefix = f"{prefix}:" if prefix else ""
         self._arena: Arena | None = None
         self._address: MooncakeAddress | None = None
         self._client: MooncakeClient | None = None
@@ -160,7 +158,7 @@ class MooncakeTier(RemoteTier):
 
     def _get_blocking(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Read a value without changing bytes after the payload. Raises CorruptChunk, TierUnavailable."""
-        name = self._name(key)
+        name = self.value_name(key)
         with self._use() as session:
             size = session.store.get_size(name)
         if size in _MISSES:
@@ -196,7 +194,7 @@ class MooncakeTier(RemoteTier):
 
     def _put_blocking(self, key: ChunkKey, payload: np.ndarray) -> bool:
         """Store a value. Mooncake keeps an existing one. Raises TierFull, TierUnavailable."""
-        name = self._name(key)
+        name = self.value_name(key)
         packed = self.packed_header(key, payload)
         with self._memory.header() as (header, header_address), self._use() as session:
             header[:] = np.frombuffer(packed, dtype=np.uint8)
@@ -208,7 +206,7 @@ class MooncakeTier(RemoteTier):
 
     def _exist_blocking(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._use() as session:
-            codes = session.store.batch_is_exist([self._name(key) for key in keys])
+            codes = session.store.batch_is_exist([self.value_name(key) for key in keys])
         for code in codes:
             if code < 0 and code not in _MISSES:
                 raise self._failure("asking what is there", code)
@@ -217,13 +215,10 @@ class MooncakeTier(RemoteTier):
     def _delete_blocking(self, key: ChunkKey) -> bool:
         """Remove the value even while the master's lease for a read lasts (10 s), since readers verify their result."""
         with self._use() as session:
-            code = session.store.remove(self._name(key), True)
+            code = session.store.remove(self.value_name(key), True)
         if code < 0 and code not in _MISSES:
-            raise self._failure(f"removing {self._name(key)}", code)
+            raise self._failure(f"removing {self.value_name(key)}", code)
         return bool(code >= 0)
-
-    def _name(self, key: ChunkKey) -> str:
-        return self._prefix + key.hex()
 
     def _failure(self, what: str, code: int) -> TierFull | TierUnavailable:
         """Return the error for a code that is neither success nor a miss."""

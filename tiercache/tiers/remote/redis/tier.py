@@ -44,7 +44,6 @@ class RedisTier(RemoteTier):
         self.compression = settings.make_compression()
         self.address = read_address(settings)
         self._servers = Servers(ConnectionPool(self.address, settings))
-        self._prefix = str(settings.options.get("prefix") or "")
         ttl_s = settings.options.get("ttl_s")
         self._set_options = [] if ttl_s is None else [b"PX", b"%d" % max(1, round(ttl_s * 1000))]
         self._readers = Workers(f"{self.name}-read", settings.concurrency)
@@ -57,7 +56,7 @@ class RedisTier(RemoteTier):
     async def _connect(self) -> None:
         """Check the settings. An unreachable server does not stop the start: operations fail until it is reachable."""
         try:
-            await self._control.submit(self._servers.check, self._value_name(bytes(24)))
+            await self._control.submit(self._servers.check, self.value_name(bytes(24)).encode())
         except SettingRejected as error:
             raise self.settings.error(error.option, error.problem) from None
         except (ConnectionLost, ServerError) as error:
@@ -77,13 +76,13 @@ class RedisTier(RemoteTier):
         return True
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        return await self._in_thread(self._control, self._servers.exist, [self._value_name(key) for key in keys])
+        return await self._in_thread(self._control, self._servers.exist, [self.value_name(key).encode() for key in keys])
 
     async def _delete(self, key: ChunkKey) -> bool:
         return await self._in_thread(self._control, self._delete_blocking, key)
 
     def _get_blocking(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        name = self._value_name(key)
+        name = self.value_name(key).encode()
         view = into.data
 
         def exchange(connection: RedisConnection) -> tuple[bytes | None, int]:
@@ -102,7 +101,7 @@ class RedisTier(RemoteTier):
         return self.verified(key, header, into, length)
 
     def _put_blocking(self, key: ChunkKey, payload: np.ndarray) -> None:
-        name = self._value_name(key)
+        name = self.value_name(key).encode()
         with self.pack(key, payload) as stored:
             header, view = stored.header.pack(), stored.payload.data
             began_s = time.monotonic()
@@ -110,16 +109,13 @@ class RedisTier(RemoteTier):
             self.compression.sent(len(view), time.monotonic() - began_s)
 
     def _delete_blocking(self, key: ChunkKey) -> bool:
-        name = self._value_name(key)
+        name = self.value_name(key).encode()
 
         def exchange(connection: RedisConnection) -> bool:
             connection.request(command(b"UNLINK", name))
             return connection.reply() == 1
 
         return self._servers.run(name, exchange)
-
-    def _value_name(self, key: ChunkKey) -> bytes:
-        return f"{self._prefix}:{key.hex()}".encode() if self._prefix else key.hex().encode()
 
     async def _in_thread(self, workers: Workers, call: Callable[..., T], *arguments: object) -> T:
         self._check_open()

@@ -16,9 +16,6 @@ cannot prove, since it is not 3FS:
 - the real library's crashes and races. It raises where that one breaks a rule silently, and locks where that one does not.
 - GPU buffers, priorities (the real one's workers prefer some rings), NUMA, quotas, other users' permissions; `hardlink`,
   `punch_hole` and `read_file` are not there.
-
-Without FUSE it serves a plain directory. Then `extract_mount_point` finds the directory only by the emulator's socket in it,
-`stat` never lags behind a ring's writes, and a registered file is known to the daemon, not every open one.
 """
 
 from tests.hf3fs_emulator.control import Control

@@ -14,11 +14,8 @@ from tests.hf3fs_emulator.emulator import why_no_fuse
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hf3fs_emulator", description=__doc__)
-    parser.add_argument(
-        "--mount", type=Path, metavar="DIR", required=True, help="where to mount, or the plain directory to serve"
-    )
+    parser.add_argument("--mount", type=Path, metavar="DIR", required=True, help="where to mount")
     parser.add_argument("--backing", type=Path, help="directory that holds the files (default: DIR.files)")
-    parser.add_argument("--no-fuse", action="store_true", help="serve DIR itself, without FUSE")
     parser.add_argument("--socket", type=Path, help="Unix socket for fault injection")
     parser.add_argument("--threads", type=int, default=THREADS, help=f"transfers at the same time (default: {THREADS})")
     parser.add_argument(
@@ -27,17 +24,15 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.no_fuse and given.backing is not None:
-        parser.error("--backing is for a FUSE mount: with --no-fuse the files lie in --mount itself")
-    if not given.no_fuse and (reason := why_no_fuse()):
-        parser.error(f"{reason}; or serve a plain directory with --no-fuse")
-    backing = None if given.no_fuse else given.backing or given.mount.with_name(f"{given.mount.name}.files")
-    for directory in filter(None, (given.mount, backing)):
+    if reason := why_no_fuse():
+        parser.error(reason)
+    backing = given.backing or given.mount.with_name(f"{given.mount.name}.files")
+    for directory in (given.mount, backing):
         directory.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.WARNING)
     settings = Settings(
         mount=given.mount.resolve(),
-        backing=backing and backing.resolve(),
+        backing=backing.resolve(),
         socket=given.socket,
         threads=given.threads,
         negative_io_depth=not given.no_negative_io_depth,

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ class Channel:
         self._answers.close()
         self._socket.close()
 
-    def ask(self, what: str, descriptors: Sequence[int] = (), **arguments: Any) -> Any:
+    def ask(self, what: str, **arguments: Any) -> Any:
         """Raises OSError with the daemon's errno, ConnectionError when it is gone, TimeoutError when it takes too long."""
         request = json.dumps({"what": what, **arguments}).encode() + b"\n"
         with self._lock:
-            socket.send_fds(self._socket, [request], descriptors)
+            self._socket.sendall(request)
             line = self._answers.readline()
         if not line:
             raise ConnectionResetError(f"{what}: the emulator's daemon is gone")

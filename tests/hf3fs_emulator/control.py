@@ -50,12 +50,8 @@ class Control:
         self._channel.ask("fault", action="lose", count=count, direction=direction)
 
     def fail_call(self, call: Call, errno: int, count: int | None = 1) -> None:
-        """Let a system call on the mount fail. Raises OSError (ENOTSUP) where there is no FUSE to do it."""
+        """Let a system call on the mount fail."""
         self._channel.ask("call_fault", call=call, errno=errno, count=count)
-
-    def make_read_only(self) -> None:
-        """Writing fails with EROFS from now on: by rings, and on a FUSE mount by system calls."""
-        self._channel.ask("read_only")
 
     def hang(self) -> None:
         """From now on the daemon takes operations and does nothing with them. The file system goes on."""
@@ -77,16 +73,12 @@ class Control:
         """Wait until exactly so many buffers and rings are registered."""
         self._wait("until_registered", buffers=buffers, rings=rings)
 
-    def until_open_files(self, files: int) -> None:
-        """Wait until exactly so many files are held open. The kernel reports a close after `close` has returned."""
-        self._wait("until_open_files", files=files)
-
     def pace(self, pace: Pace | None) -> None:
         """Answer calls on the mount no faster than this; None: at once."""
         self._channel.ask("pace", **({} if pace is None else asdict(pace)))
 
     def clear(self) -> None:
-        """No more faults, nothing hangs, writing is allowed, and nothing is paced."""
+        """No more faults, nothing hangs, and nothing is paced."""
         self._channel.ask("clear")
 
     def statistics(self) -> Statistics:

@@ -17,7 +17,7 @@ import tiercache
 from tests.hf3fs_emulator.control import Control
 from tests.hf3fs_emulator.daemon.engine import THREADS
 from tests.hf3fs_emulator.install import SITE
-from tests.hf3fs_emulator.wire import SHARED_MEMORY, SOCKET_NAME, VIRTUAL_DIRECTORY
+from tests.hf3fs_emulator.wire import SHARED_MEMORY
 from tests.servers.processes import stop_process
 
 _START_S = 30.0
@@ -45,8 +45,8 @@ class Hf3fsEmulator:
         emulator.kill(); emulator.restart()
     ```
 
-    `directory` holds the mount point, the files and the daemon's log; without one it is temporary. `fuse=None` mounts where
-    the machine can, and else serves a plain directory, where clients need `environment`. The files outlive a restart.
+    `directory` holds the mount point, the files and the daemon's log; without one it is temporary. Client processes need
+    `environment`. The files outlive a restart.
     Sources of 3FS differ in whether a daemon takes rings of `io_depth < 0`: with `negative_io_depth=False` they are EINVAL.
     """
 
@@ -54,12 +54,10 @@ class Hf3fsEmulator:
         self,
         directory: Path | None = None,
         *,
-        fuse: bool | None = None,
         threads: int = THREADS,
         negative_io_depth: bool = True,
     ) -> None:
         self._given_directory = directory
-        self.fuse = why_no_fuse() is None if fuse is None else fuse
         self.threads = threads
         self.negative_io_depth = negative_io_depth
         self._daemon: subprocess.Popen[bytes] | None = None
@@ -85,12 +83,9 @@ class Hf3fsEmulator:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client process needs in its environment: where the modules are, and leave to use a plain directory."""
+        """What a client process needs in its environment: where the modules are."""
         paths = [str(SITE), str(Path(tiercache.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if not self.fuse:
-            environment["HF3FS_USRBIO_DONT_CHECKFS_FOR_MP"] = "yes"
-        return environment
+        return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def start(self) -> None:
         """Returns once clients can come. Raises RuntimeError, with what the daemon said, when it does not get so far."""
@@ -100,7 +95,7 @@ class Hf3fsEmulator:
         else:
             self.directory = self._given_directory.resolve()
         self.mount = self.directory / "mount"
-        self.backing = self.directory / "files" if self.fuse else self.mount
+        self.backing = self.directory / "files"
         self._log = self.directory / "daemon.log"
         self._launch()
 
@@ -140,13 +135,13 @@ class Hf3fsEmulator:
 
     def _launch(self) -> None:
         self.mount.mkdir(parents=True, exist_ok=True)
-        socket = self.directory / "control.sock" if self.fuse else self.mount / VIRTUAL_DIRECTORY / SOCKET_NAME
+        socket = self.directory / "control.sock"
         ready, ready_there = os.pipe()
         command = [
             sys.executable, "-m", "tests.hf3fs_emulator", "--mount", str(self.mount), "--socket", str(socket),
             "--threads", str(self.threads), "--ready-fd", str(ready_there), "--until-stdin-closes",
             *([] if self.negative_io_depth else ["--no-negative-io-depth"]),
-            *(["--backing", str(self.backing)] if self.fuse else ["--no-fuse"]),
+            "--backing", str(self.backing),
         ]  # fmt: skip
         try:
             with self._log.open("ab") as log:
@@ -182,7 +177,7 @@ class Hf3fsEmulator:
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self.fuse and _is_mounted(self.mount):
+        if _is_mounted(self.mount):
             subprocess.run(["fusermount3", "-u", "-z", str(self.mount)], check=True, timeout=_STOP_S)
         for name in self._semaphores:
             Path(SHARED_MEMORY, f"sem.{name}").unlink(missing_ok=True)

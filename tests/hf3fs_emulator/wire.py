@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 VIRTUAL_DIRECTORY = "3fs-virt"
 SHARED_MEMORY = "/dev/shm"
-SOCKET_NAME = "emulator.sock"
-"""In `3fs-virt`, where the mount is a plain directory; the emulator's own, no part of the real ABI."""
 SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
 """In `3fs-virt/iovs`: high, normal and low priority."""
 

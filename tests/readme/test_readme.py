@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.control.conftest import LAYOUT, TOKENS, config_of
+from tests.needs import needs_fuse
 from tests.readme.blocks import (
     KINDS,
     REPOSITORY,
@@ -350,7 +351,7 @@ ENTRIES: dict[str, Entry] = {
 
 NEEDS = {
     r"python -m tests\.torture --real .*": pytest.mark.uses("redis-server"),
-    r"python examples/hf3fs_serve\.py": pytest.mark.uses("fuse3"),
+    r"python examples/hf3fs_serve\.py": needs_fuse,
     r"python examples/redis_shared\.py": pytest.mark.needs("redis-server"),
     r"python examples/serve_fastapi\.py": pytest.mark.needs("curl"),
     rf"{SERVER} '{PLAIN}": pytest.mark.needs("curl"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
+from tests.hf3fs_emulator import Hf3fsEmulator, install
 from tests.remote.fs.mount import FragileMount
 
 install()
@@ -45,15 +45,12 @@ def kind() -> str:
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Iterator[Path]:
     """A directory on what the `kind` needs: tmpfs, a 3FS mount, or any file system."""
     with ExitStack() as stack:
         above = tmp_path
         if kind == "hf3fs":
-            without_fuse = bool(why_no_fuse())
-            if without_fuse:
-                monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
-            above = stack.enter_context(Hf3fsEmulator(fuse=not without_fuse)).mount
+            above = stack.enter_context(Hf3fsEmulator()).mount
         elif kind == "shared_memory":
             above = request.getfixturevalue("in_memory")
         (above / "kv").mkdir()

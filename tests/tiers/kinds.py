@@ -4,6 +4,9 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.needs import needs_fuse
 from tests.remote.fs.test_fs import tier_on
 from tests.tiers.opened import open_tier
 from tests.tiers.test_contract import LAYOUT
@@ -17,7 +20,8 @@ from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
-KINDS = ["disk", "fs", "weka", "gds", "shared_memory", "hf3fs"]
+KINDS = ["disk", "fs", "weka", "gds", "shared_memory"]
+HF3FS = pytest.param("hf3fs", marks=needs_fuse)
 FEW_BYTES = 12 * (FILE_BYTES + 4096)
 
 

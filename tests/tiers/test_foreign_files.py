@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chunks import chunks_of
+from tests.needs import needs_fuse
 from tests.tiers.kinds import FEW_BYTES, KINDS, opened
 from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
 from tiercache.commands.stat import survey
@@ -47,7 +48,14 @@ def seen(place: Path, without: Path | None = None) -> dict[str, tuple[int, int, 
     return found
 
 
-@pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in KINDS), ("disk", {"file_access": "group"})])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *((kind, {}) for kind in KINDS),
+        pytest.param("hf3fs", {}, marks=needs_fuse),
+        ("disk", {"file_access": "group"}),
+    ],
+)
 async def test_nothing_of_others_is_touched_or_counted(place: Path, kind: str, settings: dict[str, Any]) -> None:
     put_foreign_files(place)
     before, mode = seen(place), place.stat().st_mode

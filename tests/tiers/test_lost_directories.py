@@ -14,7 +14,7 @@ import pytest
 from tests.chunks import chunks_of
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
-from tests.tiers.kinds import opened
+from tests.tiers.kinds import HF3FS, opened
 from tests.tiers.test_disk import FILE_BYTES, is_hit, physical_bytes
 from tiercache.errors import CacheClosed, TierUnavailable
 from tiercache.testing import chunk
@@ -22,8 +22,8 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 
 CAP_BYTES = 64 * FILE_BYTES
-KINDS = ["disk", "fs", "weka", "gds", pytest.param("hf3fs", marks=needs_fuse)]
 ON_ANY_MOUNT = ["disk", "fs", "weka", "gds"]
+KINDS = [*ON_ANY_MOUNT, HF3FS]
 
 
 async def is_written(tier: Tier, number: int) -> bool:

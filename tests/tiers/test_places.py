@@ -91,7 +91,7 @@ async def test_a_link_in_the_place_of_the_directory_of_chunks_is_an_error(place:
     assert (seen(target), target.stat().st_mode) == (before, mode)
 
 
-@pytest.mark.parametrize("kind", ["disk", "fs", "weka", "shared_memory", "hf3fs"])
+@pytest.mark.parametrize("kind", ["disk", "fs", "weka", "shared_memory", kinds.HF3FS])
 @pytest.mark.parametrize("linked", ["itself", "its parent"])
 async def test_the_directory_may_be_a_link(place: Path, kind: str, linked: str, caplog: pytest.LogCaptureFixture) -> None:
     link = place.parent / "link"

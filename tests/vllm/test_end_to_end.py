@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.needs import needs_fuse
 from tests.vllm.answers import assert_hits, assert_wrong_hits, close_answer
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, drive, drive_named, tiercache_settings
 
@@ -148,8 +149,8 @@ Remote = tuple[str, dict[str, Any], dict[str, str]]
 
 @pytest.fixture(
     params=[
-        pytest.param("3fs", marks=pytest.mark.uses("fuse3")),
-        pytest.param("3fs-in-its-arena", marks=pytest.mark.uses("fuse3")),
+        pytest.param("3fs", marks=needs_fuse),
+        pytest.param("3fs-in-its-arena", marks=needs_fuse),
         pytest.param("Redis", marks=pytest.mark.needs("redis-server")),
     ]
 )

@@ -94,7 +94,7 @@ def slow_disk(plan: Plan, model: Path, place: Path, hot_gb: float) -> Iterator[S
         return
     plan.progress("vLLM: starting it with tiercache on a disk that can be slowed down")
     with (
-        Hf3fsEmulator(place / "disk", fuse=True) as emulator,
+        Hf3fsEmulator(place / "disk") as emulator,
         side(OURS, model, place / "server", hot_gb=hot_gb, disk=emulator.mount / "kv") as ours,
     ):
         yield SlowDisk(emulator, ours)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.hf3fs_emulator import Hf3fsEmulator, install, why_no_fuse
+from tests.hf3fs_emulator import Hf3fsEmulator, install
 from tests.hf3fs_emulator.client import descriptors
 from tests.needs import needs_fuse
 from tests.tiers.opened import open_tier
@@ -34,15 +34,12 @@ PATIENCE_S = 20.0
 install()
 
 
-KIND = "directory" if why_no_fuse() else pytest.param("fuse", marks=needs_fuse)
-"""Of most tests. The tier's contract is tested on both kinds."""
+FUSE = [pytest.param("fuse", marks=needs_fuse)]
 
 
-@pytest.fixture(scope="module", params=[KIND])
-def emulator(request: pytest.FixtureRequest) -> Iterator[Hf3fsEmulator]:
-    with pytest.MonkeyPatch.context() as patch, Hf3fsEmulator(fuse=request.param == "fuse") as emulator:
-        if request.param == "directory":
-            patch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
+@pytest.fixture(scope="module", params=FUSE)
+def emulator() -> Iterator[Hf3fsEmulator]:
+    with Hf3fsEmulator() as emulator:
         yield emulator
 
 
@@ -53,18 +50,13 @@ def place(emulator: Hf3fsEmulator, request: pytest.FixtureRequest) -> Path:
     return emulator.mount / f"{abs(hash(request.node.nodeid)):x}"
 
 
-@pytest.fixture(params=[KIND])
-def mortal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hf3fsEmulator]:
+@pytest.fixture(params=FUSE)
+def mortal() -> Iterator[Hf3fsEmulator]:
     """An emulator of the test's own, to be killed or left in disorder."""
-    if request.param == "directory":
-        monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
-    with Hf3fsEmulator(fuse=request.param == "fuse") as emulator:
+    with Hf3fsEmulator() as emulator:
         yield emulator
         emulator.resume()
     descriptors.let_go_of_dead_mounts()
-
-
-mortal_on_fuse = pytest.mark.parametrize("mortal", [pytest.param("fuse", marks=needs_fuse)], indirect=True)
 
 
 LONGEST_LAG_S = 1.0

@@ -1,4 +1,4 @@
-"""The 3FS tier against the contract of all tiers, on a FUSE mount and on a plain directory."""
+"""The 3FS tier against the contract of all tiers."""
 
 from pathlib import Path
 
@@ -6,15 +6,12 @@ import pytest
 
 from tests.hf3fs.tier.conftest import make_tier
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.needs import needs_fuse
 from tests.tiers.test_contract import limits
 from tests.tiers.test_disk import flip
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.tiers.base import Tier
 from tiercache.tiers.hf3fs import Hf3fsTier
-
-pytestmark = pytest.mark.parametrize("emulator", [pytest.param("fuse", marks=needs_fuse), "directory"], indirect=True)
 
 
 class TestHf3fsTier(TierContract):

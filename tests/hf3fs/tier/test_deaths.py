@@ -14,7 +14,6 @@ from tests.hf3fs.tier.conftest import (
     Opened,
     get,
     make_tier,
-    mortal_on_fuse,
     put,
     responsive,
     until,
@@ -23,7 +22,6 @@ from tests.hf3fs.tier.conftest import (
 )
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.hf3fs_emulator.client import descriptors
-from tests.needs import needs_fuse
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.tiers.hf3fs import tier as tier_module
@@ -43,7 +41,6 @@ async def test_daemon_that_died_while_nobody_asked_is_noticed_by_writes(
             await get(tier3, memory, number)
 
 
-@mortal_on_fuse
 async def test_death_is_noticed_by_a_full_tier(mortal: Hf3fsEmulator, opened: Opened, memory: Memory) -> None:
     """Where the count is what nobody can read any more, before a write begins."""
     async with opened(mortal.mount / "chunks", rings=HASTY, cap_bytes=1 << 20) as tier3:
@@ -83,7 +80,6 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         await get(tier3, memory, 1)
 
 
-@mortal_on_fuse
 @pytest.mark.parametrize("cancelled", [False, True], ids=["is one sentence", "does not hold up a cancelled opening"])
 async def test_daemon_that_stops_while_a_tier_opens(
     mortal: Hf3fsEmulator, short_waits: None, monkeypatch: pytest.MonkeyPatch, cancelled: bool
@@ -120,7 +116,6 @@ async def test_daemon_that_stops_while_a_tier_opens(
     await again.close()
 
 
-@needs_fuse
 def test_numbers_that_an_earlier_tier_left_registered_are_no_obstacle(mortal: Hf3fsEmulator) -> None:
     """As when it was closed while the mount was dead. The library's own duplicate gets such a number, too."""
     left = [os.open(mortal.mount / name, os.O_RDWR | os.O_CREAT) for name in "abc"]

@@ -16,7 +16,6 @@ from tests.hf3fs.tier.conftest import (
     Opened,
     all_places_are_free,
     get,
-    mortal_on_fuse,
     put,
     responsive,
     start_reading,
@@ -24,7 +23,6 @@ from tests.hf3fs.tier.conftest import (
     works_again,
 )
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.needs import needs_fuse
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -145,7 +143,6 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
         assert tier.statistics().occupied_bytes == occupied, "what died half-written is not counted"
 
 
-@mortal_on_fuse
 async def test_dead_mount_is_an_error_at_once_and_closes(mortal: Hf3fsEmulator, opened: Opened, memory: Memory) -> None:
     async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
         await put(tier, memory, 1)
@@ -160,7 +157,6 @@ async def test_dead_mount_is_an_error_at_once_and_closes(mortal: Hf3fsEmulator, 
         await get(tier, memory, 1)
 
 
-@mortal_on_fuse
 async def test_paused_daemon_hangs_threads_and_not_the_loop(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory
 ) -> None:
@@ -183,7 +179,6 @@ async def test_paused_daemon_hangs_threads_and_not_the_loop(
         assert tier.statistics().corrupt == 0
 
 
-@mortal_on_fuse
 async def test_close_does_not_wait_for_a_paused_daemon(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory, short_waits: None
 ) -> None:
@@ -224,8 +219,6 @@ async def test_a_short_or_failed_read_of_a_ring_is_no_fault_of_the_file(
     assert tier.statistics().corrupt == 0
 
 
-@needs_fuse
-@pytest.mark.parametrize("emulator", ["fuse"], indirect=True)
 async def test_a_file_that_cannot_be_read_in_any_way_costs_itself(
     tier: Hf3fsTier, memory: Memory, emulator: Hf3fsEmulator
 ) -> None:

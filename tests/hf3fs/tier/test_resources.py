@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, make_tier, mortal_on_fuse
+from tests.hf3fs.tier.conftest import RINGS, Memory, Opened, make_tier
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.tiers.opened import open_tier
 from tests.tiers.others import running
@@ -94,7 +94,6 @@ async def test_refused_depth_is_named(mortal: Hf3fsEmulator) -> None:
     mortal.control.until_registered(buffers=0, rings=0)
 
 
-@mortal_on_fuse
 async def test_dead_mount_is_refused_and_leaves_nothing(mortal: Hf3fsEmulator, opened: Opened) -> None:
     before = ours()
     mortal.kill()

@@ -10,7 +10,6 @@ import pytest
 
 from tests.hf3fs.tier.conftest import Memory, Opened, until
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.needs import needs_fuse
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -66,8 +65,6 @@ async def test_writing_chunk_is_seen_by_nobody(
         assert np.array_equal(into, payload)
 
 
-@needs_fuse
-@pytest.mark.parametrize("emulator", ["fuse"], indirect=True)
 @pytest.mark.parametrize("call", ["open", "fsync"])
 async def test_failed_call_leaves_no_chunk_and_no_count(
     tier: Hf3fsTier, place: Path, memory: Memory, emulator: Hf3fsEmulator, call: str

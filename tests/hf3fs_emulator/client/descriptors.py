@@ -14,7 +14,7 @@ import os
 import threading
 from dataclasses import dataclass
 
-from tests.hf3fs_emulator.client.mounts import hold_inode, is_hf3fs, release_inode
+from tests.hf3fs_emulator.client.mounts import is_hf3fs
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def register_fd(fd: int, flags: int = 0) -> None:
     duplicate = os.dup(fd)
     try:
         _require_unregistered(fd, duplicate)
-        inode = hold_inode(duplicate)
+        inode = os.fstat(duplicate).st_ino
     except OSError:
         os.close(duplicate)
         raise
@@ -46,7 +46,6 @@ def register_fd(fd: int, flags: int = 0) -> None:
         try:
             _require_unregistered(fd, duplicate)
         except OSError:
-            release_inode(duplicate, inode)
             os.close(duplicate)
             raise
         _registered[fd] = _registered[duplicate] = RegisteredFile(duplicate, inode, access)
@@ -69,7 +68,6 @@ def deregister_fd(fd: int) -> None:
             return
         if _registered.get(file.duplicate) is file:
             del _registered[file.duplicate]
-        release_inode(file.duplicate, file.inode)
         with contextlib.suppress(OSError):  # of a dead mount; the real one does not look
             os.close(file.duplicate)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.hf3fs_emulator.client import buffers, rings
 from tests.hf3fs_emulator.client.descriptors import deregister_fd, register_fd
-from tests.hf3fs_emulator.client.mounts import add_link, extract_mount_point, force_fsync, remove_link
+from tests.hf3fs_emulator.client.mounts import extract_mount_point, force_fsync
 from tests.hf3fs_emulator.wire import SHARED_MEMORY, VIRTUAL_DIRECTORY
 
 __all__ = [
@@ -34,7 +34,7 @@ class iovec:
 
     def __del__(self) -> None:
         self.iov.release()
-        remove_link(self.link)
+        os.unlink(self.link)
 
     def __getitem__(self, slice: slice) -> buffers.iovec:
         return self.iov[slice]
@@ -69,7 +69,7 @@ def make_iovec(shm: SharedMemory, hf3fs_mount_point: str, block_size: int = 0, n
     target = os.path.normpath(f"{SHARED_MEMORY}/{shm.name}")
     blocks = f".b{block_size}" if block_size > 0 else ""
     link = f"{hf3fs_mount_point}/{VIRTUAL_DIRECTORY}/iovs/{identity}{blocks}"
-    add_link(target, link)
+    os.symlink(target, link)
     return iovec(buffers.iovec(shm.buf, identity, hf3fs_mount_point, block_size, numa), link)
 
 

@@ -14,7 +14,6 @@ from datetime import timedelta
 
 from tests.hf3fs_emulator.client.buffers import iovec
 from tests.hf3fs_emulator.client.descriptors import registered
-from tests.hf3fs_emulator.client.mounts import add_link, remove_link
 from tests.hf3fs_emulator.client.threads import OneThread
 from tests.hf3fs_emulator.ring_memory import Arguments, RingMemory
 from tests.hf3fs_emulator.semaphores import NamedSemaphore
@@ -150,7 +149,7 @@ class ioring:
         flags = f".f{self._traits.flags}" if self._traits.flags else ""
         name = self._link.rpartition("/")[2].partition(".f")[0] + flags
         with contextlib.suppress(OSError):  # upstream does not look either
-            remove_link(f"{self._mount_point}/{VIRTUAL_DIRECTORY}/iovs/{name}")
+            os.unlink(f"{self._mount_point}/{VIRTUAL_DIRECTORY}/iovs/{name}")
 
     def __del__(self) -> None:
         self.destroy()
@@ -202,7 +201,7 @@ def _register(mount_point: str, traits: RingTraits, entries: int) -> tuple[str, 
     try:
         os.ftruncate(descriptor, size_bytes)
         memory = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED)
-        add_link(target, link)
+        os.symlink(target, link)
         return link, memory
     finally:
         os.close(descriptor)

@@ -139,8 +139,6 @@ class Engine:
         traits = batch.ring.traits
         if fault is not None and fault.action == "errno":
             raise OSError(int(fault.value), "a fault was asked for")
-        if self._faults.read_only and not traits.for_read:
-            return -errno.EROFS
         known = self._files.find(arguments.inode)
         if known is None:
             return -errno.EBADF

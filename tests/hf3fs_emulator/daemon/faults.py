@@ -38,7 +38,6 @@ class Faults:
         self._hanging = False
         self._parked: list[Callable[[], None]] = []
         self._calls: list[CallFault] = []
-        self.read_only = False
         self.struck = 0
 
     def add(self, fault: Fault) -> None:
@@ -46,11 +45,10 @@ class Faults:
             self._active.append(fault)
 
     def clear(self) -> None:
-        """Forget all faults, allow writes, and let everything go that hangs."""
+        """Forget all faults, and let everything go that hangs."""
         with self._lock:
             self._active.clear()
             self._calls.clear()
-            self.read_only = False
         self.resume()
 
     def next(self, for_read: bool) -> Fault | None:

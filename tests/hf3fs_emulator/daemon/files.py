@@ -28,7 +28,7 @@ class KnownFile:
 
 class KnownFiles:
     def __init__(self) -> None:
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._files: dict[int, KnownFile] = {}
         self.on_visible: Callable[[int], None] = lambda inode: None
         """Called with the inode when what rings wrote is to be seen."""
@@ -36,18 +36,8 @@ class KnownFiles:
     def __len__(self) -> int:
         return len(self._files)
 
-    def hold(self, descriptor: int) -> int:
-        """Count an opening of the file behind `descriptor`, which remains the caller's. Return its inode number."""
-        inode = os.fstat(descriptor).st_ino
-        with self._lock:
-            known = self._files.get(inode)
-            if known is None:
-                known = self._files[inode] = _own(descriptor)
-            known.holders += 1
-        return inode
-
-    def hold_open(self, descriptor: int, inode: int, *, writable: bool) -> KnownFile:
-        """As `hold`. Where it is the first, the file keeps `descriptor` itself and closes it."""
+    def hold(self, descriptor: int, inode: int, *, writable: bool) -> KnownFile:
+        """Count an opening of the file. Where it is the first, the file keeps `descriptor` and closes it."""
         with self._lock:
             known = self._files.get(inode)
             if known is None:
@@ -61,12 +51,6 @@ class KnownFiles:
             known.holders -= 1
             if known.holders == 0:
                 del self._files[inode]
-                self._lock.notify_all()
-
-    def until(self, files: int) -> None:
-        """Wait until exactly so many are held open."""
-        with self._lock:
-            self._lock.wait_for(lambda: len(self._files) == files)
 
     def find(self, inode: int) -> KnownFile | None:
         return self._files.get(inode)
@@ -94,12 +78,3 @@ class KnownFiles:
         if known is None or known.visible_bytes is None:
             return size_bytes
         return known.visible_bytes
-
-
-def _own(descriptor: int) -> KnownFile:
-    """Open it once more, for both directions where its permissions let us: rings of either kind may use it."""
-    path = f"/proc/self/fd/{descriptor}"
-    try:
-        return KnownFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), True)
-    except OSError:
-        return KnownFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), False)

@@ -104,25 +104,23 @@ class Filesystem:
             self._buffers.register(os.path.basename(path), target, pid)
             self._on_client(pid)
         else:
-            os.symlink(target, self._writable(path))
+            os.symlink(target, self._real(path))
 
     def unlink(self, path: str) -> None:
         if os.path.dirname(path) == _IOVS:
             self._buffers.unregister(os.path.basename(path))
         else:
             self._faults.check_call("unlink")
-            os.unlink(self._writable(path))
+            os.unlink(self._real(path))
 
     def open(self, path: str, flags: int) -> int:
         self._faults.check_call("open")
-        reads = flags & os.O_ACCMODE == os.O_RDONLY
-        real = self._real(path) if reads else self._writable(path)
-        return self._opened(real, flags, 0)[0]
+        return self._opened(self._real(path), flags, 0)[0]
 
     def create(self, path: str, mode: int, flags: int) -> tuple[int, int, bytes]:
         """Handle, inode, attributes."""
         self._faults.check_call("open")
-        handle, status = self._opened(self._writable(path), flags | os.O_CREAT, mode)
+        handle, status = self._opened(self._real(path), flags | os.O_CREAT, mode)
         size_bytes = self._files.visible_bytes(status.st_ino, status.st_size)
         return handle, status.st_ino, attributes(status, size_bytes)
 
@@ -138,7 +136,7 @@ class Filesystem:
                 raise
             descriptor, writable = os.open(real, given, mode), flags & os.O_ACCMODE == os.O_RDWR
         status = os.fstat(descriptor)
-        self._open[descriptor] = status.st_ino, self._files.hold_open(descriptor, status.st_ino, writable=writable)
+        self._open[descriptor] = status.st_ino, self._files.hold(descriptor, status.st_ino, writable=writable)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             self._writing.add(descriptor)
         return descriptor, status
@@ -174,7 +172,7 @@ class Filesystem:
         raise OSError(errno.EINVAL, f"ioctl {command:#x}")
 
     def truncate(self, path: str | None, length: int, handle: int | None = None) -> None:
-        os.truncate(handle if handle is not None else self._writable(path), length)
+        os.truncate(handle if handle is not None else self._real(path), length)
         if handle is not None:
             self._files.make_visible(self._open[handle][0])
         else:
@@ -182,23 +180,23 @@ class Filesystem:
 
     def rename(self, old: str, new: str) -> None:
         self._faults.check_call("rename")
-        os.rename(self._writable(old), self._writable(new))
+        os.rename(self._real(old), self._real(new))
 
     def link(self, path: str, target: str) -> None:
-        os.link(self._real(target), self._writable(path))
+        os.link(self._real(target), self._real(path))
 
     def mkdir(self, path: str, mode: int) -> None:
         self._faults.check_call("mkdir")
-        os.mkdir(self._writable(path), mode)
+        os.mkdir(self._real(path), mode)
 
     def rmdir(self, path: str) -> None:
-        os.rmdir(self._writable(path))
+        os.rmdir(self._real(path))
 
     def chmod(self, path: str | None, mode: int) -> None:
-        os.chmod(self._writable(path), mode)
+        os.chmod(self._real(path), mode)
 
     def chown(self, path: str | None, uid: int, gid: int) -> None:
-        os.chown(self._writable(path), uid, gid)
+        os.chown(self._real(path), uid, gid)
 
     def times(self, path: str | None, handle: int | None) -> tuple[int, int]:
         """When it was last read and written, in ns."""
@@ -206,7 +204,7 @@ class Filesystem:
         return status.st_atime_ns, status.st_mtime_ns
 
     def utimens(self, path: str | None, times_ns: tuple[int, int], handle: int | None) -> None:
-        os.utime(handle if handle is not None else self._writable(path), ns=times_ns)
+        os.utime(handle if handle is not None else self._real(path), ns=times_ns)
 
     def statfs(self) -> os.statvfs_result:
         return os.statvfs(self._backing)
@@ -222,11 +220,6 @@ class Filesystem:
         if self.is_virtual(path):
             raise OSError(errno.EPERM, path)
         return self._backing + path
-
-    def _writable(self, path: str | None) -> str:
-        if self._faults.read_only:
-            raise OSError(errno.EROFS, path)
-        return self._real(path)
 
     def _virtual_attributes(self, path: str) -> tuple[int, int, bytes]:
         if path in (_VIRTUAL, _IOVS):

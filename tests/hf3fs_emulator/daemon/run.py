@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import signal
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.hf3fs_emulator.daemon.buffers import Buffers
 from tests.hf3fs_emulator.daemon.clients import ClientWatch
-from tests.hf3fs_emulator.daemon.directory import STOP_SIGNALS, Directory
 from tests.hf3fs_emulator.daemon.engine import THREADS, Engine
 from tests.hf3fs_emulator.daemon.faults import CallFault, Fault, Faults
 from tests.hf3fs_emulator.daemon.files import KnownFiles
@@ -25,14 +22,15 @@ from tests.hf3fs_emulator.daemon.session import Session
 from tests.hf3fs_emulator.pace import Pace
 from tests.hf3fs_emulator.statistics import Statistics
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 @dataclass
 class Settings:
     mount: Path
-    backing: Path | None
-    """None: no FUSE; `mount` is a plain directory."""
+    backing: Path
     socket: Path | None = None
-    """For fault injection on a FUSE mount. A plain directory has its own, in `3fs-virt`."""
+    """For fault injection."""
     threads: int = THREADS
     negative_io_depth: bool = True
     ready_descriptor: int | None = None
@@ -49,12 +47,7 @@ class Daemon:
         self.pacing = Pacing()
         self.engine = Engine(self.files, self.buffers, self.faults, threads=settings.threads)
         self.semaphore_targets = [f"/dev/shm/sem.{semaphore.name}" for semaphore in self.engine.semaphores]
-        self.directory = (
-            Directory(settings.mount, self.files, self.buffers, self.semaphore_targets)
-            if settings.backing is None
-            else None
-        )
-        self.clients = ClientWatch(self._forget_process)
+        self.clients = ClientWatch(self.buffers.forget_process)
 
     def serve(self) -> None:
         """Until SIGTERM, SIGINT or, if so set, the end of stdin."""
@@ -68,17 +61,13 @@ class Daemon:
         self.engine.start()
         self.clients.start()
         try:
-            if self.directory is not None:
-                self.directory.serve(self._control(), self.clients.watch, self._say_ready)
-            else:
-                self._serve_fuse()
+            self._serve_fuse()
         finally:
             self.faults.clear()
             self.engine.stop()
             self.clients.stop()
 
     def _serve_fuse(self) -> None:
-        assert self.settings.backing is not None
         filesystem = Filesystem(
             self.settings.backing, self.files, self.buffers, self.faults, self.semaphore_targets, self.clients.watch
         )
@@ -86,7 +75,7 @@ class Daemon:
         self.files.on_visible = session.changed
         service = None
         if self.settings.socket is not None:
-            service = Service(self.settings.socket, self._control(), lambda pid: None)
+            service = Service(self.settings.socket, self._control())
             service.start()
 
         def serve() -> None:
@@ -111,43 +100,25 @@ class Daemon:
         else:
             print(f"serving {self.settings.mount}", flush=True)
 
-    def _forget_process(self, pid: int) -> None:
-        self.buffers.forget_process(pid)
-        if self.directory is not None:
-            self.directory.forget_process(pid)
-
     def _control(self) -> dict[str, Handler]:
-        def add_fault(pid: int, descriptors: list[int], **fault: Any) -> None:
-            self.faults.add(Fault(**fault))
-
-        def add_call_fault(pid: int, descriptors: list[int], **fault: Any) -> None:
-            if self.directory is not None:
-                raise OSError(errno.ENOTSUP, "system calls on a plain directory do not come by here")
-            self.faults.add_call(CallFault(**fault))
-
-        def set_pace(pid: int, descriptors: list[int], **pace: float) -> None:
+        def set_pace(**pace: float) -> None:
             self.pacing.pace = Pace(**pace) if pace else None
 
-        def clear(pid: int, descriptors: list[int]) -> None:
+        def clear() -> None:
             self.pacing.pace = None
             self.faults.clear()
 
-        def make_read_only(pid: int, descriptors: list[int]) -> None:
-            self.faults.read_only = True
-
         return {
-            "read_only": make_read_only,
-            "until_registered": lambda pid, descriptors, buffers, rings: self.buffers.until(buffers, rings),
-            "until_open_files": lambda pid, descriptors, files: self.files.until(files),
-            "fault": add_fault,
-            "call_fault": add_call_fault,
+            "until_registered": self.buffers.until,
+            "fault": lambda **fault: self.faults.add(Fault(**fault)),
+            "call_fault": lambda **fault: self.faults.add_call(CallFault(**fault)),
             "clear": clear,
             "pace": set_pace,
-            "hang": lambda pid, descriptors: self.faults.hang(),
-            "resume": lambda pid, descriptors: self.faults.resume(),
-            "until_struck": lambda pid, descriptors, faults: self.faults.until_struck(faults),
-            "until_hanging": lambda pid, descriptors, operations: self.faults.until_hanging(operations),
-            "statistics": lambda pid, descriptors: asdict(self.statistics()),
+            "hang": self.faults.hang,
+            "resume": self.faults.resume,
+            "until_struck": self.faults.until_struck,
+            "until_hanging": self.faults.until_hanging,
+            "statistics": lambda: asdict(self.statistics()),
         }
 
     def statistics(self) -> Statistics:

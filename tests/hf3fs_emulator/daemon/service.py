@@ -1,15 +1,14 @@
-"""The daemon's Unix socket: tests cause faults and ask for numbers; where there is no FUSE, clients register here.
+"""The daemon's Unix socket, by which tests cause faults and ask for numbers.
 
 Lines of JSON. A request is `{"what": ..., other arguments}`, an answer `{"value": ...}` or `{"errno": ..., "why": ...}`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
-import os
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +17,14 @@ from typing import Any
 from tests.hf3fs_emulator.channel import short_name
 
 Handler = Callable[..., Any]
-"""Called with the arguments of the request, and with `pid` and `descriptors` of its sender."""
+"""Called with the arguments of the request."""
 
 _LINE_BYTES = 1 << 16
 
 
 class Service:
-    def __init__(self, path: Path, handlers: dict[str, Handler], on_client: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, handlers: dict[str, Handler]) -> None:
         self._handlers = handlers
-        self._on_client = on_client
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_name(path) as name:
@@ -49,28 +47,15 @@ class Service:
             threading.Thread(target=self._serve, args=(connection,), name="connection", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, _, _ = struct.unpack("3i", credentials)
-        self._on_client(pid)
-        with connection:
-            while True:
-                descriptors: list[int] = []
-                try:
-                    line, descriptors, _, _ = socket.recv_fds(connection, _LINE_BYTES, 4)
-                    if not line:
-                        return
-                    connection.sendall(json.dumps(self._answer(line, pid, descriptors)).encode() + b"\n")
-                except OSError:
-                    return
-                finally:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
+        with connection, contextlib.suppress(OSError):
+            while line := connection.recv(_LINE_BYTES):
+                connection.sendall(json.dumps(self._answer(line)).encode() + b"\n")
 
-    def _answer(self, line: bytes, pid: int, descriptors: list[int]) -> dict[str, Any]:
+    def _answer(self, line: bytes) -> dict[str, Any]:
         request = json.loads(line)
         try:
             handler = self._handlers[request.pop("what")]
-            return {"value": handler(**request, pid=pid, descriptors=descriptors)}
+            return {"value": handler(**request)}
         except OSError as error:
             return {"errno": error.errno, "why": str(error)}
         except (KeyError, TypeError, ValueError) as error:

@@ -7,7 +7,6 @@ import logging
 import sys
 from pathlib import Path
 
-from tests.hf3fs_emulator.daemon.engine import THREADS
 from tests.hf3fs_emulator.daemon.run import Daemon, Settings
 from tests.hf3fs_emulator.emulator import why_no_fuse
 
@@ -17,7 +16,6 @@ def main() -> int:
     parser.add_argument("--mount", type=Path, metavar="DIR", required=True, help="where to mount")
     parser.add_argument("--backing", type=Path, help="directory that holds the files (default: DIR.files)")
     parser.add_argument("--socket", type=Path, help="Unix socket for fault injection")
-    parser.add_argument("--threads", type=int, default=THREADS, help=f"transfers at the same time (default: {THREADS})")
     parser.add_argument(
         "--no-negative-io-depth", action="store_true", help="refuse rings of io_depth < 0, as newer daemons do"
     )
@@ -34,7 +32,6 @@ def main() -> int:
         mount=given.mount.resolve(),
         backing=backing.resolve(),
         socket=given.socket,
-        threads=given.threads,
         negative_io_depth=not given.no_negative_io_depth,
         ready_descriptor=given.ready_fd,
         until_stdin_closes=given.until_stdin_closes,

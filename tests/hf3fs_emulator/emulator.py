@@ -15,7 +15,6 @@ from pathlib import Path
 
 import tiercache
 from tests.hf3fs_emulator.control import Control
-from tests.hf3fs_emulator.daemon.engine import THREADS
 from tests.hf3fs_emulator.install import SITE
 from tests.hf3fs_emulator.wire import SHARED_MEMORY
 from tests.servers.processes import stop_process
@@ -54,11 +53,9 @@ class Hf3fsEmulator:
         self,
         directory: Path | None = None,
         *,
-        threads: int = THREADS,
         negative_io_depth: bool = True,
     ) -> None:
         self._given_directory = directory
-        self.threads = threads
         self.negative_io_depth = negative_io_depth
         self._daemon: subprocess.Popen[bytes] | None = None
         self._control: Control | None = None
@@ -139,7 +136,7 @@ class Hf3fsEmulator:
         ready, ready_there = os.pipe()
         command = [
             sys.executable, "-m", "tests.hf3fs_emulator", "--mount", str(self.mount), "--socket", str(socket),
-            "--threads", str(self.threads), "--ready-fd", str(ready_there), "--until-stdin-closes",
+            "--ready-fd", str(ready_there), "--until-stdin-closes",
             *([] if self.negative_io_depth else ["--no-negative-io-depth"]),
             "--backing", str(self.backing),
         ]  # fmt: skip

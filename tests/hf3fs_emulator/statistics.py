@@ -9,10 +9,4 @@ from dataclasses import dataclass
 class Statistics:
     operations: int
     """Carried out or failed by rings since the daemon's start."""
-    transferred_bytes: int
     faults_struck: int
-    buffers: int
-    """Registered now, as are `rings`."""
-    rings: int
-    open_files: int
-    """Inodes that rings may name."""

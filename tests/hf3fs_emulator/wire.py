@@ -19,9 +19,6 @@ IOCTL_GET_MAGIC = 0x80046802
 IOCTL_FSYNC = 0x8004680B
 MAGIC = 0x8F3F5FFF
 
-FORBID_READ_HOLES = 2
-"""Ring flag: a hole is -ENODATA and not zeros."""
-
 ARGUMENTS = struct.Struct("<16sQQQQQ")
 """buffer id, offset in the buffer, inode, offset in the file, length, userdata"""
 COMPLETION = struct.Struct("<iiqQ")

@@ -39,14 +39,6 @@ class iovec:
             raise ValueError("step not 1 when slicing iovec")
         return self._piece(self._address + start, max(0, stop - start))
 
-    def slice_by(self, buf: Any) -> iovec:
-        """The piece that the memory of `buf` is. Raises IndexError when it is not inside."""
-        view = memoryview(buf)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        if not self._address <= address <= address + view.nbytes <= self._address + self._size:
-            raise IndexError("given buf is out of range")
-        return self._piece(address, view.nbytes)
-
     @property
     def result(self) -> int:
         """Bytes moved or -errno, once a `wait` has returned this very object."""

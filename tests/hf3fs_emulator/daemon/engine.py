@@ -21,14 +21,14 @@ from tests.hf3fs_emulator.daemon.files import KnownFile, KnownFiles
 from tests.hf3fs_emulator.daemon.later import Later
 from tests.hf3fs_emulator.daemon.served_ring import Batch
 from tests.hf3fs_emulator.semaphores import NamedSemaphore
-from tests.hf3fs_emulator.wire import FORBID_READ_HOLES, SEMAPHORE_LINKS
+from tests.hf3fs_emulator.wire import SEMAPHORE_LINKS
 
 logger = logging.getLogger("tiercache.hf3fs.emulator")
 
-_PASSED_ON = {errno.EINVAL, errno.EBADF, errno.EROFS, errno.ENOSPC, errno.EREMOTEIO, errno.ENODATA}
+_PASSED_ON = {errno.EINVAL, errno.EBADF, errno.EROFS, errno.ENOSPC, errno.EREMOTEIO}
 """All else is EIO to a client."""
 _WATCHER_WAKES_S = 1.0
-THREADS = min(4, os.cpu_count() or 4)
+_THREADS = min(4, os.cpu_count() or 4)
 """More than there are CPUs only fight for the GIL."""
 
 _Work = tuple[Batch, int, Buffer | None, Fault | None]
@@ -36,7 +36,7 @@ _Work = tuple[Batch, int, Buffer | None, Fault | None]
 
 
 class Engine:
-    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults, *, threads: int) -> None:
+    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults) -> None:
         self._files = files
         self._buffers = buffers
         self._faults = faults
@@ -46,14 +46,13 @@ class Engine:
         self.semaphores = [NamedSemaphore(name, create=True) for name in names]
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._stopping = False
-        self._workers = [threading.Thread(target=self._run, name=f"worker-{number}") for number in range(threads)]
+        self._workers = [threading.Thread(target=self._run, name=f"worker-{number}") for number in range(_THREADS)]
         self._watchers = [
             threading.Thread(target=self._watch, args=(priority,), name=f"watcher-{priority}")
             for priority in range(len(self.semaphores))
         ]
         self._count_lock = threading.Lock()
         self.operations = 0
-        self.transferred_bytes = 0
 
     def start(self) -> None:
         for thread in self._workers + self._watchers:
@@ -136,7 +135,6 @@ class Engine:
     def _transfer(self, batch: Batch, position: int, buffer: Buffer | None, fault: Fault | None) -> int | None:
         """Bytes moved or -errno; None for a completion that is to be lost."""
         arguments = batch.ring.memory.arguments(batch.submissions[position][0])
-        traits = batch.ring.traits
         if fault is not None and fault.action == "errno":
             raise OSError(int(fault.value), "a fault was asked for")
         known = self._files.find(arguments.inode)
@@ -147,49 +145,19 @@ class Engine:
             return -errno.EINVAL
         if fault is not None and fault.action == "short":
             piece = piece[: int(fault.value)]
-        if traits.for_read:
-            moved = _read(known, piece, arguments.file_offset, bool(traits.flags & FORBID_READ_HOLES))
+        if batch.ring.traits.for_read:
+            moved = _read(known, piece, arguments.file_offset)
         else:
             self._files.will_write(known, arguments.file_offset + len(piece))
             moved = _write(known, piece, arguments.file_offset)
-        with self._count_lock:
-            self.transferred_bytes += max(moved, 0)
         return None if fault is not None and fault.action == "lose" else moved
 
 
-def _read(known: KnownFile, piece: memoryview, offset: int, forbid_holes: bool) -> int:
-    """A hole with data after it reads as zeros; before one without, the read ends, as it does at the end of the file."""
-    end = offset + len(piece)
-    hole = _seek(known.descriptor, offset, os.SEEK_HOLE)
-    if hole < end:
-        end = _end_of_data(known.descriptor, offset, end)
-        if forbid_holes and hole < end:
-            return -errno.ENODATA
+def _read(known: KnownFile, piece: memoryview, offset: int) -> int:
     moved = 0
-    while moved < end - offset:
-        got = os.preadv(known.descriptor, [piece[moved : end - offset]], offset + moved)
-        if got == 0:
-            break
+    while moved < len(piece) and (got := os.preadv(known.descriptor, [piece[moved:]], offset + moved)):
         moved += got
     return moved
-
-
-def _end_of_data(descriptor: int, start: int, end: int) -> int:
-    """Where the last data in [start, end) ends; `start` when there is none."""
-    last, at = start, start
-    while at < end and (data := _seek(descriptor, at, os.SEEK_DATA)) < end:
-        last = at = min(end, _seek(descriptor, data, os.SEEK_HOLE))
-    return last
-
-
-def _seek(descriptor: int, offset: int, what: int) -> int:
-    try:
-        return os.lseek(descriptor, offset, what)
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            raise
-        # Beyond the end of the file: no data ever again, and a hole right here.
-        return offset if what == os.SEEK_HOLE else 1 << 62
 
 
 def _write(known: KnownFile, piece: memoryview, offset: int) -> int:

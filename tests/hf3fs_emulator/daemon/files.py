@@ -33,9 +33,6 @@ class KnownFiles:
         self.on_visible: Callable[[int], None] = lambda inode: None
         """Called with the inode when what rings wrote is to be seen."""
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def hold(self, descriptor: int, inode: int, *, writable: bool) -> KnownFile:
         """Count an opening of the file. Where it is the first, the file keeps `descriptor` and closes it."""
         with self._lock:

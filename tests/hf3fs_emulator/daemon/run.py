@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.hf3fs_emulator.daemon.buffers import Buffers
 from tests.hf3fs_emulator.daemon.clients import ClientWatch
-from tests.hf3fs_emulator.daemon.engine import THREADS, Engine
+from tests.hf3fs_emulator.daemon.engine import Engine
 from tests.hf3fs_emulator.daemon.faults import CallFault, Fault, Faults
 from tests.hf3fs_emulator.daemon.files import KnownFiles
 from tests.hf3fs_emulator.daemon.filesystem import Filesystem
@@ -31,7 +31,6 @@ class Settings:
     backing: Path
     socket: Path | None = None
     """For fault injection."""
-    threads: int = THREADS
     negative_io_depth: bool = True
     ready_descriptor: int | None = None
     """Gets a line of JSON once clients can come."""
@@ -45,7 +44,7 @@ class Daemon:
         self.buffers = Buffers(negative_io_depth=settings.negative_io_depth)
         self.faults = Faults()
         self.pacing = Pacing()
-        self.engine = Engine(self.files, self.buffers, self.faults, threads=settings.threads)
+        self.engine = Engine(self.files, self.buffers, self.faults)
         self.semaphore_targets = [f"/dev/shm/sem.{semaphore.name}" for semaphore in self.engine.semaphores]
         self.clients = ClientWatch(self.buffers.forget_process)
 
@@ -122,15 +121,7 @@ class Daemon:
         }
 
     def statistics(self) -> Statistics:
-        buffers, rings = self.buffers.counts()
-        return Statistics(
-            operations=self.engine.operations,
-            transferred_bytes=self.engine.transferred_bytes,
-            faults_struck=self.faults.struck,
-            buffers=buffers,
-            rings=rings,
-            open_files=len(self.files),
-        )
+        return Statistics(operations=self.engine.operations, faults_struck=self.faults.struck)
 
 
 def _terminate_at_end_of_stdin() -> None:

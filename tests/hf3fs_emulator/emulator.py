@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import tiercache
 from tests.hf3fs_emulator.control import Control
+from tests.hf3fs_emulator.daemon.run import Settings
 from tests.hf3fs_emulator.install import SITE
 from tests.hf3fs_emulator.wire import SHARED_MEMORY
 from tests.servers.processes import stop_process
@@ -131,15 +133,14 @@ class Hf3fsEmulator:
             os.kill(self.pid, signal.SIGCONT)
 
     def _launch(self) -> None:
-        self.mount.mkdir(parents=True, exist_ok=True)
+        for directory in (self.mount, self.backing):
+            directory.mkdir(parents=True, exist_ok=True)
         socket = self.directory / "control.sock"
         ready, ready_there = os.pipe()
-        command = [
-            sys.executable, "-m", "tests.hf3fs_emulator", "--mount", str(self.mount), "--socket", str(socket),
-            "--ready-fd", str(ready_there), "--until-stdin-closes",
-            *([] if self.negative_io_depth else ["--no-negative-io-depth"]),
-            "--backing", str(self.backing),
-        ]  # fmt: skip
+        settings = Settings(
+            str(self.mount), str(self.backing), str(socket), self.negative_io_depth, ready_descriptor=ready_there
+        )
+        command = [sys.executable, "-m", "tests.hf3fs_emulator", json.dumps(asdict(settings))]
         try:
             with self._log.open("ab") as log:
                 # The daemon goes when we do, however we go: its stdin ends.

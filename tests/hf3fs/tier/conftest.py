@@ -15,7 +15,7 @@ import pytest
 from tests.hf3fs_emulator import Hf3fsEmulator, install
 from tests.hf3fs_emulator.client import descriptors
 from tests.needs import needs_fuse
-from tests.tiers.opened import open_tier
+from tests.tiers.opened import open_tier, until
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing import chunk, page_aligned
@@ -84,13 +84,6 @@ async def responsive() -> AsyncIterator[None]:
         heart.cancel()
         await asyncio.wait([heart])
     assert lag_s < LONGEST_LAG_S
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what the engine's transfers and restarts make true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 class Memory:

@@ -16,12 +16,12 @@ from tests.hf3fs.tier.conftest import (
     make_tier,
     put,
     responsive,
-    until,
     works_again,
     written,
 )
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.hf3fs_emulator.client import descriptors
+from tests.tiers.opened import until
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.tiers.hf3fs import tier as tier_module

@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import until
 from tests.hf3fs_emulator import Hf3fsEmulator
 from tests.test_cache import key, opened, payload
+from tests.tiers.opened import until
 from tiercache.errors import ConfigError
 from tiercache.tiers.hf3fs import Hf3fsTier
 

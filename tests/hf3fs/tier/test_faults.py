@@ -19,10 +19,10 @@ from tests.hf3fs.tier.conftest import (
     put,
     responsive,
     start_reading,
-    until,
     works_again,
 )
 from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.tiers.opened import until
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

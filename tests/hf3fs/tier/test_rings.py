@@ -10,9 +10,9 @@ import hf3fs_py_usrbio
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import HASTY, RINGS, Memory, Opened, get, make_tier, put, until, works_again
+from tests.hf3fs.tier.conftest import HASTY, RINGS, Memory, Opened, get, make_tier, put, works_again
 from tests.hf3fs_emulator import Hf3fsEmulator
-from tests.tiers.opened import open_tier
+from tests.tiers.opened import open_tier, until
 from tiercache.core.header import aligned
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.hf3fs.tier.conftest import Memory, Opened, until
+from tests.hf3fs.tier.conftest import Memory, Opened
 from tests.hf3fs_emulator import Hf3fsEmulator
+from tests.tiers.opened import until
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

@@ -8,7 +8,6 @@ import os
 import stat
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 from tests.hf3fs_emulator.daemon.buffers import Buffers
 from tests.hf3fs_emulator.daemon.faults import Faults
@@ -29,14 +28,14 @@ class Filesystem:
 
     def __init__(
         self,
-        backing: Path,
+        backing: str,
         files: KnownFiles,
         buffers: Buffers,
         faults: Faults,
         semaphore_targets: list[str],
         on_client: Callable[[int], None],
     ) -> None:
-        self._backing = str(backing)
+        self._backing = backing
         self._files = files
         self._buffers = buffers
         self._faults = faults

@@ -27,14 +27,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass
 class Settings:
-    mount: Path
-    backing: Path
-    socket: Path | None = None
+    mount: str
+    backing: str
+    """The directory of the files."""
+    socket: str
     """For fault injection."""
-    negative_io_depth: bool = True
-    ready_descriptor: int | None = None
+    negative_io_depth: bool
+    ready_descriptor: int
     """Gets a line of JSON once clients can come."""
-    until_stdin_closes: bool = False
 
 
 class Daemon:
@@ -49,14 +49,13 @@ class Daemon:
         self.clients = ClientWatch(self.buffers.forget_process)
 
     def serve(self) -> None:
-        """Until SIGTERM, SIGINT or, if so set, the end of stdin."""
+        """Until SIGTERM, SIGINT or the end of stdin."""
         # Only the main thread is to get them: one that comes to another does not wake it.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        if self.settings.until_stdin_closes:
-            # An owner that dies while we are stopped (`pause`) must not leave a mount that hangs everybody: go on, and end.
-            # Linux says so when the thread ends that started us; to a daemon that is not stopped it means nothing.
-            ctypes.CDLL(None).prctl(1, int(signal.SIGCONT), 0, 0, 0)  # PR_SET_PDEATHSIG
-            threading.Thread(target=_terminate_at_end_of_stdin, name="stdin", daemon=True).start()
+        # An owner that dies while we are stopped (`pause`) must not leave a mount that hangs everybody: go on, and end.
+        # Linux says so when the thread ends that started us; to a daemon that is not stopped it means nothing.
+        ctypes.CDLL(None).prctl(1, int(signal.SIGCONT), 0, 0, 0)  # PR_SET_PDEATHSIG
+        threading.Thread(target=_terminate_at_end_of_stdin, name="stdin", daemon=True).start()
         self.engine.start()
         self.clients.start()
         try:
@@ -70,12 +69,10 @@ class Daemon:
         filesystem = Filesystem(
             self.settings.backing, self.files, self.buffers, self.faults, self.semaphore_targets, self.clients.watch
         )
-        session = Session(filesystem, self.settings.mount, self.pacing, self._say_ready)
+        session = Session(filesystem, Path(self.settings.mount), self.pacing, self._say_ready)
         self.files.on_visible = session.changed
-        service = None
-        if self.settings.socket is not None:
-            service = Service(self.settings.socket, self._control())
-            service.start()
+        service = Service(Path(self.settings.socket), self._control())
+        service.start()
 
         def serve() -> None:
             try:
@@ -88,16 +85,12 @@ class Daemon:
             signal.sigwait(STOP_SIGNALS)
         finally:
             session.unmount()
-            if service is not None:
-                service.stop()
+            service.stop()
 
     def _say_ready(self) -> None:
-        if self.settings.ready_descriptor is not None:
-            names = [semaphore.name for semaphore in self.engine.semaphores]
-            os.write(self.settings.ready_descriptor, json.dumps({"semaphores": names}).encode() + b"\n")
-            os.close(self.settings.ready_descriptor)
-        else:
-            print(f"serving {self.settings.mount}", flush=True)
+        names = [semaphore.name for semaphore in self.engine.semaphores]
+        os.write(self.settings.ready_descriptor, json.dumps({"semaphores": names}).encode() + b"\n")
+        os.close(self.settings.ready_descriptor)
 
     def _control(self) -> dict[str, Handler]:
         def set_pace(**pace: float) -> None:

@@ -77,11 +77,6 @@ def test_a_reason_of_few_misses_is_not_mentioned() -> None:
     assert not any("partial" in said for said in sentences(missed(never_stored=95.0, partial_chunk=5.0)))
 
 
-def test_every_reason_has_a_sentence() -> None:
-    for reason in REASONS:
-        assert len(sentences(missed(**{reason: 1.0}))) == 3, reason
-
-
 def test_hits_that_a_tier_is_too_slow_for_are_not_counted_on() -> None:
     sampled = replace(QUIET, usage=replace(QUIET.usage, sampled_tokens=10_000.0))
     rates = {"hit_rate": 0.6, "hit_rate_halved": 0.5, "hit_rate_doubled": 0.7}

@@ -119,14 +119,6 @@ async def test_all_files_are_closed_by_a_thread(
     assert threads and threading.main_thread() not in threads
 
 
-async def test_file_that_another_process_deleted_is_a_miss(tier: GdsTier, slots: Slots) -> None:
-    key = await store(tier, slots, 1)
-    assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES
-    os.unlink(tier.path(key))
-    assert await tier.read_device(key, slots.empty()) is None
-    assert not tier.contains(key)
-
-
 class TestFindingTheWay:
     async def test_without_a_gpu_one_sentence_says_so(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         tier = GdsTier(GdsSettings((tmp_path,), cap_bytes=64 << 20), FINGERPRINT)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.twin import TwinDriver
 from tiercache.tiers import gds
 
 
@@ -36,12 +35,6 @@ async def test_cancelled_probe_leaves_no_process(tmp_path: Path) -> None:
         await asking
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)
-
-
-async def test_twin_is_not_asked(tmp_path: Path) -> None:
-    driver = TwinDriver()
-    assert await gds.probe_gds([tmp_path], driver) == "twin is not a GPU"
-    driver.close()
 
 
 @pytest.mark.needs("no GPU")

@@ -131,17 +131,6 @@ async def test_damaged_file_is_a_miss_and_deleted(tmp_path: Path, damage: str, d
         assert await is_hit(tier, 1)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-async def test_file_damaged_between_two_lives_is_never_a_hit(tmp_path: Path, damage: str) -> None:
-    async with opened(tmp_path) as tier:
-        await fill(tier, range(1, 3))
-        path = Path(tier.path(chunk(1)[0]))
-    DAMAGES[damage](path)
-    async with scanned(tmp_path) as tier:
-        assert not await is_hit(tier, 1)
-        assert await is_hit(tier, 2)
-
-
 async def test_cap_holds_where_the_size_of_a_file_is_said_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fstat = os.fstat
 

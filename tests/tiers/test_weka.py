@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,11 +15,10 @@ from tests.tiers import test_contract
 from tests.tiers.opened import fails, open_tier, until
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, fill, is_hit
 from tiercache.core.keys import ChunkKey, tenant_tag
-from tiercache.memory.workers import Workers
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files.index import Refresher, directory_times_ns, pauses_s
+from tiercache.tiers.files.index import pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
@@ -83,37 +81,6 @@ def test_refreshing_takes_a_tenth_of_the_time_at_most(took_s: float, least_s: fl
 
 def test_calls_of_a_mount_that_hung_do_not_lengthen_the_pause_to_hours() -> None:
     assert pauses_s(1.0, [400.0, 45.0])[0] <= 60.0
-
-
-async def test_a_mount_that_hung_twice_is_refreshed_soon_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refresh, submit = Refresher._refresh, Workers.submit
-    hangs_s: list[float] = []
-    refreshes = 0
-
-    async def refresh_late(refresher: Refresher) -> None:
-        nonlocal refreshes
-        refreshes += 1
-        if refreshes <= 2:
-            hangs_s.append(60.0)
-        await refresh(refresher)
-
-    async def late(work: asyncio.Future[Any]) -> Any:
-        await asyncio.sleep(hangs_s.pop())
-        return await work
-
-    def submit_late(workers: Workers, *call: Any) -> asyncio.Future[Any]:
-        work: asyncio.Future[Any] = submit(workers, *call)
-        return asyncio.ensure_future(late(work)) if hangs_s and call[0] is directory_times_ns else work
-
-    monkeypatch.setattr(Refresher, "_refresh", refresh_late)
-    monkeypatch.setattr(Workers, "submit", submit_late)
-    loop = asyncio.get_running_loop()
-    async with opened(tmp_path) as tier:
-        while refreshes < 2:
-            await tier.refreshed()
-        began_s = loop.time()
-        await tier.refreshed()
-        assert loop.time() - began_s < 10.0
 
 
 async def test_a_directory_that_cannot_be_listed_for_a_while_does_not_end_the_refresh(

@@ -14,6 +14,7 @@ from tests.chunks import chunks_of
 from tests.scheduler.conftest import release
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, is_whole, key, only_below, opened, payload, until
 from tests.test_tenants import chunks_on_disk, held, keys_of, on_disk, put
+from tests.tiers.opened import refreshed
 from tiercache import Config, Lease, TierCache
 from tiercache.core.layout import Layout
 from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
@@ -163,7 +164,7 @@ async def test_a_smaller_disk_is_evicted_to_its_cap_by_both_processes_that_use_i
     async with opened(tmp_path, max_local_cpu_size=gb(16 * MIB)) as cache, opened(tmp_path) as other:
         keys = await fill(cache, 100)
         assert (await cache.flush()).complete
-        await other.parts.tiers[0].refreshed()  # type: ignore[attr-defined]
+        await refreshed(other.parts.tiers[0])  # type: ignore[arg-type]
         smaller = {"max_local_disk_size": chunks_on_disk(30)}
         await asyncio.gather(cache.reconfigure(smaller), other.reconfigure(smaller))
         await until(lambda: sum(1 for _ in chunks_of(tmp_path).glob("[0-9a-f][0-9a-f]/*")) <= 30)

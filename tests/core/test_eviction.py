@@ -28,9 +28,9 @@ def put(order: LeafLru, numbers: Sequence[int], slots: int | None = None) -> lis
     keys, evicted = keys_of(numbers), []
     time = order.access(keys)
     for position, one in enumerate(keys):
-        if one in order:
+        if one in order.entries:
             continue
-        if slots is not None and len(order) >= slots:
+        if slots is not None and len(order.entries) >= slots:
             victim = order.pop_victim()
             assert victim is not None
             evicted.append(number_of(victim))
@@ -45,7 +45,7 @@ def number_of(entry: Resident | None) -> int | None:
 
 
 def all_victims(order: LeafLru) -> list[int | None]:
-    return [number_of(order.pop_victim()) for _ in range(len(order))]
+    return [number_of(order.pop_victim()) for _ in range(len(order.entries))]
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ class AgainstModel(RuleBasedStateMachine):
     @rule(number=KEYS, leased=st.booleans(), in_order=st.booleans(), before=KEYS)
     def insert(self, number: int, leased: bool, in_order: bool, before: int) -> None:
         one = self.key(number)
-        if one in self.order:
+        if one in self.order.entries:
             return
         parent = self.chain.setdefault(one, self.key(min(before, number - 1))) if number else None
         entry = Resident(one)
         entry.leases = int(leased)
         self.order.insert(entry, parent, in_order=in_order)
-        self.parents[one] = parent if parent in self.order else None
+        self.parents[one] = parent if parent in self.order.entries else None
 
     @rule(numbers=st.lists(KEYS, max_size=6))
     def access(self, numbers: list[int]) -> None:
@@ -196,14 +196,14 @@ class AgainstModel(RuleBasedStateMachine):
     def link_to_its_parent(self, number: int) -> None:
         one = self.key(number)
         parent = self.chain.get(one)
-        if one in self.order and parent in self.order:
+        if one in self.order.entries and parent in self.order.entries:
             self.order.link([parent, one])
             self.parents[one] = parent
 
     @rule(number=KEYS)
     def discard(self, number: int) -> None:
         one = self.key(number)
-        known = one in self.order
+        known = one in self.order.entries
         assert (self.order.discard(one) is not None) == known
         self.left(one)
 

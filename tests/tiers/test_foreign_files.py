@@ -12,6 +12,7 @@ import pytest
 from tests.chunks import chunks_of
 from tests.needs import needs_fuse
 from tests.tiers.kinds import FEW_BYTES, KINDS, opened
+from tests.tiers.opened import refreshed
 from tests.tiers.test_disk import FILE_BYTES, flip, is_hit
 from tiercache.commands.stat import survey
 from tiercache.errors import ConfigError, TierUnavailable
@@ -65,7 +66,7 @@ async def test_nothing_of_others_is_touched_or_counted(place: Path, kind: str, s
             assert tier.statistics().resident <= 12
             assert await store(tier, range(1, 41)), "a small cap, which has to be kept by evicting"
             assert await is_hit(tier, 40)
-            await tier.refreshed()
+            await refreshed(tier)
             statistics = tier.statistics()
             assert 0 < statistics.resident <= 12, "none of theirs is taken for a chunk"
             assert statistics.occupied_bytes <= FEW_BYTES + 4096

@@ -13,6 +13,7 @@ import pytest
 from tests.chunks import chunks_of
 from tests.remote.fs.test_fs import tier_on
 from tests.test_cache import CHUNK_BYTES, key, opened, payload
+from tests.tiers.opened import refreshed
 from tests.tiers.test_disk import flip
 from tiercache import TierCache
 from tiercache.core.header import file_bytes
@@ -81,7 +82,7 @@ class ReaderContract:
         before = contents(directory)
         async with opened(**self.configured(directory, "read", 5)) as cache:
             tier = file_tier(cache)
-            await tier.refreshed()
+            await refreshed(tier)
             buffers = [np.empty(CHUNK_BYTES, np.uint8) for _ in STORED]
             assert await cache.lookup_each([key(number) for number in (*STORED, 31)]) == [True] * len(STORED) + [False]
             assert await cache.get_into([key(number) for number in STORED[1:]], buffers[1:]) == len(STORED) - 1
@@ -102,7 +103,7 @@ class ReaderContract:
         async with opened(**self.configured(directory, "read", 5)) as cache:
             assert contents(directory).keys() == {str(directory)}
             await write_chunks(self.configured, directory)
-            await file_tier(cache).refreshed()
+            await refreshed(file_tier(cache))
             buffer = np.empty(CHUNK_BYTES, np.uint8)
             for number in STORED:
                 assert await cache.get_into([key(number)], [buffer]) == 1
@@ -115,7 +116,7 @@ class ReaderContract:
             await write_chunks(self.configured, directory)
             for path in (directory, *directory.rglob("*")):
                 os.chown(path, 65534, 65534)
-            await file_tier(cache).refreshed()
+            await refreshed(file_tier(cache))
             assert await cache.get_into([key(1)], [np.empty(CHUNK_BYTES, np.uint8)]) == 1
 
     async def test_a_reader_makes_no_directory(self, directory: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers import test_weka as weka
+from tests.tiers.opened import refreshed
 from tests.tiers.test_disk import fill, is_hit, opened, scanned
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
@@ -34,7 +35,7 @@ async def test_chunk_listed_before_its_removal_is_stored_anew(tmp_path: Path, mo
             return found
 
         monkeypatch.setattr(ChunkFiles, "scan", scanned_then_removed)
-        await tier.refreshed()
+        await refreshed(tier)
         assert seen.is_set()
         await fill(tier, range(1, 2))
         assert await is_hit(other, 1)

@@ -12,7 +12,7 @@ import pytest
 from tests.chunks import chunks_of
 from tests.scheduler.conftest import JumpingPolicy
 from tests.tiers import test_contract
-from tests.tiers.opened import fails, open_tier, until
+from tests.tiers.opened import fails, open_tier, refreshed, until
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, fill, is_hit
 from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.testing import chunk
@@ -34,7 +34,7 @@ async def opened(directory: Path, cap_chunks: int = 64, **settings: object) -> A
     cap_bytes = cap_chunks * FILE_BYTES + 4096
     tier = WekaTier(WekaSettings((directory,), cap_bytes, **chosen), FINGERPRINT)  # type: ignore[arg-type]
     async with open_tier(tier):
-        await tier.refreshed()
+        await refreshed(tier)
         yield tier
 
 
@@ -54,13 +54,13 @@ class TestWekaTier(test_contract.TestDiskTier):
 async def test_chunk_removed_and_stored_again_elsewhere_is_known_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as one, opened(tmp_path) as other:
         await fill(one, range(1, 2))
-        await other.refreshed()
+        await refreshed(other)
         await other.remove(key_of(1))
         await fill(one, range(1, 2))
         assert one.contains(key_of(1)), "it may err until the next refresh"
-        await one.refreshed()
+        await refreshed(one)
         await fill(one, range(1, 2))
-        await other.refreshed()
+        await refreshed(other)
         assert other.contains(key_of(1))
 
 
@@ -90,9 +90,9 @@ async def test_a_directory_that_cannot_be_listed_for_a_while_does_not_end_the_re
         await fill(other, range(1, 2))
         with monkeypatch.context() as device:
             device.setattr(os, "scandir", fails)
-            await tier.refreshed()
+            await refreshed(tier)
         assert "could not be listed" in caplog.text
-        await tier.refreshed()
+        await refreshed(tier)
         assert tier.contains(key_of(1))
 
 
@@ -131,8 +131,8 @@ async def test_what_several_instances_wrote_above_a_quota_is_deleted_once_it_is_
         await store_for(one, "noisy", range(100, 108))
         await store_for(other, "noisy", range(200, 208))
         assert of_tenant(tmp_path, "noisy") == 16, "each knows of its own"
-        await asyncio.gather(one.refreshed(), other.refreshed())
+        await asyncio.gather(refreshed(one), refreshed(other))
         await until(lambda: of_tenant(tmp_path, "noisy") <= 8)
-        await asyncio.gather(one.refreshed(), other.refreshed())
+        await asyncio.gather(refreshed(one), refreshed(other))
         # Fewer than 8 are left where both evicted what each knew of before either had listed what the other deleted.
         assert 0 < of_tenant(tmp_path, "noisy") <= 8 == of_tenant(tmp_path, "quiet")

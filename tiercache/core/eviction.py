@@ -118,12 +118,6 @@ class LeafLru:
         self._queue = _Queue()
         self._tenants: dict[Tenant, _Queue] | None = {} if by_tenant else None
 
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.entries
-
     def access(self, keys: Sequence[ChunkKey], *, prefix: bool = True) -> int:
         """Refresh the residents among `keys`, which follow one another in a prefix.
 

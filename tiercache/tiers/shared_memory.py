@@ -167,9 +167,6 @@ class Mappings(LeaseOwner):
         self.clear()
         self.hand_over()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 

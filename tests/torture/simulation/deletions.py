@@ -53,5 +53,5 @@ def _may_believe(writer: TierWriter, name: bytes) -> bool:
     looks = bool(tier.traffic.questions) or name in tier.traffic.in_flight
     if isinstance(tier, FileTier):
         looks |= any(directory.scanning for directory in tier.directories.all)
-        looks |= any(refresher.is_refreshing for refresher in tier.lookup.refreshers.values())
+        looks |= any(refresher.begun != refresher.ended for refresher in tier.lookup.refreshers.values())
     return looks or tier.offers(name) or writer.holds(name)

@@ -56,47 +56,30 @@ class Refresher:
         self._index: object = None
         self._freshness = Freshness(_SETTLE_S)
         self._hint = asyncio.Event()
-        self._calls_s: list[float] = []
-        """Duration of each call of this refresh."""
-        self._begun = 0
-        self._ended = 0
-        self._end = asyncio.Event()
-
-    @property
-    def is_refreshing(self) -> bool:
-        return self._begun != self._ended
+        self.begun = self.ended = 0
+        """Number of refreshes."""
 
     def hint(self) -> None:
         """Refresh sooner, since a chunk was missed that may be new."""
         self._hint.set()
-
-    async def refreshed(self) -> None:
-        """Wait for a refresh that begins after this call."""
-        wanted = self._begun + 1
-        self.hint()
-        while self._ended < wanted:
-            await self._end.wait()
 
     async def run(self) -> None:
         """Refresh periodically until cancelled."""
         failing = False
         while True:
             self._hint.clear()
-            self._begun += 1
-            self._calls_s.clear()
+            self.begun += 1
+            calls_s: list[float] = []  # failed calls do not lengthen the pause
             try:
-                await self._refresh()
+                calls_s = await self._refresh()
                 self._directories.trim_soon(self.directory)
                 failing = False
             except (OSError, TierUnavailable) as error:
                 if not failing:
                     logger.warning("%s could not be listed: %s", self.directory.files.root, error)
                 failing = True
-                self._calls_s.clear()  # failed calls do not lengthen the pause
-            self._ended = self._begun
-            self._end.set()
-            self._end = asyncio.Event()
-            least_s, more_s = pauses_s(self.refresh_s, self._calls_s)
+            self.ended += 1
+            least_s, more_s = pauses_s(self.refresh_s, calls_s)
             await asyncio.sleep(least_s)
             try:
                 async with asyncio.timeout(more_s):
@@ -104,32 +87,33 @@ class Refresher:
             except TimeoutError:
                 pass
 
-    async def _refresh(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _refresh(self) -> list[float]:
+        """Return the duration of each call."""
+        loop, calls_s = asyncio.get_running_loop(), list[float]()
         files, index = self.directory.files, self.directory.index
         if index is not self._index:
             # The directory was opened or replaced.
             await self._directories.first_scan(self.directory)
             self._index, self._freshness = index, Freshness(_SETTLE_S)
-        await self._ask(files.capacity.refresh)
+        await self._ask(calls_s, files.capacity.refresh)
         if files.capacity.missing:
             # A missing directory is not made: a moved one may come back.
             await self._directories.replace(self.directory, files, may_make=False)
             if index is not self.directory.index:
-                self._calls_s.clear()  # these calls were to the old directory, perhaps on a mount that hung
-                return
-        times_ns = await self._ask(directory_times_ns, files)
+                return []  # these calls were to the old directory, perhaps on a mount that hung
+        times_ns = await self._ask(calls_s, directory_times_ns, files)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
-            await self._list(files, index, directory)
+            await self._list(files, index, directory, calls_s)
             if index is not self.directory.index:
-                return
+                break
             self._freshness.listed(directory, began_s)
+        return calls_s
 
-    async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int) -> None:
+    async def _list(self, files: ChunkFiles, index: CappedIndex, directory: int, calls_s: list[float]) -> None:
         """Update the index from a subdirectory, except for keys whose listing is obsolete."""
         is_obsolete, before = self.directory.looking(), index.group(directory)
-        found = await self._ask(files.scan, TOP_LEVELS[directory], before)
+        found = await self._ask(calls_s, files.scan, TOP_LEVELS[directory], before)
         if index is self.directory.index:
             new = await merge(index, found, before, is_obsolete)
             self._directories.io.listed(found.kept)
@@ -137,11 +121,11 @@ class Refresher:
                 for key in new.keys:
                     self._on_stored(key)
 
-    async def _ask(self, call: Callable[..., T], *arguments: object) -> T:
+    async def _ask(self, calls_s: list[float], call: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         answer = await self._directories.metadata.background.submit(call, *arguments)
-        self._calls_s.append(loop.time() - began_s)
+        calls_s.append(loop.time() - began_s)
         return answer
 
 
@@ -182,10 +166,6 @@ class ProbingLookup:
                 refresher = Refresher(self._directories, directory, self._refresh_s, on_stored)
                 self.refreshers[directory] = refresher
                 self._directories.begin(refresher.run(), f"refresh-{directory.files.root}")
-
-    async def refreshed(self) -> None:
-        """Wait until followed indexes contain all earlier changes of other processes."""
-        await asyncio.gather(*(refresher.refreshed() for refresher in self.refreshers.values()))
 
     def missed(self, directory: Directory) -> None:
         """Note a read of a chunk that was in no index."""

@@ -255,13 +255,6 @@ class FileTier(DeviceTier):
         """Wait until the index is complete (for tests and tools; the tier serves before that)."""
         await self.directories.scanned()
 
-    async def refreshed(self) -> None:
-        """Wait until the index includes the changes of other instances before this call, if it follows them (for tests
-        and tools).
-        """
-        await self.scanned()
-        await self.lookup.refreshed()
-
     async def own_keys(self) -> set[ChunkKey]:
         """Return the existing chunks of this tier's layout, stored by any process. Reads every header. Raises OSError.
 

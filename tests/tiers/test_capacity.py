@@ -403,10 +403,10 @@ def test_a_reservation_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pyt
         fcntl.flock(other, fcntl.LOCK_UN)
         failures = [written.exception() for written in writes]
         assert sorted(map(type, failures), key=str) == [type(None), OSError]
-        assert (capacity.used_bytes, capacity.in_flight_bytes) == (150, 0)
+        assert (capacity.used_bytes, capacity._in_flight_bytes) == (150, 0)
         with pytest.raises(OSError, match="Input/output error"):
             capacity.reserve(90)  # 50 of which are left of the step
-        assert (capacity.used_bytes, capacity.in_flight_bytes) == (150, 0)
+        assert (capacity.used_bytes, capacity._in_flight_bytes) == (150, 0)
         monkeypatch.undo()
 
 

@@ -56,7 +56,7 @@ def test_what_cannot_be_published_takes_no_bytes(two: tuple[ChunkFiles, ChunkFil
     with pytest.raises(NotADirectoryError):
         one.write(key, payload, CHUNK_BYTES)
     assert temporaries(one.root) == []
-    assert (one.capacity.used_bytes, one.capacity.in_flight_bytes) == (used_bytes, 0)
+    assert (one.capacity.used_bytes, one.capacity._in_flight_bytes) == (used_bytes, 0)
 
 
 def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[ChunkFiles, ChunkFiles]) -> None:

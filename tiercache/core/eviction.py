@@ -279,11 +279,6 @@ class LeafLru:
             self.discard(entry.key)
         return entry
 
-    @property
-    def queued(self) -> int:
-        """Number of items in the queue of all leaves, including stale items."""
-        return sum(len(bucket.heap) for bucket in self._queue.buckets.values())
-
     def _attach(self, entry: Resident, parent: Resident) -> None:
         entry.parent = parent
         if parent.children is None:

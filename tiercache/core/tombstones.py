@@ -34,9 +34,6 @@ class Tombstones:
         self._dropped_epoch = 0
         """Operations that began before this epoch count as forgotten."""
 
-    def __len__(self) -> int:
-        return len(self._newer) + len(self._older)
-
     def forget(self, key: ChunkKey) -> None:
         """Invalidate operations in flight on `key`."""
         self.epoch += 1

@@ -75,7 +75,7 @@ def check_directories(node: Node, places: Sequence[Place], *, faultless: bool, a
     for directory in directories(node.cache):
         capacity, place = directory.files.capacity, place_of(directory, places)
         found = place.look()
-        writing = capacity.in_flight_bytes
+        writing = capacity._in_flight_bytes
         pending = found.pending.get(directory.files._owner.name, 0)
         if writing > pending:
             raise Violation(f"{place.disk.root}: {writing} bytes are reserved for files, of which {pending} are there")

@@ -160,11 +160,6 @@ class Capacity:
         return self._count.trusted
 
     @property
-    def in_flight_bytes(self) -> int:
-        """Bytes reserved for temporary files."""
-        return self._in_flight_bytes
-
-    @property
     def is_behind(self) -> bool:
         """True if `catch_up` may have bytes to return. Non-blocking."""
         return self._is_active is not False

@@ -48,8 +48,6 @@ class RingTraits:
     """0: all that is there; > 0: exact batches; < 0: batches of up to so many."""
     priority: int = 1
     """Index into `SEMAPHORE_LINKS`."""
-    timeout_ms: int = 0
-    flags: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,6 @@ class Registration:
             parts.append(f"{'r' if self.ring.for_read else 'w'}{self.ring.io_depth}")
             if self.ring.priority != 1:
                 parts.append("ph" if self.ring.priority == 0 else "pl")
-            parts.append(f"t{self.ring.timeout_ms}")
-            if self.ring.flags:
-                parts.append(f"f{self.ring.flags:b}")
         return ".".join(parts)
 
 
@@ -86,7 +81,7 @@ def parse_registration(name: str) -> Registration:
         raise ValueError(f"expected a UUID, found {identity!r}")
     block_bytes = 0
     direction: tuple[bool, int] | None = None
-    priority, timeout_ms, flags = 1, 0, 0
+    priority = 1
     for_rings_only = False
     for attribute in attributes:
         kind, value = attribute[:1], attribute[1:]
@@ -96,13 +91,9 @@ def parse_registration(name: str) -> Registration:
             direction = (kind == "r", int(value))
         elif attribute in _PRIORITIES:
             priority, for_rings_only = _PRIORITIES[attribute], True
-        elif kind == "t" and value.isdecimal():
-            timeout_ms, for_rings_only = int(value), True
-        elif kind == "f" and re.fullmatch("[01]+", value):
-            flags, for_rings_only = int(value, 2), True
         else:
             raise ValueError(f"{name}: unknown attribute {attribute!r}")
     if direction is None and for_rings_only:
         raise ValueError(f"{name}: attributes of a ring without r<depth> or w<depth>")
-    ring = None if direction is None else RingTraits(*direction, priority, timeout_ms, flags)
+    ring = None if direction is None else RingTraits(*direction, priority)
     return Registration(uuid.UUID(identity).bytes, block_bytes, ring)

@@ -26,7 +26,7 @@ _WAKES_S = 0.001
 class ioring:
     """One direction, one thread that prepares and submits, one that waits; they may be two. Else RuntimeError is raised.
 
-    A time-out of the ring is in ms, and only of use to `io_depth < 0`; that of `wait` is in s. `priority` has no effect.
+    `priority`, `timeout` and `flags` have no effect. The time-out of `wait` is in s.
     """
 
     def __init__(
@@ -44,10 +44,9 @@ class ioring:
         self._submitted: NamedSemaphore | None = None
         if not hf3fs_mount_point or entries <= 0 or (timeout or 0) < 0:
             raise OSError(errno.EINVAL, f"entries {entries}, timeout {timeout}: expected entries > 0 and timeout >= 0")
-        traits = RingTraits(for_read, io_depth, timeout_ms=timeout or 0, flags=flags)
+        traits = RingTraits(for_read, io_depth)
         self._link, memory = _register(hf3fs_mount_point, traits, entries)
         self._traits = traits
-        self._mount_point = hf3fs_mount_point
         self._free = deque(range(entries))
         self._in_flight: list[tuple[iovec, object] | None] = [None] * entries
         self._memory = RingMemory(memory)
@@ -145,11 +144,8 @@ class ioring:
         memory.close()
         for entry in filter(None, self._in_flight):
             entry[0]._in_flight = False
-        # Created with the flags in binary, taken away with them in decimal: with flags >= 2 the registration stays.
-        flags = f".f{self._traits.flags}" if self._traits.flags else ""
-        name = self._link.rpartition("/")[2].partition(".f")[0] + flags
         with contextlib.suppress(OSError):  # upstream does not look either
-            os.unlink(f"{self._mount_point}/{VIRTUAL_DIRECTORY}/iovs/{name}")
+            os.unlink(self._link)
 
     def __del__(self) -> None:
         self.destroy()

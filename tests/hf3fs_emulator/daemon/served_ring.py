@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -47,7 +46,6 @@ class ServedRing:
         """Where each batch under way ends, in order of claim: submissions are consumed in this order only."""
         self._finished: set[int] = set()
         self._under_way = 0
-        self._partial_since_s: float | None = None
         memory.completed.initialise()
 
     def claim(self, limit: int = _CLAIMS_AT_ONCE) -> list[Batch]:
@@ -62,8 +60,6 @@ class ServedRing:
                 size = depth if depth > 0 else min(waiting, room)
                 if depth < 0:
                     size = min(size, -depth)
-                    if size < -depth and self._holds_back_partial():
-                        break
                 if size <= 0 or size > waiting or size > room:
                     break
                 start = self._claimed_to
@@ -89,16 +85,3 @@ class ServedRing:
                     self.memory.complete(index, result, userdata)
             self._under_way -= len(batch.submissions)
         self.memory.completed.post()
-
-    def _holds_back_partial(self) -> bool:
-        """Upstream checks the ring's time-out only at a submission, so time alone never issues a partial batch."""
-        if not self.traits.timeout_ms:
-            return False
-        now_s = time.monotonic()
-        if self._partial_since_s is None:
-            self._partial_since_s = now_s
-            return True
-        if self._partial_since_s + self.traits.timeout_ms / 1000 > now_s:
-            return True
-        self._partial_since_s = None
-        return False

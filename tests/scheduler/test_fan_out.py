@@ -30,7 +30,7 @@ class SlowTier(MemoryTier):
         return await super().write(key, payload, payload_bytes)
 
 
-def writer_of(tier: MemoryTier | FaultyTier, queue_chunks: int = 2, wait_s: float = 1.0) -> TierWriter:
+def writer_of(tier: MemoryTier | FaultyTier, queue_chunks: int = 4, wait_s: float = 1.0) -> TierWriter:
     return TierWriter(tier, WriterSettings(queue_bytes=queue_chunks * CHUNK_BYTES, wait_s=wait_s))
 
 

@@ -256,7 +256,11 @@ class ConfigFields:
         tier="disk", ours=True,
     )  # fmt: skip
     write_queue_bytes: int = _key(
-        Whole(0, unit="bytes"), 0, "limit of the write queue of each tier; 0: half the arena", tier="disk", ours=True
+        Whole(0, unit="bytes"),
+        0,
+        "limit of what each tier has still to write; 0: half the arena",
+        tier="disk",
+        ours=True,
     )
     on_queue_full: str = _key(
         Choice(("wait", "skip", "replace")),

@@ -37,7 +37,7 @@ _FIRST_PAUSE_S = 0.05
 @dataclass(frozen=True)
 class WriterSettings:
     queue_bytes: int
-    """A chunk that is larger than this is queued alone."""
+    """Limit of the chunks in the queue and of those being written. One chunk may be queued whatever its size."""
     on_full: str = "wait"
     """wait, skip or replace.
 
@@ -104,8 +104,8 @@ class TierWriter:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
-        self._moved_at_s = 0.0
-        """The loop time at which the latest chunk left the queue for the tier."""
+        self._waited_in_vain = False
+        """True if a call has waited for room until its deadline, and no chunk has left the queue for the tier since."""
 
     @property
     def pending(self) -> int:
@@ -142,7 +142,7 @@ class TierWriter:
         if self._line.locked() and not first:
             return False
         settings, length = self.settings, lease.payload_bytes
-        while self._queue and self._queued_bytes + length > settings.queue_bytes:
+        while self._queue and self._held_bytes + length > settings.queue_bytes:
             if settings.on_full == "wait":
                 return False
             if settings.on_full == "skip":
@@ -175,7 +175,7 @@ class TierWriter:
                         self._room.clear()
                         await self._room.wait()
         except TimeoutError:
-            pass  # the put had no time left for it
+            self._waited_in_vain = True
         finally:
             self.skip(leases)
 
@@ -248,7 +248,7 @@ class TierWriter:
                 return
             key = next(iter(self._queue))
             lease = self._take(key)
-            self._moved_at_s = now_s
+            self._waited_in_vain = False
             self._room.set()
             self._latest[key] = write = _Write(key, lease, began_s=now_s)
             self._writing.add(write)
@@ -373,12 +373,15 @@ class TierWriter:
 
     @property
     def _stalls(self) -> bool:
-        """True if the tier has begun no write within its deadline, or is being probed: no `put` waits for it."""
-        now_s = asyncio.get_running_loop().time()
-        patience_s = self.tier.patience_s
-        return self.breaker.probing(now_s) or (patience_s is not None and now_s - self._moved_at_s > patience_s)
+        """True if a call has waited in vain, or the tier is being probed: no `put` waits for it."""
+        return self._waited_in_vain or self.breaker.probing(asyncio.get_running_loop().time())
 
     # Queue
+
+    @property
+    def _held_bytes(self) -> int:
+        """Bytes of the chunks that are queued, being written, or abandoned. They cannot be evicted from the hot cache."""
+        return self._queued_bytes + sum(write.lease.payload_bytes for write in (*self._writing, *self._abandoned))
 
     def _take(self, key: ChunkKey) -> Lease:
         """Take a chunk out of the queue."""

@@ -378,8 +378,9 @@ class TierCache:
         """Promote the chunks of a prefix (token ids, or chunk keys) into the hot cache before a request reads them.
 
         They will be needed in `deadline` seconds: among prefetches of equal `priority` (smaller goes first) the sooner
-        goes first. They are kept until they are read, at most until `ttl` seconds after the deadline. Returns at once;
-        await the handle for the outcome, read its `progress`, or `cancel()` it. Demand reads go first, and all
+        goes first. Programs misjudge times, so it begins three seconds before half of the deadline is over. They are kept
+        until they are read, at most until `ttl` seconds after the deadline. Returns at once; await the handle for the
+        outcome, read its `progress`, or `cancel()` it, which lets go of the chunks too. Demand reads go first, and all
         prefetches together stay within `prefetch_share` and `prefetch_bytes_per_s`. A deadline below 0 counts as 0.
         Raises ValueError or TypeError for times and priorities that are not numbers, and ConfigError with `local_cpu:
         false` and no shared memory tier, since there is no memory to promote into.

@@ -91,6 +91,14 @@ async def test_cancelled_prefetch_begins_nothing_more(work: Prefetching) -> None
     handle.cancel()
 
 
+async def test_prefetch_that_is_cancelled_after_its_end_keeps_nothing(work: Prefetching) -> None:
+    handle = work.hint(work.bench.keep_on_tier(range(1, 13)))
+    assert (await handle).promoted == work.prefetcher.held == 12
+    handle.cancel()
+    await until(lambda: work.prefetcher.held == 0)
+    assert (await handle).promoted == 12
+
+
 async def test_a_tier_that_hangs_is_asked_for_two_chunks_more_than_it_reads_at_once(work: Prefetching) -> None:
     limit = work.bench.tier.traits.read_concurrency + 2
     keys = work.bench.keep_on_tier(range(1, limit + 5))

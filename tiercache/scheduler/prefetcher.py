@@ -69,9 +69,8 @@ class PrefetchHandle:
         return self._ended.is_set()
 
     def cancel(self) -> None:
-        """Begin no more reads. Reads in flight still publish; their chunks are not pinned. Idempotent."""
-        if not self.done:
-            self._prefetcher.cancel(self._request)
+        """Begin no more reads, and unpin the chunks, also after the end. Reads in flight still publish. Idempotent."""
+        self._prefetcher.cancel(self._request)
 
     def __await__(self) -> Generator[object, None, PrefetchProgress]:
         yield from self._ended.wait().__await__()

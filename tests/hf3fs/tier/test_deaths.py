@@ -12,7 +12,7 @@ from tests.hf3fs.tier.conftest import (
     PATIENCE_S,
     Memory,
     Opened,
-    get,
+    gets,
     make_tier,
     put,
     responsive,
@@ -37,8 +37,7 @@ async def test_daemon_that_died_while_nobody_asked_is_noticed_by_writes(
         await asyncio.to_thread(mortal.restart)
         await written(tier3, memory, 2)
         assert tier3.io.engine.restarts == 1
-        for number in (1, 2):
-            await get(tier3, memory, number)
+        await gets(tier3, memory, 1, 2)
 
 
 async def test_death_is_noticed_by_a_full_tier(mortal: Hf3fsEmulator, opened: Opened, memory: Memory) -> None:
@@ -61,7 +60,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
     """What was registered with the second is not taken for known by the third."""
     async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
         await put(tier3, memory, 1)
-        await get(tier3, memory, 1)
+        await gets(tier3, memory, 1)
         await tier3.scanned()
         manifest = chunks_of(mortal.backing / "chunks") / "tiercache.json"
         good = manifest.read_text()
@@ -77,7 +76,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         await asyncio.to_thread(mortal.restart)
         await until(lambda: tier3.io.engine.serves)
         await works_again(tier3, memory, 3)
-        await get(tier3, memory, 1)
+        await gets(tier3, memory, 1)
 
 
 @pytest.mark.parametrize("cancelled", [False, True], ids=["is one sentence", "does not hold up a cancelled opening"])

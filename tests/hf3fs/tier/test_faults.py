@@ -16,6 +16,7 @@ from tests.hf3fs.tier.conftest import (
     Opened,
     all_places_are_free,
     get,
+    gets,
     put,
     responsive,
     start_reading,
@@ -54,8 +55,7 @@ async def test_hanging_daemon_keeps_what_it_may_still_write_to(
             assert isinstance(outcome, TierUnavailable)
         assert await all_places_are_free(tier)
         assert tier.io.engine.restarts == 0
-        for number in (1, 2, 3):
-            await get(tier, memory, number)
+        await gets(tier, memory, 1, 2, 3)
         assert tier.statistics().corrupt == 0
 
 
@@ -71,7 +71,7 @@ async def test_write_that_was_given_up_never_shows(
         await until(lambda: tier.io.engine.in_flight == 0)
         assert await tier.read(chunk(1)[0], memory.make()) is None
         await put(tier, memory, 1)
-        await get(tier, memory, 1)
+        await gets(tier, memory, 1)
         await tier.directories.metadata.submit(lambda: None)  # it removes things in their turn
         assert not list(place.rglob("*.[0-9]*"))
 
@@ -90,8 +90,7 @@ async def test_lost_answers_cost_neither_memory_nor_entries_for_good(
             assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
             await until(lambda incident=incident: tier.io.engine.restarts >= incident and tier.io.engine.serves)
         await works_again(tier, memory, 40)
-        for number in range(1, 17):
-            await get(tier, memory, number)
+        await gets(tier, memory, *range(1, 17))
         assert await all_places_are_free(tier)
         assert tier.io.engine.in_flight == 0
         assert tier.statistics().corrupt == 0
@@ -107,7 +106,7 @@ async def test_lost_read_is_an_error_and_its_memory_is_not_used_again(
         (lost,) = start_reading(tier, memory, 1)
         await asyncio.to_thread(emulator.control.until_struck, struck_before + 1)
         for _ in range(3):
-            await get(tier, memory, 1)
+            await gets(tier, memory, 1)
         await asyncio.wait([lost], timeout=PATIENCE_S if memory.arena is None else 0.1)
         assert lost.done() is (memory.arena is None), "an arena's slot stays with the read"
         assert await all_places_are_free(tier, but=1)
@@ -120,8 +119,7 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
 ) -> None:
     async with opened(mortal.mount / "chunks", rings=replace(HASTY, timeout_s=1.0)) as tier:
         await put(tier, memory, *range(1, 9))
-        for number in range(1, 9):
-            await get(tier, memory, number)
+        await gets(tier, memory, *range(1, 9))
         mortal.control.hang()
         reads = start_reading(tier, memory, 1, 2, 3)
         operations = 1 if memory.arena is None else 2
@@ -132,8 +130,7 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
         assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
         await until(lambda: tier.io.engine.restarts == 1)
         assert tier.io.engine.in_flight == 0
-        for number in range(1, 9):
-            await get(tier, memory, number)
+        await gets(tier, memory, *range(1, 9))
         await works_again(tier, memory, 9)
         assert tier.statistics().corrupt == 0
         await tier.scanned()
@@ -146,7 +143,7 @@ async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
 async def test_dead_mount_is_an_error_at_once_and_closes(mortal: Hf3fsEmulator, opened: Opened, memory: Memory) -> None:
     async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
         await put(tier, memory, 1)
-        await get(tier, memory, 1)
+        await gets(tier, memory, 1)
         mortal.kill()
         with pytest.raises((OSError, TierUnavailable)):
             await put(tier, memory, 2)
@@ -154,7 +151,7 @@ async def test_dead_mount_is_an_error_at_once_and_closes(mortal: Hf3fsEmulator, 
     # It gets the numbers of what could not be deregistered.
     async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
         await tier.scanned()
-        await get(tier, memory, 1)
+        await gets(tier, memory, 1)
 
 
 async def test_paused_daemon_hangs_threads_and_not_the_loop(
@@ -162,7 +159,7 @@ async def test_paused_daemon_hangs_threads_and_not_the_loop(
 ) -> None:
     async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
         await put(tier, memory, 1, 2)
-        await get(tier, memory, 1)
+        await gets(tier, memory, 1)
         mortal.pause()
         try:
             async with responsive():
@@ -173,8 +170,7 @@ async def test_paused_daemon_hangs_threads_and_not_the_loop(
             mortal.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
         await works_again(tier, memory, 4)
-        for number in (1, 2):
-            await get(tier, memory, number)
+        await gets(tier, memory, 1, 2)
         assert tier.io.engine.in_flight == 0
         assert tier.statistics().corrupt == 0
 
@@ -291,5 +287,5 @@ async def test_slot_that_the_daemon_still_has_is_not_given_back(
         assert all(isinstance(read.exception(), TierUnavailable) for read in reads)
         assert not any((slot == 0xEE).all() for slot in slots), "given back before it was written to"
         await until(lambda: tier.io.engine.serves)
-        await get(tier, memory, 99)
+        await gets(tier, memory, 99)
         assert tier.io.engine.in_flight == 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.test_cache import CHUNK_BYTES, is_whole, key, only_below, opened, payload, reads
+from tests.tiers.opened import until
 from tests.tiers.others import Other, running
 from tiercache import ConfigError, TierCache
 
@@ -89,10 +90,20 @@ async def test_a_get_is_a_lease_on_the_shared_pages(in_memory: Path) -> None:
         assert reader.statistics().tiers["shared_memory"].mapped_bytes == CHUNK_BYTES + 4096
 
 
+async def test_a_process_maps_only_what_it_asks_for(in_memory: Path) -> None:
+    """Else it would keep the memory of all that others store and evict."""
+    async with sharing(in_memory) as writer, sharing(in_memory) as reader:
+        keys = await put(writer, 1, 2, 3)
+        (tier,) = reader.tiers
+        await until(lambda: all(tier.contains(key) for key in keys))
+        await reader.warm(keys[:1])
+        assert reader.statistics().tiers["shared_memory"].mapped_bytes == CHUNK_BYTES + 4096
+
+
 async def test_warm_maps_and_promotes_nothing(in_memory: Path) -> None:
     async with sharing(in_memory) as writer:
         keys = await put(writer, 1, 2, 3)
-        async with sharing(in_memory) as reader:  # what is there when it comes is not mapped ahead
+        async with sharing(in_memory) as reader:
             assert reader.lookup_hot(keys) == 0
             assert await reader.warm([*keys, key(4)]) == 3
             assert reader.lookup_hot([*keys, key(4)]) == 3

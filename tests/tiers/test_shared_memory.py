@@ -1,8 +1,6 @@
 """The shared memory tier: what is mapped, for how long, and what others may do to it."""
 
 import asyncio
-import contextlib
-import itertools
 import os
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 
 from tests.chunks import chunks_of
 from tests.tiers.opened import until
-from tests.tiers.others import Other
 from tests.tiers.shared_memory import deleted_maps, is_right, key_of, leased, mapped, opened, other, store
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, flip
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk
@@ -20,8 +17,6 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files.index import ProbingLookup
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier, max_mappings
-
-_NUMBERS = itertools.count(1001)
 
 
 async def test_a_chunk_is_mapped_once_and_leased_where_it_lies(in_memory: Path) -> None:
@@ -146,58 +141,12 @@ async def test_a_sweep_finds_what_others_deleted(in_memory: Path, monkeypatch: p
         held.release()
 
 
-async def test_what_another_process_stores_is_mapped_before_anybody_asks(in_memory: Path) -> None:
+async def test_what_another_process_evicts_is_unmapped(in_memory: Path) -> None:
     async with opened(in_memory) as tier, other(in_memory) as writer:
-        await store(tier, 1)
-        await ready_for_news(tier, writer)
-        assert await writer.do("store", 2, 3) == "done"
-        await until(lambda: key_of(2) in tier.mappings and key_of(3) in tier.mappings)
-        assert tier.statistics().mapped_bytes == 2 * FILE_BYTES
-        for number in (2, 3):
-            leased(tier, number).release()
-        assert key_of(1) not in tier.mappings, "it has that in its own hot cache"
+        assert await writer.do("store", 2) == "done"
+        (await mapped(tier, 2)).release()
         os.unlink(tier.path(key_of(2)))
         await until(lambda: not tier.contains(key_of(2)) and deleted_maps(in_memory) == 0)
-
-
-async def test_what_is_being_removed_is_not_mapped_ahead(in_memory: Path) -> None:
-    async with opened(in_memory) as tier, other(in_memory) as writer:
-        await store(tier, 1)
-        await ready_for_news(tier, writer)
-        tier.traffic.removing[key_of(2)] = ()
-        assert await writer.do("store", 2, 3) == "done"
-        await until(lambda: key_of(3) in tier.mappings)
-        assert key_of(2) not in tier.mappings
-
-
-async def test_a_bad_chunk_is_put_aside_before_anybody_asks(in_memory: Path) -> None:
-    async with opened(in_memory) as tier, other(in_memory) as writer:
-        await store(tier, 1)
-        await ready_for_news(tier, writer)
-        bad = bytearray(Path(tier.path(key_of(1))).read_bytes())
-        bad[5000] ^= 1
-        made = chunks_of(in_memory) / ".tiercache" / "tmp" / "made"
-        made.write_bytes(bad)
-        os.unlink(tier.path(key_of(1)))
-        await until(lambda: not tier.contains(key_of(1)))
-        made.rename(tier.path(key_of(1)))
-        await until(lambda: tier.statistics().corrupt == 1)
-        await until(lambda: not Path(tier.path(key_of(1))).exists())
-        assert key_of(1) not in tier.mappings and not tier.contains(key_of(1))
-        assert await writer.do("store", 2) == "done"
-        await until(lambda: key_of(2) in tier.mappings)
-
-
-async def ready_for_news(tier: SharedMemoryTier, writer: Other) -> None:
-    """Once what comes to the directory of chunks is mapped."""
-    tier.maps_ahead = True
-    for number in _NUMBERS:
-        assert await writer.do("store", number) == "done"
-        with contextlib.suppress(TimeoutError):  # it came before the directory was listed for the first time
-            async with asyncio.timeout(1):
-                await until(lambda number=number: key_of(number) in tier.mappings)
-            break
-    tier.mappings.clear()
 
 
 async def test_closing_leaves_views_alone_that_were_taken(in_memory: Path) -> None:

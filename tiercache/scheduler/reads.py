@@ -509,8 +509,6 @@ class Reader:
         self.cpu = cpu
         self.settings = settings
         self.mapped = [tier for tier in tiers if maps and isinstance(tier, SharedMemoryTier)]
-        for tier in self.mapped:
-            tier.maps_ahead = True
         self._hot: tuple[CpuTier | SharedMemoryTier, ...] = (cpu, *self.mapped)
         cpu.budget.tiers = len(tiers) - len(self.mapped)
         if counts_with is None:

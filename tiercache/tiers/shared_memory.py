@@ -26,7 +26,7 @@ import numpy as np
 from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, file_bytes
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import CacheClosed, ConfigError, CorruptChunk, TierCacheError
+from tiercache.errors import CacheClosed, ConfigError, CorruptChunk
 from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, LeaseOwner, Purpose, pins_in
 from tiercache.tiers.base import Tier, TierStatistics
 from tiercache.tiers.files.access import mount_of, open_file
@@ -41,8 +41,6 @@ logger = logging.getLogger("tiercache.shared_memory")
 
 MEMORY_KINDS = ("tmpfs",)
 """File systems in memory. hugetlbfs lacks write(2), and ramfs lacks a size limit."""
-_MAX_KEYS_AHEAD = 4096
-"""Most keys that wait to be mapped ahead. The oldest are dropped; their first get maps them."""
 _REFRESH_S = 0.1
 """Time between two listings without a miss in between. They take at most a tenth of the time."""
 _STEP = 1024
@@ -362,9 +360,6 @@ class MappingIO(PosixIO):
 class SharedMemoryTier(FileTier):
     """Maps chunk files. A mapped chunk is leased without waiting, and nothing is copied to the hot cache."""
 
-    maps_ahead: bool = False
-    """True if chunks that other processes store are mapped in the background. Set by the reader."""
-
     def __init__(self, settings: SharedMemorySettings, fingerprint: bytes) -> None:
         super().__init__(
             "shared_memory",
@@ -379,8 +374,6 @@ class SharedMemoryTier(FileTier):
         self._io = io
         self.mappings = io.mappings
         self.mappings.on_gone = self._changed
-        self._stored: asyncio.Queue[ChunkKey] = asyncio.Queue(_MAX_KEYS_AHEAD)
-        """Chunks of other processes to map ahead."""
 
     async def open(self) -> None:
         await super().open()
@@ -388,13 +381,11 @@ class SharedMemoryTier(FileTier):
         directory = self.directories.all[0]
         directory.index.on_change = self._changed
         # Needed without a listener too: a chunk that another process evicts is unmapped.
-        self.lookup.follow(self._appeared)
-        self.directories.begin(self._map_ahead(), "map-ahead")
+        self.lookup.follow()
 
     def take_over(self, before: Tier) -> None:
         super().take_over(before)
         assert isinstance(before, SharedMemoryTier)
-        self.maps_ahead = before.maps_ahead
         self.mappings.on_pinned_access = before.mappings.on_pinned_access
         self.mappings.on_forget = before.mappings.on_forget
 
@@ -429,10 +420,9 @@ class SharedMemoryTier(FileTier):
         """Pin a mapped chunk for a future reader, or return None."""
         return self.mappings.find(key, PREFETCH)
 
-    async def map(self, key: ChunkKey, purpose: Purpose, *, ahead: bool = False) -> Lease | None:
+    async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
         """Map the chunk and verify it in place. Return a lease of that purpose, or None for a miss. Raises the errors of
-        `read`. A cancelled call raises CancelledError when its thread has ended. With `ahead`, other calls go first and no
-        read is counted.
+        `read`. A cancelled call raises CancelledError when its thread has ended.
         """
         mappings, directory = self.mappings, self.directories.all[0]
         mapped: list[Mapped] = []
@@ -440,7 +430,7 @@ class SharedMemoryTier(FileTier):
         def begin(files: ChunkFiles) -> asyncio.Future[int | None]:
             return self._io.map(files, key, mapped)
 
-        length = await (self._read_from(directory, key, begin) if ahead else self._read(key, begin))
+        length = await self._read(key, begin)
         if length is None:
             return None
         findable = not self.traffic.refuses(key)  # else it was forgotten meanwhile
@@ -449,29 +439,6 @@ class SharedMemoryTier(FileTier):
         lease = mappings.add(mapped[0], purpose, findable=findable)
         self._io.listed([key])
         return lease
-
-    def _appeared(self, key: ChunkKey) -> None:
-        """Called when another process has stored a chunk."""
-        if self.maps_ahead and key not in self.mappings:
-            if self._stored.full():
-                self._stored.get_nowait()
-            self._stored.put_nowait(key)
-
-    async def _map_ahead(self) -> None:
-        """Map chunks of other processes one at a time, so that their first get finds them verified."""
-        while True:
-            key = await self._stored.get()
-            if key in self.mappings or self.traffic.refuses(key):
-                continue
-            self.traffic.begin(key)
-            try:
-                lease = await self.map(key, PREFETCH, ahead=True)
-                if lease is not None:
-                    lease.release()
-            except (TierCacheError, OSError) as error:  # a get of the chunk reports it
-                logger.debug("a chunk could not be mapped ahead: %s", error)
-            finally:
-                self.traffic.end(key)
 
     async def remove(self, key: ChunkKey) -> bool:
         self.mappings.forget(key)

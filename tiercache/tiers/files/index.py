@@ -41,18 +41,10 @@ def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
 class Refresher:
     """Keeps a directory's index and counter fresh. Belongs to the event loop; `run` is its task."""
 
-    def __init__(
-        self,
-        directories: Directories,
-        directory: Directory,
-        refresh_s: float,
-        on_stored: Callable[[ChunkKey], None] | None = None,
-    ) -> None:
-        """`on_stored`: see `ProbingLookup.follow`."""
+    def __init__(self, directories: Directories, directory: Directory, refresh_s: float) -> None:
         self.directory = directory
         self.refresh_s = refresh_s
         self._directories = directories
-        self._on_stored = on_stored
         self._index: object = None
         self._freshness = Freshness(_SETTLE_S)
         self._hint = asyncio.Event()
@@ -115,11 +107,8 @@ class Refresher:
         is_obsolete, before = self.directory.looking(), index.group(directory)
         found = await self._ask(calls_s, files.scan, TOP_LEVELS[directory], before)
         if index is self.directory.index:
-            new = await merge(index, found, before, is_obsolete)
+            await merge(index, found, before, is_obsolete)
             self._directories.io.listed(found.kept)
-            if self._on_stored is not None:
-                for key in new.keys:
-                    self._on_stored(key)
 
     async def _ask(self, calls_s: list[float], call: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
@@ -157,13 +146,11 @@ class ProbingLookup:
     def begin(self) -> None:
         """Called once the directories are open."""
 
-    def follow(self, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
-        """Keep the indexes fresh: list the chunks that other processes store and delete. Call `on_stored` for each
-        chunk that another process stores from now on, and perhaps for others.
-        """
+    def follow(self) -> None:
+        """Keep the indexes fresh: list the chunks that other processes store and delete."""
         for directory in self._directories.all:
             if directory not in self.refreshers:
-                refresher = Refresher(self._directories, directory, self._refresh_s, on_stored)
+                refresher = Refresher(self._directories, directory, self._refresh_s)
                 self.refreshers[directory] = refresher
                 self._directories.begin(refresher.run(), f"refresh-{directory.files.root}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -136,6 +137,25 @@ async def test_cache_keeps_nothing_if_its_loop_ends_in_a_close(tmp_path: Path, a
     assert not arena_file.exists()
 
 
+async def test_closes_share_the_nearest_deadline_and_the_report(tmp_path: Path, arena_file: Path, held: list[Lease]) -> None:
+    cache = await started(tmp_path, arena_file)
+    await put_that_waits(cache, held)
+    began_s = time.monotonic()
+    first = asyncio.create_task(cache.close(60.0))
+    await asyncio.sleep(0.05)
+    impatient = asyncio.create_task(cache.close(30.0))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    await asyncio.sleep(0.05)
+    assert not first.done(), "another caller still waits for the write"
+    reports = await asyncio.gather(first, cache.close(0.2), cache.close())
+    assert time.monotonic() - began_s < 20.0
+    assert reports[0] is reports[1] is reports[2]
+    assert await cache.close() is reports[0]
+
+
 async def test_started_twice_is_an_error_and_takes_nothing() -> None:
     cache = TierCache(configured(), LAYOUT)
     await cache.start()
@@ -229,6 +249,26 @@ def test_program_ends_though_its_disk_hung_at_the_start(tmp_path: Path) -> None:
         mount.go_on()
 
 
+def test_start_that_nobody_runs_any_more_does_not_wait(tmp_path: Path) -> None:
+    """As the coroutines of a loop that is gone: it raised RuntimeError, that it ignored its end. In a process of its own,
+    since nothing is left that could give back what it has taken."""
+    program = (
+        "import asyncio, sys; from pathlib import Path; from tests.test_cache import LAYOUT, configured\n"
+        "from tiercache import TierCache\n"
+        "async def main():\n"
+        "    starting = TierCache(configured(Path(sys.argv[1])), LAYOUT).start()\n"
+        "    waits_for = starting.send(None)\n"
+        "    while not Path(sys.argv[1], 'tiercache-chunks', 'tiercache.json').exists():\n"
+        "        if waits_for.done():\n"
+        "            waits_for = starting.send(None)\n"
+        "        await asyncio.sleep(0)\n"
+        "    starting.close()\n"
+        "asyncio.run(main())\n"
+    )
+    ended = run(program, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("way", ["open", "start"])
 def test_program_that_does_not_close_its_cache_leaves_no_shared_memory(tmp_path: Path, arena_file: Path, way: str) -> None:
     program = (
@@ -246,6 +286,20 @@ def test_program_that_does_not_close_its_cache_leaves_no_shared_memory(tmp_path:
     assert "abandoned" not in ended.stderr, "nothing is"
     if way == "start":  # the other one is closed with the loop's generators
         assert "the cache was not closed" in ended.stderr
+
+
+async def test_close_with_a_read_at_any_step_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
+        for number in range(8):
+            assert await cache.put(key(number), payload(number))
+    for steps in range(16):
+        async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
+            reading = asyncio.create_task(cache.warm([key(number) for number in range(8)]))
+            cache.prefetch([key(number) for number in range(8)])
+            for _ in range(steps):
+                await asyncio.sleep(0)
+        await reading
+        assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING], steps
 
 
 @contextlib.contextmanager

@@ -129,6 +129,8 @@ class TierCache:
                 server = ControlServer(path, self, self._naming or TokenNaming())
                 await server.start()
                 closing.push([("control socket", server.close)])
+        except GeneratorExit:
+            raise  # the loop has ended, so this cannot wait
         except BaseException:
             self._parts = self._running = None
             closing.bring_forward(asyncio.get_running_loop().time())

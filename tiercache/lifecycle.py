@@ -76,6 +76,7 @@ class Closing:
         self._task: asyncio.Task[FlushReport] | None = None
         self.unwinding = False
         """True once parts are being closed."""
+        self._callers = 0
 
     def __enter__(self) -> None:
         self.in_flight += 1
@@ -120,17 +121,22 @@ class Closing:
         """Return the result of `close`. The first of several callers starts it, and the nearest of their deadlines
         counts.
 
-        If a caller is cancelled, the deadline becomes now, and CancelledError is raised when everything is released.
+        If the only caller is cancelled, the deadline becomes now, and CancelledError is raised when everything is
+        released. If other callers wait, it is raised at once.
         """
         loop = asyncio.get_running_loop()
         task = self._task = self._task or loop.create_task(close(), name="tiercache-close")
         self.bring_forward(deadline_s)
+        self._callers += 1
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self.bring_forward(loop.time())
-            await wait_uncancelled([task], GIVE_UP_S)
+            if self._callers == 1:
+                self.bring_forward(loop.time())
+                await wait_uncancelled([task], GIVE_UP_S)
             raise
+        finally:
+            self._callers -= 1
 
     async def wait(self, works: Collection[asyncio.Future[Any]]) -> None:
         """Wait until all of `works` have ended, or until the deadline.

@@ -1,5 +1,6 @@
 """Histories that were written by hand, and that the simulation finds nothing wrong with (or something)."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.torture.simulation.fittings import Fittings
 from tests.torture.simulation.plan import Operation, Setting, cap_bytes
 from tests.torture.simulation.run import run_seed
+from tiercache.memory.slots import Lease
 from tiercache.tiers.files.tier import FileTier
 
 OPTIONS = {"blocking_timeout_secs": 5, "lookup_timeout_ms": 200}
@@ -115,3 +117,14 @@ def test_a_chunk_that_is_being_evicted_is_not_missing(tier: str) -> None:
         operations.append(Operation("flush", 0, 0.0, values={"timeout_s": 5.0}))
     outcomes = [run_seed(seed, operations, setting=setting(tier)) for seed in range(30, 40)]
     assert {outcome.seed: str(outcome.failure) for outcome in outcomes if outcome.failure} == {}
+
+
+def held_leases() -> list[Lease]:
+    return [one for one in gc.get_objects() if type(one) is Lease and one._entry is not None]
+
+
+def test_a_lease_of_the_dead_says_nothing_later() -> None:
+    """In this seed Python keeps an exception of a killed process, and its frames keep a whole world."""
+    before = held_leases()
+    assert run_seed(163741987697).failure is None
+    assert all(one in before for one in held_leases())

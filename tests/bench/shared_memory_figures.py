@@ -46,10 +46,8 @@ async def measure_shared_memory(figures: Figures, plan: Plan) -> None:
     """GB/s of `get_into` for 2 MiB chunks, and leases a second, in turn with the own hot cache.
 
     `shared_memory.first_get_gbps`: chunks that this process has not mapped yet, so with mapping and verification.
-    `shared_memory.get_gbps`: the same ones again. `shared_memory.ahead_get_gbps`: the first get of chunks that the other
-    process stored while this one was open, so that it had mapped them ahead. `shared_memory.hot_get_gbps`: `get_into` of
-    chunks in the own hot cache. `shared_memory.leases_per_s`, `shared_memory.hot_leases_per_s`: `async with
-    cache.get(key)`, and a look at the view.
+    `shared_memory.get_gbps`: the same ones again. `shared_memory.hot_get_gbps`: `get_into` of chunks in the own hot cache.
+    `shared_memory.leases_per_s`, `shared_memory.hot_leases_per_s`: `async with cache.get(key)`, and a look at the view.
     """
     count = plan.count(_CHUNK_BYTES)
     sources = payloads(plan.sizes.source_bytes, _CHUNK_BYTES)
@@ -88,26 +86,11 @@ async def measure_shared_memory(figures: Figures, plan: Plan) -> None:
                 plan.progress(f"shared memory tier, pair {pair + 1} of {plan.pairs}")
                 await in_turn(pair, get_hot, get_shared)
                 await in_turn(pair, lease_hot, lease_shared)
-                figures.add("shared_memory.ahead_get_gbps", await _get_mapped_ahead(plan, count, places))
             assert np.array_equal(first, sources[0])
             assert cache.statistics().reader.hits["cpu"] == 0
     figures.compare("shared_memory.get_gbps", "shared_memory.hot_get_gbps")
     figures.compare("shared_memory.first_get_gbps", "shared_memory.get_gbps")
-    figures.compare("shared_memory.ahead_get_gbps", "shared_memory.hot_get_gbps")
     figures.compare("shared_memory.leases_per_s", "shared_memory.hot_leases_per_s")
-
-
-async def _get_mapped_ahead(plan: Plan, count: int, places: list[np.ndarray]) -> float:
-    keys = _keys(count)
-    with _directory() as directory:
-        config = _config(directory, count)
-        async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache, asyncio.timeout(_WRITER_S):
-            tier = cache.tiers[0]
-            assert isinstance(tier, SharedMemoryTier)
-            await asyncio.to_thread(_fill_elsewhere, directory, count, plan.sizes.source_bytes)
-            while not all(key in tier.mappings for key in keys):
-                await asyncio.sleep(_UNMAPPED_S)
-            return await _get(cache, keys, places)
 
 
 def _directory() -> tempfile.TemporaryDirectory[str]:

@@ -45,8 +45,10 @@ def main(
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiercache-hf3fs-")))
         if base_path is None:
             sys.path.insert(0, str(Path(__file__).parents[1]))
-            from tests.hf3fs_emulator import Hf3fsEmulator
+            from tests.hf3fs_emulator import Hf3fsEmulator, why_no_fuse
 
+            if (reason := why_no_fuse()) is not None:
+                raise SystemExit(f"the emulator of 3FS needs FUSE: {reason}")
             emulator = stack.enter_context(Hf3fsEmulator())
             os.environ.update(emulator.environment)
             base_path = emulator.mount / "kv"
